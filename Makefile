@@ -1,0 +1,38 @@
+# `make quickstart` and `make test` each do all their set-up. STACK is cpu or gpu; by default what this machine has.
+STACK ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOCK := requirements/$(STACK).lock
+CORES := $(shell nproc)
+
+.PHONY: setup quickstart model test lint clean
+
+setup: $(VENV)/.installed-$(STACK)
+
+# The CPU build of torch is on an index of its own where the default one lacks it: name it in PIP_EXTRA_INDEX_URL.
+$(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11 or set PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --no-deps --quiet -r $(LOCK) || { \
+	  echo "error: the $(STACK) lock could not be installed (see above)." >&2; \
+	  echo "  If torch==...+cpu was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels" >&2; \
+	  echo "  (\"Get started\" on pytorch.org shows its address for pip, Linux, CPU) and run make again." >&2; exit 2; }
+	$(BIN)/python -m pip install --no-deps --quiet -e .
+	@touch $@
+
+model: setup
+	OMP_NUM_THREADS=$(CORES) $(BIN)/python scripts/make_tiny_model.py
+
+quickstart: model
+	OMP_NUM_THREADS=$(CORES) $(BIN)/python -m qarl.train config=quickstart.yaml
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint model
+	OMP_NUM_THREADS=$(CORES) $(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,423 @@
+"""The typed configuration of a run: every key, with its meaning, unit, bounds and default.
+
+A run is `python -m qarl.train config=NAME.yaml key=value ...`. Later wins: the defaults below, the YAML file, then the
+overrides. Unknown keys are errors, and so is anything that would fail or mislead later; all errors come at once, before
+any work. `load_config` is the way in; the text under each key below is also what an error about that key quotes.
+
+Keys are named and counted as in verl where verl has them (https://verl.readthedocs.io/en/latest/examples/config.html):
+batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. Departures: `actor` and
+`rollout` are not nested under `actor_rollout_ref`, the optimizer is a section of its own, and `trainer` counts steps
+only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853.
+
+Importing this module imports neither torch, transformers, vLLM nor verl. Files are looked for where they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from qarl import config_checks, config_yaml
+from qarl.config_errors import ConfigError, Problem, from_pydantic, key_of, nearest
+from qarl.config_source import read_arguments
+from qarl.errors import UserError
+
+__all__ = ["Config", "ConfigError", "Problem", "build_config", "describe_keys", "load_config", "write_resolved"]
+
+BUILTIN_REWARDS = ("arithmetic", "math_verify")
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Above = Annotated[float, Field(gt=0, le=1e6)]
+Below = Annotated[float, Field(gt=0, le=1)]
+Pair = Annotated[tuple[Fraction, Fraction], BeforeValidator(_as_tuple)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys forbidden, no silent conversion of types, immutable, finite numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: Text
+    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory for about a third more compute."""
+
+
+class DataConfig(Section):
+    """Prompts and batch sizes."""
+
+    train_files: TextList = Field(min_length=1)
+    """Parquet files of training prompts: at least one, in verl's row layout. One name may be given without a list."""
+
+    val_files: TextList = []
+    """Parquet files of evaluation prompts, same layout. May be empty only where nothing is ever evaluated."""
+
+    train_batch_size: int = Field(ge=1)
+    """Prompts per training step; each is answered rollout.n times."""
+
+    max_prompt_length: int = Field(ge=1)
+    """Longest prompt, in tokens, chat template included."""
+
+    max_response_length: int = Field(ge=1)
+    """Longest response, in tokens; generation stops there."""
+
+    shuffle: bool = True
+    """Shuffle the training prompts, by `seed`."""
+
+    prompt_key: Text = "prompt"
+    """Column that holds the prompt."""
+
+    filter_overlong_prompts: bool = False
+    """Leave out prompts longer than max_prompt_length; otherwise one is an error."""
+
+
+class RewardConfig(Section):
+    """How a response is scored."""
+
+    function: Text = "arithmetic"
+    """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
+
+    @field_validator("function")
+    @classmethod
+    def _resolvable(cls, function: str) -> str:
+        where, colon, name = function.rpartition(":")
+        if function in BUILTIN_REWARDS or (where and name.isidentifier()):
+            return function
+        guess = nearest(function, BUILTIN_REWARDS)
+        fix = f"did you mean {guess}? " if guess and not colon else ""
+        fix += f"write {', '.join(BUILTIN_REWARDS)}, module:function or path/to/file.py:function"
+        raise PydanticCustomError("reward", "neither a built-in reward nor a function", {"fix": fix})
+
+
+class RolloutConfig(Section):
+    """Sampling, and the vLLM engine that does it."""
+
+    n: int = Field(ge=2)
+    """Responses per prompt, GRPO's group. At least 2: an advantage is relative to the other responses to the prompt."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the probability mass kept. Below 1 the engine samples from a truncated distribution, which the
+    trainer's log-probs do not describe."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Most sequences that vLLM decodes at a time."""
+
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one vLLM step, at least max_num_seqs; null is vLLM's default."""
+
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
+
+    cpu_kvcache_space_gib: float = Field(default=1.0, gt=0)
+    """Size of vLLM's KV cache in GiB. CPU only."""
+
+    enforce_eager: bool = True
+    """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
+
+
+class QuantConfig(Section):
+    """What is quantized, in the rollouts and in the trainer's forward alike."""
+
+    scheme: Literal["bf16", "w4a16"] = "w4a16"
+    """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `bf16`: nothing is quantized."""
+
+    group_size: int = Field(default=128, ge=1)
+    """Weights along the input dimension that share one scale: a multiple of 8. Not used by bf16."""
+
+    ignore: TextList = ["lm_head"]
+    """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
+
+    align: Literal["off", "linears"] = "linears"
+    """How far the trainer's forward follows the engine. `linears`: low-bit products on the very tensors that are
+    published. `off`: plain BF16, the baseline that shows the mismatch. Makes no difference to bf16."""
+
+    @field_validator("ignore")
+    @classmethod
+    def _patterns_compile(cls, ignore: list[str]) -> list[str]:
+        for pattern in ignore:
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                message = f"{pattern} is not a regular expression: {error}"
+                fix = "correct the pattern; without re: it is taken as an exact module name"
+                raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
+        return ignore
+
+
+class ActorConfig(Section):
+    """The policy update: batch splits and the TBPO loss.
+
+    The paper's bands suit responses of thousands of tokens. A sequence ratio is a geometric mean over tokens, whose
+    spread goes with 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
+    """
+
+    ppo_mini_batch_size: int = Field(ge=1)
+    """Prompts per optimizer step, as in verl: with rollout.n responses each. Divides data.train_batch_size."""
+
+    ppo_micro_batch_size_per_gpu: int = Field(ge=1)
+    """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Divides a
+    mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
+
+    log_prob_micro_batch_size_per_gpu: int = Field(ge=1)
+    """Responses per forward when the old log-probs are computed. Bounds memory only."""
+
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over the responses of a step."""
+
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest L2 norm of the whole gradient; above it the gradient is scaled down."""
+
+    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
+    """How token losses are averaged. TBPO's ratio belongs to a whole sequence: other averages would not be TBPO."""
+
+    seq_clip_ratio_high: Above = 4e-4
+    """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
+
+    seq_clip_ratio_low: Below = 3e-4
+    """Positive advantage: a ratio below 1 - this gives no gradient. Used only where positive_band is two_sided."""
+
+    neg_seq_clip_ratio_low: Below = 3e-4
+    """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
+
+    neg_seq_clip_ratio_high: Above = 7e-4
+    """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
+
+    seq_tis_imp_ratio_cap: float = Field(default=2.0, ge=1, le=1e6)
+    """C: the trainer/rollout weight of a sequence is kept in [1/C, C]. At least 1, where every weight is 1."""
+
+    mismatch_outside_cap: Literal["truncate", "drop"] = "truncate"
+    """A sequence whose weight is outside [1/C, C]: `truncate` to the nearer end, or `drop` (zero loss, counted)."""
+
+    positive_band: Literal["upper", "two_sided"] = "upper"
+    """Band for positive advantages: `upper` bound only, as in PPO, or `two_sided`. The paper can be read either way."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Reward minus the mean reward of the responses to the same prompt."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    """Also divide by the standard deviation of those rewards."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """AdamW's peak learning rate."""
+
+    betas: Pair = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay, multiplied by the learning rate each step."""
+
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Training steps of linear warm-up from 0 to the peak."""
+
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """End of the cosine, as a fraction of the peak."""
+
+    muon_lr: float = Field(default=0.02, ge=0)
+    """Muon's peak learning rate, in spectral norm per update: an element moves by about this / sqrt(input width). The
+    default is the muon-optimizer package's, meant for pre-training; fine-tuning wants less."""
+
+    muon_momentum: Fraction = 0.95
+    """Muon's momentum."""
+
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the weights that the optimizer updates. At bf16 updates are rounded stochastically: to nearest, steps of
+    1e-6 would vanish."""
+
+
+class TrainerConfig(Section):
+    """Length of the run, evaluation and output."""
+
+    total_training_steps: int = Field(ge=1)
+    """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
+
+    test_freq: int = Field(default=-1, ge=-1)
+    """Evaluate every this many steps; -1 is never."""
+
+    val_before_train: bool = True
+    """Evaluate before the first step, too: the number that training is compared with."""
+
+    val_max_prompts: int | None = Field(default=None, ge=1)
+    """Most prompts of one evaluation, the first ones of val_files; null is all."""
+
+    logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(_as_list)] = ["console"]
+    """Where metrics go besides the run folder's metrics.jsonl, which is always written."""
+
+    plots: bool = True
+    """Draw the run's curves at the end, as PNG files in the run folder."""
+
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of PyTorch in the trainer; null is PyTorch's choice."""
+
+    save_final: bool = True
+    """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
+
+    @field_validator("test_freq")
+    @classmethod
+    def _not_zero(cls, test_freq: int) -> int:
+        if test_freq == 0:
+            raise PydanticCustomError("test_freq", "0 is not a number of steps", {"fix": "write -1 for never"})
+        return test_freq
+
+
+class Config(Section):
+    """A run. Built by `load_config` (command line) or `build_config` (a dict); `Config(...)` itself raises pydantic's
+    `ValidationError` for a bad key and `ConfigError` for keys that do not fit together."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of data order, sampling and initialisation, 32 bits."""
+
+    backend: Literal["local", "verl"] = "local"
+    """`local`: one process with vLLM inside, on a CPU or one GPU. `verl`: verl's PPO trainer, several GPUs or nodes."""
+
+    output_dir: Text = "runs"
+    """Folder of all runs; this one writes to output_dir/name."""
+
+    dry_run: bool = False
+    """Check everything that can be checked without training, say what would run, and stop."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig
+    quant: QuantConfig = QuantConfig()
+    actor: ActorConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    trainer: TrainerConfig
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if problems := config_checks.check(_flat_values(self.model_dump(), bad_keys=set())):
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run: output_dir/name."""
+        return Path(self.output_dir) / self.name
+
+    def resolved_yaml(self) -> str:
+        """Every key with its value, defaults included, as YAML. Loading it gives an equal config."""
+        return config_yaml.dump(self.model_dump(mode="json"))
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Config from command line arguments: `config=NAME.yaml` (required) and `key.path=value` overrides, in any order.
+
+    NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
+    Raises `ConfigError` with all problems at once.
+    """
+    keys = describe_keys()
+    raw = read_arguments(argv, [key for key in keys if key not in _sections()])
+    return _build(raw.values, raw.sources, raw.problems, report_missing=raw.file_read)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Config from a nested dict as YAML would give it. Raises `ConfigError` with all problems at once."""
+    return _build(values, {}, [], report_missing=True)
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write `config.resolved_yaml()` to `path`; missing folders are made. Raises `UserError` where it cannot."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.resolved_yaml(), encoding="utf-8")
+    except OSError as error:
+        fix = "set output_dir to a folder that can be written to"
+        raise UserError("the config cannot be written", where=str(path), why=error.strerror, fix=fix) from error
+
+
+def describe_keys() -> dict[str, str]:
+    """Every dotted key, sections included, with its description, in order."""
+    keys = {}
+    for name, info in Config.model_fields.items():
+        section = _sections().get(name)
+        keys[name] = (section.__doc__ or "").partition("\n")[0] if section else info.description or ""
+        for child, child_info in section.model_fields.items() if section else ():
+            keys[f"{name}.{child}"] = child_info.description or ""
+    return {key: " ".join(text.split()) for key, text in keys.items()}
+
+
+def _sections() -> dict[str, type[Section]]:
+    types = {name: info.annotation for name, info in Config.model_fields.items()}
+    return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def _build(
+    values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
+) -> Config:
+    # A section left out still has its required keys reported, one by one.
+    filled = {**{name: {} for name in _sections()}, **values}
+    found = list(problems)
+    try:
+        config = Config.model_validate(filled)
+    except ConfigError as error:
+        found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
+    except ValidationError as error:
+        errors = [item for item in error.errors(include_url=False) if report_missing or item["type"] != "missing"]
+        found += from_pydantic(errors, describe_keys(), sources)
+        if report_missing:
+            bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
+            found += config_checks.check(_flat_values(filled, bad_keys), sources)
+    if found:
+        raise ConfigError(found)
+    return config
+
+
+def _flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:
+    """Dotted keys and values of the sections, defaults where not given, without those in `bad_keys`."""
+    flat = {}
+    for name, section in _sections().items():
+        given = values[name]
+        if isinstance(given, Mapping):
+            for child, info in section.model_fields.items():
+                flat[f"{name}.{child}"] = given.get(child, info.default)
+    return {key: value for key, value in flat.items() if key not in bad_keys}

@@ -1,0 +1,109 @@
+"""Checks between keys that are valid each by itself.
+
+They work on a flat dict from dotted key to value, not on a `Config`: so they run on the good keys of a bad config too,
+and one error shows everything. A check is skipped when a key it needs is bad.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qarl.config_errors import Problem
+
+_Check = Callable[..., Problem | None]
+_CHECKS: list[tuple[tuple[str, ...], _Check]] = []
+
+
+def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
+    """Every problem between the keys of `values`. `sources` maps dotted keys to where their value was written."""
+    sources = sources or {}
+    problems = []
+    for keys, function in _CHECKS:
+        if all(key in values for key in keys):
+            problem = function(*(values[key] for key in keys))
+            if problem is not None:
+                problems.append(replace(problem, source=sources.get(problem.key)))
+    return problems
+
+
+def _between(*keys: str) -> Callable[[_Check], _Check]:
+    def register(function: _Check) -> _Check:
+        _CHECKS.append((keys, function))
+        return function
+
+    return register
+
+
+def matches_ignore(name: str, pattern: str) -> bool:
+    """Whether an entry of `quant.ignore` covers the module `name`: as `qarl.quant.matcher`, which comes with torch."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return pattern == name
+
+
+@_between("data.train_batch_size", "actor.ppo_mini_batch_size")
+def _whole_mini_batches(train: int, mini: int) -> Problem | None:
+    if train % mini == 0:
+        return None
+    reason = f"data.train_batch_size = {train} prompts a step do not split into whole mini-batches of {mini} prompts"
+    fix = f"choose a divisor of {train} ({_divisors(train)}), or make data.train_batch_size a multiple of {mini}"
+    return Problem("actor.ppo_mini_batch_size", mini, reason, fix)
+
+
+@_between("actor.ppo_mini_batch_size", "rollout.n", "actor.ppo_micro_batch_size_per_gpu")
+def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
+    if (mini * n) % micro == 0:
+        return None
+    reason = (
+        f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
+        f"which do not split into whole micro-batches of {micro} responses"
+    )
+    fix = f"choose a divisor of {mini * n}: {_divisors(mini * n)}"
+    return Problem("actor.ppo_micro_batch_size_per_gpu", micro, reason, fix)
+
+
+@_between("quant.scheme", "quant.group_size")
+def _int4_group(scheme: str, group_size: int) -> Problem | None:
+    if scheme != "w4a16" or group_size % 8 == 0:
+        return None
+    reason = "w4a16 packs eight int4 values to an int32, so a group with one scale must be whole int32 words"
+    return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
+
+
+@_between("quant.scheme", "quant.ignore")
+def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
+    patterns = [ignore] if isinstance(ignore, str) else ignore
+    if scheme == "bf16" or any(matches_ignore("lm_head", pattern) for pattern in patterns):
+        return None
+    reason = "lm_head would be quantized, and rollout engines serve garbage from a quantized lm_head without an error"
+    return Problem("quant.ignore", ignore, reason, "add lm_head to the list")
+
+
+@_between("data.val_files", "trainer.test_freq", "trainer.val_before_train")
+def _something_to_evaluate(val_files: list[str], test_freq: int, val_before_train: bool) -> Problem | None:
+    if val_files or not (test_freq > 0 or val_before_train):
+        return None
+    when = "before training (trainer.val_before_train)"
+    if test_freq > 0:
+        when = f"every {test_freq} steps (trainer.test_freq)"
+    fix = "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false"
+    return Problem("data.val_files", val_files, f"an evaluation is due {when}, with nothing to evaluate on", fix)
+
+
+@_between("rollout.max_num_batched_tokens", "rollout.max_num_seqs")
+def _room_for_every_sequence(tokens: int | None, seqs: int) -> Problem | None:
+    if tokens is None or tokens >= seqs:
+        return None
+    reason = f"vLLM refuses fewer tokens a step than rollout.max_num_seqs = {seqs}: each sequence takes at least one"
+    fix = f"choose {seqs} or more, lower rollout.max_num_seqs, or leave it null for vLLM's default"
+    return Problem("rollout.max_num_batched_tokens", tokens, reason, fix)
+
+
+def _divisors(number: int) -> str:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
+    return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])

@@ -1,0 +1,171 @@
+"""What the config reader says when the input is wrong: every problem at once, each with key, value, reason and fix.
+
+Pydantic already finds all bad keys in one pass, but it tells only what a value should be. Here each of its errors is
+turned into a `Problem` that also says where the value came from, what the key means and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from qarl.errors import UserError
+
+
+class _NotGiven:
+    """The value of a key that was not given, which `null` is not."""
+
+    def __repr__(self) -> str:
+        return "(not given)"
+
+
+NOT_GIVEN = _NotGiven()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the input.
+
+    `key` is the dotted path, or the argument itself where there is no path; `value` is what was given, or `NOT_GIVEN`;
+    `source` is `file:line` or `command line` where known; `about` says what the key means.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    fix: str
+    source: str | None = None
+    about: str | None = None
+
+    def __str__(self) -> str:
+        given = f": {self.value!r}" if self.value is NOT_GIVEN else f" = {show(self.value)}"
+        origin = f"  ({self.source})" if self.source else ""
+        about = f"\n  about: {self.about}" if self.about else ""
+        return f"{self.key}{given}{origin}\n  reason: {self.reason}{about}\n  fix: {self.fix}"
+
+
+class ConfigError(UserError):
+    """All that is wrong with a configuration; `problems` holds it item by item."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n\n".join([f"{count} in the configuration", *map(str, self.problems)]))
+
+
+def show(value: Any, limit: int = 120) -> str:
+    """`value` as one would write it in YAML, on one line, shortened to `limit` characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like `name`, or None when none is like it."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """The known dotted key that `key` was most likely meant to be.
+
+    A key of exactly that name in another section comes first, then one that looks like it in the section given, then
+    one that looks like it elsewhere. Whole paths are not compared: with a section in common any two of them look alike.
+    """
+    section, _, leaf = key.rpartition(".")
+    by_leaf: dict[str, str] = {}
+    siblings = []
+    for path in known:
+        parent, _, name = path.rpartition(".")
+        by_leaf.setdefault(name, path)
+        if parent == section:
+            siblings.append(name)
+    if leaf in by_leaf:
+        return by_leaf[leaf]
+    if sibling := nearest(leaf, siblings):
+        return f"{section}.{sibling}" if section else sibling
+    other = nearest(leaf, by_leaf, cutoff=0.75)
+    return by_leaf[other] if other else None
+
+
+_EXPECTED = {
+    "int_type": ("a whole number", "write digits only, for example 8"),
+    "float_type": ("a number", "write a number without quotes, for example 0.001 or 1e-3"),
+    "bool_type": ("true or false", "write true or false, without quotes"),
+    "string_type": ("text", "write text; put it in quotes if it reads as a number, true, false or null"),
+    "list_type": ("a list", "write a list, for example [first, second]"),
+    "tuple_type": ("a list", "write a list, for example [0.9, 0.999]"),
+    "finite_number": ("a finite number", "write a number that is neither .inf nor .nan"),
+    "greater_than": ("above {gt}", "choose a value above {gt}"),
+    "greater_than_equal": ("at least {ge}", "choose a value of {ge} or more"),
+    "less_than": ("below {lt}", "choose a value below {lt}"),
+    "less_than_equal": ("at most {le}", "choose a value of {le} or less"),
+    "too_short": ("a list of at least {min_length}", "name at least {min_length}"),
+    "too_long": ("a list of at most {max_length}", "remove what is too many"),
+    "string_pattern_mismatch": ("of the form {pattern}", "leave out the characters that this form does not have"),
+    "string_too_short": ("text that is not empty", "write a value, or remove the key"),
+}
+
+
+def from_pydantic(
+    errors: Iterable[ErrorDetails], descriptions: Mapping[str, str], sources: Mapping[str, str]
+) -> list[Problem]:
+    """Pydantic's errors as problems, in its order.
+
+    `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to where
+    their value was written.
+    """
+    return [_from_error(error, descriptions, sources) for error in errors]
+
+
+def _from_error(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
+    key, value, kind = key_of(error["loc"]), error["input"], error["type"]
+    plain_key = key.partition("[")[0]
+    context = error.get("ctx", {})
+    if kind == "missing" and key != plain_key:
+        key, reason, fix = plain_key, "too few values", "write every value of the list"
+    elif kind == "missing":
+        value = NOT_GIVEN
+        reason, fix = "required", f"add it to the YAML file, or give {key}=VALUE on the command line"
+    elif kind == "extra_forbidden":
+        reason, fix = _unknown(key, descriptions)
+    elif kind == "model_type":
+        first = next(path for path in descriptions if path.startswith(f"{key}."))
+        reason = "this is a section: it holds keys, not a value"
+        fix = f"set its keys one by one ({first} and so on), or leave {key} out for their defaults"
+    elif kind == "literal_error":
+        options = [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")]
+        guess = nearest(str(value), options, cutoff=0.5)
+        only = options[0] if len(options) == 1 else f"one of {', '.join(options)}"
+        reason, fix = f"must be {only}", f"write {guess or only}"
+    elif kind in _EXPECTED:
+        must_be, fix = (text.format(**context) for text in _EXPECTED[kind])
+        reason = f"must be {must_be}"
+    else:
+        message = error["msg"]
+        reason = message[:1].lower() + message[1:]
+        fix = context.get("fix", "change the value to what the key means")
+    return Problem(key, value, reason, fix, sources.get(plain_key), descriptions.get(plain_key))
+
+
+def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:
+    section = key.rpartition(".")[0]
+    names = [path for path in known if path.rpartition(".")[0] == section]
+    guess = nearest_key(key, known)
+    listing = f"known here: {', '.join(name.rpartition('.')[2] for name in names)}"
+    return "unknown key", f"did you mean {guess}? ({listing})" if guess else f"remove it ({listing})"
+
+
+def key_of(loc: Sequence[int | str]) -> str:
+    """Pydantic's location as a dotted key: ("trainer", "logger", 0) is `trainer.logger[0]`."""
+    key = ""
+    for part in loc:
+        key += f"[{part}]" if isinstance(part, int) else f"{'.' if key else ''}{part}"
+    return key

@@ -1,0 +1,309 @@
+"""Prompts: read, checked and tokenized once, before any work; and the order in which training visits them.
+
+Files are in verl's schema, so one file serves both backends: `data_source`, `prompt` (a list of `{role, content}`),
+`reward_model.ground_truth`, and optionally `extra_info`. They are read through `datasets` into memory, without its
+cache of files on disk.
+
+Departures from verl's `RLHFDataset`: a row that cannot be used is an error that names its row, where verl counts it as
+too long and drops it (its filter catches every exception); and `filter_overlong_prompts` is off by default, so that
+nothing is left out unasked. As in verl, the last incomplete batch of an epoch is dropped.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from qarl.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the rollout sees it (`prompt_token_ids`) and what its reward needs."""
+
+    index: int
+    """Row number in the files taken one after another, from 0; filtering does not renumber."""
+    data_source: str
+    messages: list[Message]
+    prompt_token_ids: list[int]
+    """The rendered chat template with the generation prompt at its end."""
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptDataset(Sequence[Prompt]):
+    """The prompts in file order. `num_filtered`: how many overlong ones were left out."""
+
+    prompts: list[Prompt]
+    num_filtered: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        return self.prompts[index]
+
+
+def load_prompts(
+    files: str | Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_key: str = "prompt",
+    max_prompt_length: int,
+    filter_overlong_prompts: bool = False,
+    limit: int | None = None,
+) -> PromptDataset:
+    """Reads `files` (.parquet, .jsonl, .json) and tokenizes their prompts; the first `limit` usable ones, if given.
+
+    `max_prompt_length` is in tokens. Every row up to the last one used is checked.
+
+    Raises:
+        UserError: a file is missing, unreadable or empty; a column is missing; a row's prompt is not a list of
+            `{role, content}` or its ground truth is missing; a prompt is too long and `filter_overlong_prompts` is off;
+            nothing is left; the tokenizer has no chat template.
+    """
+    files = [files] if isinstance(files, str) else list(files)
+    if not files:
+        raise UserError("no data files", why="the list of files is empty", fix="name at least one .parquet or .jsonl")
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the tokenizer has no chat template",
+            where=str(getattr(tokenizer, "name_or_path", "")) or None,
+            why="prompts are lists of messages, and only a chat template turns those into text",
+            fix="use an instruction-tuned model, or put a chat_template.jinja into the model's folder",
+        )
+    prompts: list[Prompt] = []
+    overlong: list[tuple[str, int]] = []
+    offset = 0
+    for file in files:
+        rows = _read(file, prompt_key)
+        for row_number, row in enumerate(rows):
+            if limit is not None and len(prompts) >= limit:
+                break
+            where = f"{file}, row {row_number}"
+            prompt = _to_prompt(row, offset + row_number, where, tokenizer, prompt_key)
+            if len(prompt.prompt_token_ids) > max_prompt_length:
+                overlong.append((where, len(prompt.prompt_token_ids)))
+            else:
+                prompts.append(prompt)
+        offset += len(rows)
+    if overlong and not filter_overlong_prompts:
+        raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
+    if not prompts:
+        raise UserError(
+            f"no prompt is left of {len(overlong)}",
+            where=", ".join(files),
+            why=f"all are longer than max_prompt_length={max_prompt_length} tokens "
+            f"(shortest: {min((length for _, length in overlong), default=0)})",
+            fix="raise data.max_prompt_length",
+        )
+    return PromptDataset(prompts, num_filtered=len(overlong))
+
+
+def _read(file: str, prompt_key: str) -> datasets.Dataset:
+    path = Path(file)
+    if not path.is_file():
+        why = "it is a folder" if path.is_dir() else f"looked in {path.absolute().parent}"
+        raise UserError(f"no such data file: {file}", why=why, fix="correct data.train_files / data.val_files")
+    if path.suffix not in _FORMATS:
+        raise UserError(
+            f"unknown kind of data file: {file}",
+            why=f"the name must end in one of {', '.join(_FORMATS)}",
+            fix="convert it, or rename it if it is one of these",
+        )
+    import datasets
+
+    try:
+        # A cache of its own: the user's would keep a copy of every version of every file.
+        with tempfile.TemporaryDirectory() as cache_dir:
+            rows = datasets.load_dataset(
+                _FORMATS[path.suffix], data_files=str(path), split="train", cache_dir=cache_dir, keep_in_memory=True
+            )
+    except Exception as error:  # what `datasets` raises depends on the format and its reader
+        cause = error.__cause__ or error
+        reason = (str(cause).splitlines() or [""])[0]
+        raise UserError(
+            f"cannot read the data file {file}",
+            why=f"{type(cause).__name__}: {reason}",
+            fix="write it again; it may be cut short or of another format than its name says",
+        ) from error
+    needed = ["data_source", prompt_key, "reward_model"]
+    missing = [column for column in needed if column not in rows.column_names]
+    if missing and rows.column_names:
+        raise UserError(
+            f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
+            where=file,
+            why=f"the file has: {', '.join(rows.column_names)}",
+            fix="bring it into verl's schema, or set data.prompt_key to the column of the prompts",
+        )
+    if len(rows) == 0:
+        raise UserError("the data file has no rows", where=file, fix="write it again with at least one prompt")
+    return rows
+
+
+def _to_prompt(
+    row: Mapping[str, Any], index: int, where: str, tokenizer: PreTrainedTokenizerBase, prompt_key: str
+) -> Prompt:
+    messages = _to_messages(row[prompt_key], f"{where}, {prompt_key}")
+    data_source = row["data_source"]
+    if not isinstance(data_source, str):
+        raise UserError(f"data_source is {data_source!r}", where=where, why="it must be a string")
+    reward_model = row["reward_model"]
+    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if ground_truth is None:
+        raise UserError(
+            "missing reward_model.ground_truth",
+            where=where,
+            why=f"reward_model is {reward_model!r}, and the reward function compares answers with its ground_truth",
+            fix='give each row a reward_model like {"style": "rule", "ground_truth": "42"}',
+        )
+    try:
+        token_ids: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # templates raise their own errors, e.g. on roles they do not know
+        raise UserError(
+            "the tokenizer's chat template refuses a prompt",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="correct the row's messages (roles, order), or use another chat template",
+        ) from error
+    return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(row.get("extra_info") or {}))
+
+
+def _to_messages(value: Any, where: str) -> list[Message]:
+    fix = 'write prompts as [{"role": "user", "content": "..."}]'
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if value == [] else type(value).__name__
+        raise UserError(f"the prompt is {kind}, not a list of messages", where=where, fix=fix)
+    for message in value:
+        role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError(
+                "a message of the prompt has no role or no content that is text",
+                where=where,
+                why=repr(message),
+                fix=fix,
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_length: int) -> UserError:
+    where, length = overlong[0]
+    longest = max(length for _, length in overlong)
+    return UserError(
+        f"a prompt has {length} tokens, more than max_prompt_length={max_prompt_length}",
+        where=where,
+        why=f"{len(overlong)} of {total} prompts are too long, the longest has {longest} tokens; "
+        "cutting one would change its question",
+        fix=f"set data.max_prompt_length={longest}, or data.filter_overlong_prompts=true to leave them out",
+    )
+
+
+def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
+    """How many prompts of `val` are in `train` too, compared by their tokens; 0 is what an honest evaluation needs."""
+    seen = {tuple(prompt.prompt_token_ids) for prompt in train}
+    return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0) -> int:
+    """The number of ids that the model has and the tokenizer has not; an error above `max_unused`.
+
+    `vocab_size` is the model's. The ids beyond the tokenizer's take probability wherever they are not masked, and verl
+    masks them in vLLM but not in its trainer: with 64 logits for 48 tokens and a fresh model, log-probs of rollout and
+    trainer lie ln(64/48) apart. A trained model gives such ids almost none, so a caller may allow a padded tail.
+
+    Raises:
+        UserError: also whenever the tokenizer has more ids than the model, whatever `max_unused`.
+    """
+    unused = vocab_size - len(tokenizer)
+    if 0 <= unused <= max_unused:
+        return unused
+    sizes = f"the tokenizer has {len(tokenizer)} entries, the model's vocab_size is {vocab_size}"
+    if unused < 0:
+        raise UserError(
+            sizes,
+            why="the model has no embedding for the last ids of the tokenizer",
+            fix="use the tokenizer that belongs to the model, or resize the model's embeddings to it",
+        )
+    raise UserError(
+        sizes,
+        why=f"the {unused} ids in between are masked in the rollout and not in the trainer, which shifts the trainer's "
+        "log-probs and looks like a mismatch of the quantization",
+        fix="resize the model's embeddings to the tokenizer, or add tokens to the tokenizer until both agree",
+    )
+
+
+class PromptSampler(Iterator[list[int]]):
+    """Batches of `batch_size` distinct indices below `num_prompts`, forever, a fresh permutation every epoch.
+
+    The permutation depends on `seed` and the epoch only, so a resumed run sees the batches that it would have seen.
+    Without `shuffle` every epoch goes in order. What does not fill a batch at the end of an epoch is dropped, as in
+    verl.
+
+    Raises:
+        UserError: `batch_size` is below 1 or above `num_prompts`.
+    """
+
+    def __init__(self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        if not 1 <= batch_size <= num_prompts:
+            raise UserError(
+                f"cannot draw batches of {batch_size} from {num_prompts} prompts",
+                where="data.train_batch_size",
+                why="a batch holds distinct prompts, and at least one",
+                fix=f"set data.train_batch_size between 1 and {num_prompts}, or give more prompts",
+            )
+        self.num_prompts, self.batch_size, self.seed, self.shuffle = num_prompts, batch_size, seed, shuffle
+        self.batches_drawn = 0
+        self._epoch, self._order = -1, list[int]()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.num_prompts // self.batch_size
+
+    def __next__(self) -> list[int]:
+        epoch, batch = divmod(self.batches_drawn, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self.num_prompts))
+            if self.shuffle:
+                random.Random(f"{self.seed}-{epoch}").shuffle(self._order)
+        self.batches_drawn += 1
+        return self._order[batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def state_dict(self) -> dict[str, int | bool]:
+        settings: dict[str, int | bool] = {key: getattr(self, key) for key in self._SETTINGS}
+        return settings | {"batches_drawn": self.batches_drawn}
+
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+        """Continues where `state` was taken.
+
+        Raises:
+            UserError: `state` belongs to other data, another batch size, seed or order.
+        """
+        for key in self._SETTINGS:
+            if state[key] != getattr(self, key):
+                raise UserError(
+                    f"the checkpoint was made with {key}={state[key]}, this run has {key}={getattr(self, key)}",
+                    why="the order of the prompts would not continue where it stopped",
+                    fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
+                )
+        self.batches_drawn = int(state["batches_drawn"])
+
+    _SETTINGS = ("num_prompts", "batch_size", "seed", "shuffle")

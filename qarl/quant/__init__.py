@@ -1,0 +1,22 @@
+"""Quantization: one function makes the low-bit tensors; forward, wire and checkpoint all use its output.
+
+    from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
+"""
+
+from qarl.quant.convert import QuantReport, packed_state_dict, quantize_model
+from qarl.quant.linear import QuantLinear, invalidate_quantized
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.tensor import QuantizedTensor
+
+__all__ = [
+    "QuantLinear",
+    "QuantReport",
+    "QuantizedTensor",
+    "Scheme",
+    "get_scheme",
+    "invalidate_quantized",
+    "packed_state_dict",
+    "quantize",
+    "quantize_model",
+]

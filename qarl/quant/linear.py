@@ -1,0 +1,111 @@
+"""QuantLinear: the forward multiplies by the low-bit tensors the rollout engine was given; the backward is
+straight-through.
+
+    forward   y  = GEMM_lowbit(x, Q(W)) + b        a kernel of qarl.kernels.registry, on the published tensors
+    themselves backward  dX = dY Ŵ                            Ŵ is the BF16 dequantized weight: what the forward
+    multiplied by
+              dW = dYᵀ X,  db = sum of dY          straight through the rounding, onto the master weight
+
+(arXiv 2604.07853, section 3; fake quantization, as in verl's QAT, rounds the weight but multiplies in BF16 instead.)
+`weight` stays an ordinary parameter under its own state-dict key, so optimizers, checkpoints and FSDP do not notice.
+
+The quantized tensors are made once per optimizer step: they are keyed by the weight's storage and autograd version
+counter, which every in-place update advances. Writing through `weight.data` bypasses that counter: call
+`invalidate_quantized` then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme
+from qarl.quant.tensor import QuantizedTensor
+
+
+class _StraightThroughLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: QuantLinear) -> Any:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.generation = layer, layer.generation
+        return layer.kernel.linear(x, layer.prepared, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (x,), layer = grad_outputs, ctx.saved_tensors, ctx.layer
+        if layer.generation != ctx.generation:
+            raise RuntimeError(f"{layer.qualified_name}.weight was requantized between its forward and its backward")
+        need_x, need_weight, need_bias, _ = cast(FunctionCtx, ctx).needs_input_grad  # type: ignore[attr-defined]
+        return (
+            grad @ layer.dequantized if need_x else None,
+            grad.t() @ x if need_weight else None,
+            grad.sum(0) if need_bias else None,
+            None,
+        )
+
+
+class QuantLinear(nn.Linear):
+    """`nn.Linear` whose forward is a low-bit GEMM. Weight [N, K] and activations [..., K] are BF16."""
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, *, qualified_name: str) -> None:
+        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scheme, self.qualified_name = scheme, qualified_name
+        self.choice: Choice = choose_linear_kernel(
+            scheme.name, linear.weight.device, (linear.out_features, linear.in_features)
+        )
+        self.generation = 0
+        self._key: tuple[int, int] | None = None
+        self._quantized: QuantizedTensor | None = None
+        self._dequantized: torch.Tensor | None = None
+        self.prepared: Any = None
+
+    @property
+    def kernel(self) -> type[LinearKernel]:
+        return self.choice.kernel
+
+    def quantized(self) -> QuantizedTensor:
+        """The low-bit tensors of the weight as it is now: what the forward multiplies by and the publisher sends."""
+        key = (self.weight.data_ptr(), self.weight._version)
+        if self._quantized is None or key != self._key:
+            with torch.no_grad():
+                self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
+                self.prepared = self.kernel.prepare(self._quantized.tensors)
+            self._key, self._dequantized = key, None
+            self.generation += 1
+        return self._quantized
+
+    @property
+    def dequantized(self) -> torch.Tensor:
+        """Ŵ [N, K] in BF16, made at the first backward after an update."""
+        if self._dequantized is None:
+            self._dequantized = self.quantized().dequantize(torch.bfloat16)
+        return self._dequantized
+
+    def invalidate(self) -> None:
+        """Forget the quantized tensors; the next use makes them again."""
+        self._key = self._quantized = self._dequantized = self.prepared = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.quantized()
+        x = input.reshape(-1, self.in_features)
+        y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)
+        return y.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scheme={self.scheme.name}, kernel={self.kernel.name}"
+
+
+def invalidate_quantized(model: nn.Module) -> None:
+    """Call after weights were written where autograd's version counter does not see it (`param.data`, shared memory).
+    """
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.invalidate()

@@ -1,0 +1,218 @@
+"""Quantization schemes: what is low-bit, on which grid, and how compressed-tensors writes it down.
+
+A `Scheme` is a small frozen value that both sides agree on. It is turned into, and read back from, compressed-tensors'
+own `QuantizationConfig`, so the dictionary in `config.json` and in vLLM's `hf_overrides` is one that compressed-tensors
+itself has validated. verl's `qat.mode: w4a16` is NVFP4 with groups of 16 and is another thing: ours is int4.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+    QuantizationType,
+)
+from pydantic import ValidationError
+
+from qarl.errors import UserError
+
+QUANT_METHOD = "compressed-tensors"
+TARGETS = ("Linear",)
+BUILT = ("bf16", "w4a16")
+PLANNED = ("w8a8", "fp8", "w4a8")
+PACK_FACTOR = 8
+
+
+@dataclass(frozen=True)
+class QuantArgs:
+    """The grid of one operand, in the words of compressed-tensors' `QuantizationArgs`.
+
+    `type` is "int" or "float"; `strategy` is "group" (`group_size` elements along K), "channel" (one scale per output
+    row) or "token" (one per row of the activations, computed on the fly: `dynamic`).
+    """
+
+    num_bits: int
+    type: str
+    strategy: str
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = False
+
+    def to_compressed_tensors(self) -> QuantizationArgs:
+        return QuantizationArgs(
+            num_bits=self.num_bits,
+            type=self.type,
+            strategy=self.strategy,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            dynamic=self.dynamic,
+        )
+
+    @classmethod
+    def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
+        """Reads `args`; ValueError where it asks for what this class cannot say (blocks, act order, scale dtypes)."""
+        for field in ("actorder", "block_structure", "scale_dtype"):
+            value = getattr(args, field)
+            if value is not None:
+                raise ValueError(f"{field}={value} is not supported")
+        return cls(
+            num_bits=args.num_bits,
+            type=QuantizationType(args.type).value,
+            strategy=QuantizationStrategy(args.strategy).value,
+            group_size=args.group_size,
+            symmetric=args.symmetric,
+            dynamic=bool(args.dynamic),
+        )
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights (and, for schemes to come, the activations) of every quantized Linear are represented.
+
+    `weights is None` means not quantized at all (`bf16`). `format` is compressed-tensors' name of the layout on disk
+    and on the wire.
+    """
+
+    name: str
+    weights: QuantArgs | None = None
+    input_activations: QuantArgs | None = None
+    format: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.weights is not None
+
+    @property
+    def group_size(self) -> int | None:
+        return self.weights.group_size if self.weights else None
+
+    def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
+        """The reason why this scheme cannot hold a [out_features, in_features] weight called `name`, or None."""
+        if self.weights is None:
+            return None
+        shape = f"{name} has shape [{out_features}, {in_features}]"
+        if out_features < 1 or in_features < 1:
+            return f"{shape}: there is nothing to quantize"
+        group = self.group_size
+        if group and in_features % group:
+            return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
+        if self.format == "pack-quantized" and in_features % PACK_FACTOR:
+            return f"{shape}: {in_features} input features are not a multiple of {PACK_FACTOR}, the values in one int32"
+        return None
+
+    def wire_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each tensor that stands for one BF16 [out_features, in_features] weight on the wire."""
+        if self.weights is None:
+            return {"weight": (torch.bfloat16, (out_features, in_features))}
+        if self.format != "pack-quantized" or self.group_size is None:
+            raise NotImplementedError(f"wire tensors of {self.name}")
+        return {
+            "weight_packed": (torch.int32, (out_features, in_features // PACK_FACTOR)),
+            "weight_scale": (torch.bfloat16, (out_features, in_features // self.group_size)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+
+    def quantization_config(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` for `config.json` and vLLM's `hf_overrides`: plain JSON types.
+
+        Fields without a value are left out rather than written as null: compressed-tensors forbids fields it does not
+        know, and a release before the one installed here must still read our checkpoints.
+        """
+        if self.weights is None:
+            raise ValueError(f"scheme {self.name!r} is not quantized and has no quantization_config")
+        activations = self.input_activations
+        group = QuantizationScheme(
+            targets=list(TARGETS),
+            weights=self.weights.to_compressed_tensors(),
+            input_activations=activations.to_compressed_tensors() if activations else None,
+            format=self.format,
+        )
+        config = QuantizationConfig(
+            config_groups={"group_0": group},
+            quant_method=QUANT_METHOD,
+            format=self.format,
+            quantization_status=QuantizationStatus.COMPRESSED,
+            ignore=list(ignore),
+        )
+        return _without_none(config.model_dump(mode="json"))
+
+    @classmethod
+    def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
+        """The scheme a checkpoint's `quantization_config` describes. UserError if it is none that QaRL has built."""
+        where = "quantization_config"
+        if config.get("quant_method") != QUANT_METHOD:
+            raise UserError(
+                f"quant_method is {config.get('quant_method')!r}, not {QUANT_METHOD!r}",
+                where=where,
+                fix="start from a checkpoint that is not quantized, or from one that QaRL or llm-compressor wrote",
+            )
+        try:
+            parsed = QuantizationConfig.model_validate(dict(config))
+            return _from_parsed(parsed)
+        except (ValidationError, ValueError) as error:
+            raise UserError(
+                "the checkpoint's quantization is not one that QaRL has built",
+                where=where,
+                why=str(error),
+                fix=f"use one of {', '.join(BUILT)}",
+            ) from error
+
+
+def get_scheme(name: str, group_size: int = 128) -> Scheme:
+    """The scheme called `name`; `group_size` (a positive multiple of 8) is elements along K that share a scale."""
+    if name == "bf16":
+        return Scheme(name="bf16")
+    if name == "w4a16":
+        if group_size < PACK_FACTOR or group_size % PACK_FACTOR:
+            raise UserError(
+                f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
+                where="quant.group_size",
+                why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside one",
+                fix="use 128, or 32 for small models",
+            )
+        weights = QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)
+        return Scheme(name="w4a16", weights=weights, format="pack-quantized")
+    if name in PLANNED:
+        what, near = f"scheme {name!r} is designed but not built yet", []
+    else:
+        what, near = f"there is no scheme {name!r}", difflib.get_close_matches(name, BUILT, n=1, cutoff=0.4)
+    hint = f" (nearest: {near[0]})" if near else ""
+    raise UserError(what, where="quant.scheme", fix=f"use one of {', '.join(BUILT)}{hint}")
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if value is not None
+    }
+
+
+def _from_parsed(config: QuantizationConfig) -> Scheme:
+    """Reads one config group for all Linear layers; ValueError, saying why, for anything else."""
+    if len(config.config_groups) != 1:
+        raise ValueError(f"it has {len(config.config_groups)} config groups, and one is expected")
+    if config.kv_cache_scheme is not None:
+        raise ValueError("it quantizes the KV cache")
+    (group,) = config.config_groups.values()
+    if list(group.targets) != list(TARGETS):
+        raise ValueError(f"it targets {group.targets}, not {list(TARGETS)}")
+    if group.weights is None or group.output_activations is not None:
+        raise ValueError("it must quantize weights, and must not quantize outputs")
+    weights = QuantArgs.from_compressed_tensors(group.weights)
+    activations = QuantArgs.from_compressed_tensors(group.input_activations) if group.input_activations else None
+    for name in BUILT:
+        scheme = get_scheme(name, group_size=weights.group_size or 128)
+        found = (scheme.weights, scheme.input_activations, scheme.format)
+        if scheme.quantized and found == (weights, activations, config.format):
+            return scheme
+    raise ValueError(f"weights {weights}, activations {activations}, format {config.format!r}")

@@ -1,0 +1,183 @@
+"""vLLM inside the trainer's process: prompts in; responses, their log-probs and the weight version out.
+
+One process holds trainer and engine, so both use the same OpenMP pool (two pools on two cores are 30 times slower)
+and a publish hands tensors over without copying them through a pipe. The engine starts with dummy weights and is
+`stale`: it generates only after a complete publish, and refuses again once a publish failed half way.
+
+Log-probs are vLLM's `processed_logprobs`, those of the distribution that was sampled from (temperature, top-p), as
+in verl. Every request has a seed of its own, so a response does not depend on what else was in the batch or on a
+resume.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.errors import UserError
+from qarl.quant.scheme import Scheme
+from qarl.rollout.manifest import Manifest, PublishReport, expected_manifest
+from qarl.rollout.publish import publish_weights
+from qarl.vllm_process import configure_vllm_process
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`model`: folder with config and tokenizer. `max_model_len`: prompt plus response, tokens. `kv_cache_gib`: CPU only."""
+
+    model: str
+    scheme: Scheme
+    ignore: tuple[str, ...]
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float = 1.0
+    enforce_eager: bool = True
+    load_format: str = "dummy"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """`temperature` 0 is greedy. `max_tokens`: response length limit, tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """One entry a response, in the order of the prompts given."""
+
+    prompt_token_ids: list[list[int]]
+    response_token_ids: list[list[int]]
+    rollout_log_probs: list[list[float]]
+    finish_reasons: list[str]
+    weight_version: int
+
+
+class RolloutEngine:
+    """An in-process vLLM whose weights come from `publish`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        configure_vllm_process()
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+            raise UserError(
+                "the local backend runs vLLM in the trainer's process",
+                where="environment variable VLLM_ENABLE_V1_MULTIPROCESSING",
+                why="a publish hands tensors over within the process",
+                fix="unset it",
+            )
+        from vllm import LLM
+
+        self.config = config
+        self.weight_version: int | None = None
+        self._stale_because = "nothing has been published to it yet"
+        num_threads = torch.get_num_threads()
+        self.llm = LLM(**_llm_arguments(config))
+        if torch.get_num_threads() != num_threads:
+            raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
+        self.expected: Manifest = expected_manifest(self.hf_config, config.scheme, config.ignore)
+        if config.load_format != "dummy":
+            self.weight_version, self._stale_because = 0, ""
+
+    @property
+    def hf_config(self) -> Any:
+        return self.llm.llm_engine.model_config.hf_config
+
+    @property
+    def stale(self) -> bool:
+        return self.weight_version is None
+
+    def model(self) -> torch.nn.Module:
+        """vLLM's own module tree, for comparisons and hooks."""
+        core: Any = self.llm.llm_engine.engine_core
+        module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
+        return module
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
+    ) -> RolloutBatch:
+        """One response a prompt; to sample n responses, repeat the prompt n times with n seeds.
+
+        Raises:
+            UserError: the engine holds no complete set of published weights.
+            FloatingPointError: a log-prob is not finite (the weights or the KV cache are spoilt).
+        """
+        if self.weight_version is None:
+            raise UserError("the rollout engine refuses to generate", why=self._stale_because, fix="publish first")
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=None if seeds is None or sampling.temperature == 0 else seeds[i],
+                logprobs=0,
+                detokenize=False,
+            )
+            for i in range(len(prompts))
+        ]
+        requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        log_probs = [_sampled_log_probs(c) for c in completions]
+        for i, values in enumerate(log_probs):
+            if not all(map(math.isfinite, values)):
+                self.mark_stale(f"response {i} of the last call had a log-prob that is not finite")
+                raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
+        return RolloutBatch(
+            prompt_token_ids=[list(prompt) for prompt in prompts],
+            response_token_ids=[list(c.token_ids) for c in completions],
+            rollout_log_probs=log_probs,
+            finish_reasons=[str(c.finish_reason) for c in completions],
+            weight_version=self.weight_version,
+        )
+
+    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
+        """Replace the engine's weights by `tensors` (checkpoint names); they are checked before the engine is touched."""
+        return publish_weights(self, list(tensors), version=version)
+
+    def mark_stale(self, reason: str) -> None:
+        """From here on `generate` refuses, with `reason`, until a complete publish."""
+        self.weight_version, self._stale_because = None, reason
+
+
+def _sampled_log_probs(completion: Any) -> list[float]:
+    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "dtype": "bfloat16",
+        "load_format": config.load_format,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    if config.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.scheme.quantized and not _has_quantization_config(config.model):
+        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    return arguments
+
+
+def _has_quantization_config(model: str) -> bool:
+    from transformers import AutoConfig
+
+    return Path(model).is_dir() and hasattr(AutoConfig.from_pretrained(model), "quantization_config")

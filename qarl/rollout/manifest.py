@@ -1,0 +1,105 @@
+"""What a complete set of weights is: for every tensor on the wire its name, dtype and shape.
+
+The expectation is built from the engine's own model config, not from what the trainer is about to send: two sources, so
+that a layer missing on one side shows. vLLM itself accepts a missing scale and answers NaN, and a wrong shape spoils
+even the next correct reload; therefore everything is compared here, before the engine is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.errors import UserError
+from qarl.quant.convert import select_linears, tied_names
+from qarl.quant.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Manifest = dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """One publish: `bytes` on the wire, of them in quantized layers and what those layers take in BF16; seconds by phase."""
+
+    version: int
+    tensors: int
+    bytes: int
+    quantized_bytes: int
+    quantized_bf16_bytes: int
+    seconds: dict[str, float]
+
+    @property
+    def quantized_ratio(self) -> float:
+        """Bytes of the quantized layers as a share of their BF16 bytes (1 when nothing is quantized)."""
+        return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
+
+
+def expected_manifest(hf_config: Any, scheme: Scheme, ignore: Sequence[str]) -> Manifest:
+    """The checkpoint tensors of a model with this Hugging Face config, its linears stored as `scheme` says."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(hf_config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    linears = select_linears(model, scheme, ignore)[0]
+    tied = tied_names(model)
+    manifest: Manifest = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, leaf = name.rpartition(".")
+        if name in tied:
+            continue
+        if owner in linears and leaf == "weight":
+            for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
+                manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)
+        else:
+            manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
+    return manifest
+
+
+def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
+    """Names, dtypes, shapes and finite values of floating-point tensors.
+
+    Raises:
+        UserError: names every tensor (up to eight of each kind) that is missing, unexpected, doubled, or has another
+        dtype
+            or shape, or holds a value that is not finite.
+    """
+    problems: list[str] = []
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        spec = expected.get(name)
+        found = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        if name in seen:
+            problems.append(f"{name}: sent twice")
+        elif spec is None:
+            problems.append(f"{name}: not a tensor of this model")
+        elif found != spec:
+            problems.append(f"{name}: is {found}, the engine expects {spec}")
+        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            problems.append(f"{name}: holds NaN or Inf")
+        seen.add(name)
+    problems += [f"{name}: missing" for name in expected if name not in seen]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise UserError(
+            f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
+            where=shown,
+            why="vLLM would accept some of these silently and answer NaN or garbage",
+            fix="publish exactly the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
+        )

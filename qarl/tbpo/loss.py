@@ -1,0 +1,320 @@
+"""The TBPO loss (arXiv 2604.07853): sequence-level ratios, a band for each sign of advantage, a capped mismatch weight.
+
+For response i with advantage A_i, over its valid tokens t:
+
+    r_i = exp mean_t(log_prob - old_log_prob)              how far the policy moved since the old log-probs
+    w_i = exp mean_t(old_log_prob - rollout_log_prob)      how far the trainer is from the engine that sampled
+    loss = - mean_i  clip(w_i, 1/C, C) * clip_band(r_i) * A_i        no gradient through w_i
+
+    A_i > 0   band (-inf, 1 + seq_clip_ratio_high]: PPO's bound
+    A_i < 0   band [1 - neg_seq_clip_ratio_low, 1 + neg_seq_clip_ratio_high]
+
+Inside its band a response has the gradient -clip(w_i) * r_i * A_i / T_i a token; outside it none at all. That is where
+TBPO leaves PPO and GSPO (verl's `compute_policy_loss_gspo`): the larger of clipped and unclipped loss, which they take,
+still pushes down a negative sample whose ratio is above the band, with a force that grows with the ratio.
+
+Two places of the paper can be read in two ways, and both are options with the first as the default.
+`mismatch_outside_cap`: a w_i beyond the cap is cut to it ("truncate"), or the response is left out ("drop"); that the
+cap's lower side is 1/C is our reading of its "two-sided cap". `positive_band`: only the upper edge binds positive
+samples ("upper"), or `seq_clip_ratio_low` does too ("two_sided").
+
+Legend: B responses, T token positions (response_length).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+
+from qarl.tbpo.ratios import clip_to_band, inside, ratio_deviation, sequence_log_ratio
+
+MismatchOutsideCap = Literal["truncate", "drop"]
+PositiveBand = Literal["upper", "two_sided"]
+
+
+@dataclass(frozen=True)
+class TBPOConfig:
+    """Bands and cap, the defaults being the paper's.
+
+    All are dimensionless: `seq_clip_ratio_*` are distances of the ratio r from 1, for A > 0 and, with `neg_`, for
+    A < 0; `seq_tis_imp_ratio_cap` is C, the largest mismatch weight, 1/C the smallest. A geometric mean over T tokens
+    spreads like 1/sqrt(T), and the paper's bands belong to thousands of tokens: short responses need wider ones.
+
+    Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
+    """
+
+    seq_clip_ratio_high: float = 4e-4
+    seq_clip_ratio_low: float = 3e-4
+    neg_seq_clip_ratio_low: float = 3e-4
+    neg_seq_clip_ratio_high: float = 7e-4
+    seq_tis_imp_ratio_cap: float = 2.0
+    mismatch_outside_cap: MismatchOutsideCap = "truncate"
+    positive_band: PositiveBand = "upper"
+    loss_agg_mode: str = "seq-mean-token-mean"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(field.default, float):
+                continue
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, got {value!r}")
+        for name, lowest, highest, what in (
+            ("seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
+            ("seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
+            ("neg_seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
+            ("neg_seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
+            ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is held to [1/cap, cap]"),
+        ):
+            value = getattr(self, name)
+            if not (lowest <= value <= highest and value > 0):
+                raise ValueError(f"{name} must be positive and in [{lowest}, {highest:g}]: {what}; got {value}")
+        for name, allowed in (
+            ("mismatch_outside_cap", get_args(MismatchOutsideCap)),
+            ("positive_band", get_args(PositiveBand)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if self.loss_agg_mode != "seq-mean-token-mean":
+            raise ValueError(
+                f"loss_agg_mode must be 'seq-mean-token-mean', TBPO's ratio belongs to the whole response; "
+                f"got {self.loss_agg_mode!r}"
+            )
+
+
+def tbpo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: TBPOConfig,
+    *,
+    global_batch_size: int | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The TBPO loss of one (micro-)batch: a differentiable FP32 scalar and the statistics for `reduce_metrics`.
+
+    Args:
+        log_prob: [B, T], the policy being trained; any float dtype. The only argument that receives a gradient.
+        old_log_prob: [B, T], the trainer's log-probs before this update, from the same kernels as `log_prob`: the bands
+            are narrower than the noise between two kernel paths.
+        rollout_log_prob: [B, T], as reported by the engine that sampled the responses.
+        advantages: [B], or [B, T] constant over the valid tokens of each row.
+        response_mask: [B, T], bool or 0/1: 1 on the response's tokens. Values elsewhere are ignored, NaN included.
+        global_batch_size: non-empty responses of the whole mini-batch, over all its micro-batches and ranks, so that
+            the losses of its parts sum to the loss of the whole; default: those of this call. Where gradients are
+            averaged over ranks, multiply the loss by their number, as verl's `agg_loss` does.
+
+    A response with an empty mask counts nowhere; one with A = 0 has no loss but stays in the denominator, as does one
+    left out by `mismatch_outside_cap="drop"`. Without any valid token the loss is 0 and still part of the graph.
+
+    Raises ValueError on a missing `rollout_log_prob`, shapes that differ, a mask that is not 0/1, NaN or Inf at a valid
+    position, advantages that vary within a response, and a `global_batch_size` below the responses at hand.
+    """
+    _check_shapes(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask)
+    valid = response_mask != 0
+    nonempty = valid.any(dim=-1)
+    advantage = _advantage_per_response(advantages, valid)
+    count = _check_values(log_prob, old_log_prob, rollout_log_prob, advantages, advantage, response_mask, valid)
+    denominator = _denominator(count, global_batch_size)
+
+    log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
+    deviation = ratio_deviation(log_ratio)
+    lower, upper = _band(advantage, config)
+    in_band = inside(deviation.detach(), lower, upper)
+
+    log_mismatch = sequence_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), valid)
+    cap = config.seq_tis_imp_ratio_cap
+    mismatch = 1 + ratio_deviation(log_mismatch)
+    weight = mismatch.clamp(1 / cap, cap)
+
+    contributes = advantage != 0
+    if config.mismatch_outside_cap == "drop":
+        contributes = contributes & (mismatch == weight)
+    surrogate = clip_to_band(1 + deviation, lower, upper, learns=in_band & contributes)
+    response_loss = torch.where(contributes, -weight * advantage * surrogate, 0.0)
+    loss = response_loss.sum() / denominator
+
+    with torch.no_grad():
+        statistics = _statistics(deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, nonempty)
+    return loss, statistics
+
+
+def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from the statistics of its `tbpo_loss` calls, micro-batches and ranks alike.
+
+    A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`: how it combines. A metric over nothing (the share of
+    A < 0 responses outside their band where there is none) is left out rather than given as NaN.
+
+    Metrics, all of responses, none of tokens:
+        actor/pos_outside_band_frac, actor/neg_outside_band_frac: of those with A > 0, A < 0; near 1 nothing is learned
+        actor/inside_band_frac: of those with A != 0
+        actor/zero_advantage_frac
+        actor/seq_ratio_mean, _min, _max, and actor/seq_ratio_abs_dev_max, the largest |r - 1|
+        actor/seq_tis_imp_ratio_mean, _max: w before the cap
+        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: w > C, w < 1/C
+        actor/zero_centred_loss_pos, _neg: C(r) = -(r - 1) A summed over one sign of A, divided by all responses, so
+            that the two add up to the mean; near 0 while the policy is near the old one (arXiv 2605.14220, eq. 5)
+        actor/rollout_zero_centred_loss_pos, _neg: the same for the ratio r * w to the rollout policy
+    """
+    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
+    collected: dict[str, list[float]] = {}
+    for one in statistics:
+        for key, value in one.items():
+            collected.setdefault(key, []).append(value)
+    total = {key: combine[key.split("/")[0]](values) for key, values in collected.items()}
+    if not total.get("sum/responses"):
+        return {}
+
+    metrics = {}
+    for name, (numerator, denominator) in _MEANS.items():
+        if total[f"sum/{denominator}"]:
+            metrics[f"actor/{name}"] = total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
+    low, high = total["min/deviation"], total["max/deviation"]
+    metrics["actor/seq_ratio_min"] = 1 + low
+    metrics["actor/seq_ratio_max"] = 1 + high
+    metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
+    metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
+    return metrics
+
+
+_MEANS = {
+    "pos_outside_band_frac": ("pos_outside", "pos"),
+    "neg_outside_band_frac": ("neg_outside", "neg"),
+    "inside_band_frac": ("inside", "nonzero"),
+    "zero_advantage_frac": ("zero", "responses"),
+    "seq_ratio_mean": ("ratio", "responses"),
+    "seq_tis_imp_ratio_mean": ("mismatch", "responses"),
+    "seq_tis_above_cap_frac": ("above_cap", "responses"),
+    "seq_tis_below_cap_frac": ("below_cap", "responses"),
+    "zero_centred_loss_pos": ("centred_pos", "responses"),
+    "zero_centred_loss_neg": ("centred_neg", "responses"),
+    "rollout_zero_centred_loss_pos": ("rollout_centred_pos", "responses"),
+    "rollout_zero_centred_loss_neg": ("rollout_centred_neg", "responses"),
+}
+
+
+def _band(advantage: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower and upper edge of each response's band, as distances of the ratio from 1: two [B]."""
+    positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
+    positive = advantage > 0
+    lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)
+    upper = torch.full_like(advantage, config.neg_seq_clip_ratio_high).masked_fill(positive, config.seq_clip_ratio_high)
+    return lower, upper
+
+
+def _statistics(
+    deviation: torch.Tensor,
+    log_rollout_ratio: torch.Tensor,
+    mismatch: torch.Tensor,
+    weight: torch.Tensor,
+    advantage: torch.Tensor,
+    in_band: torch.Tensor,
+    nonempty: torch.Tensor,
+) -> dict[str, float]:
+    """Sums and extremes over the non-empty responses, in one transfer from the device."""
+    pos, neg = advantage > 0, advantage < 0
+    centred = -deviation * advantage
+    rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
+    sums = {
+        "responses": nonempty,
+        "pos": pos,
+        "neg": neg,
+        "nonzero": pos | neg,
+        "zero": nonempty & (advantage == 0),
+        "pos_outside": pos & ~in_band,
+        "neg_outside": neg & ~in_band,
+        "inside": (pos | neg) & in_band,
+        "above_cap": nonempty & (mismatch > weight),
+        "below_cap": nonempty & (mismatch < weight),
+        "ratio": torch.where(nonempty, 1 + deviation, 0.0),
+        "mismatch": torch.where(nonempty, mismatch, 0.0),
+        "centred_pos": torch.where(pos, centred, 0.0),
+        "centred_neg": torch.where(neg, centred, 0.0),
+        "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
+        "rollout_centred_neg": torch.where(neg, rollout_centred, 0.0),
+    }
+    values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
+    values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
+    values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+    values["max/mismatch"] = mismatch.double().masked_fill(~nonempty, -math.inf).amax()
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def _denominator(count: int, global_batch_size: int | None) -> int:
+    if global_batch_size is None:
+        global_batch_size = count
+    if global_batch_size < count:
+        raise ValueError(
+            f"global_batch_size is {global_batch_size} but this call alone has {count} non-empty responses; "
+            "it counts the non-empty responses of the whole mini-batch"
+        )
+    return max(global_batch_size, 1)
+
+
+def _advantage_per_response(advantages: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The advantage at each response's first valid token: [B], FP32, 0 for an empty response."""
+    if advantages.dim() == 2:
+        first = valid.int().argmax(dim=-1, keepdim=True)
+        advantages = advantages.gather(1, first).squeeze(1)
+    return torch.where(valid.any(dim=-1), advantages.detach(), 0.0).float()
+
+
+def _check_shapes(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor | None,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+) -> None:
+    if rollout_log_prob is None:
+        raise ValueError(
+            "rollout_log_prob is missing: TBPO weighs each response by old_log_prob against the log-probs of the "
+            "engine that sampled it, and taking that weight as 1 would hide a mismatch. Have the rollout return its "
+            "log-probs (in verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
+        )
+    if log_prob.dim() != 2 or not log_prob.numel():
+        raise ValueError(f"log_prob must be a non-empty [batch, response_length], got shape {tuple(log_prob.shape)}")
+    shape, per_response = tuple(log_prob.shape), (log_prob.shape[0],)
+    for name, tensor in (
+        ("old_log_prob", old_log_prob),
+        ("rollout_log_prob", rollout_log_prob),
+        ("response_mask", response_mask),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_prob {shape}: they must be equal")
+    if advantages.shape not in (shape, per_response):
+        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, expected {shape} or {per_response}")
+
+
+def _check_values(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    advantage: torch.Tensor,
+    response_mask: torch.Tensor,
+    valid: torch.Tensor,
+) -> int:
+    """The number of non-empty responses, or the first thing wrong as a ValueError; one transfer where all is well."""
+    per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
+    named = {
+        "log_prob": log_prob,
+        "old_log_prob": old_log_prob,
+        "rollout_log_prob": rollout_log_prob,
+        "advantages": per_token.expand_as(valid),
+    }
+    bad = {f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite() for name, tensor in named.items()}
+    bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
+    varies = valid & (per_token.float() != advantage.unsqueeze(-1))
+    bad["advantages varies within a response, TBPO takes one number for each: it first does"] = varies
+    count, *found = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
+    for (what, where), number in zip(bad.items(), found, strict=True):
+        if number:
+            row, position = where.nonzero()[0].tolist()
+            raise ValueError(f"{what} at row {row}, position {position} ({number} such positions in all)")
+    return count

@@ -1,0 +1,60 @@
+"""`python -m qarl.train config=NAME.yaml key=value ...`: read the config, choose the backend, run.
+
+Exit codes: 0 the run ended; 2 the config, the data or the machine will not do (one message, no traceback); 130
+Ctrl-C ended the run after the step it was in, everything written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from qarl.config import Config, load_config, write_resolved
+from qarl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the training that `argv` describes; returns the exit code."""
+    try:
+        config = load_config(sys.argv[1:] if argv is None else list(argv))
+        path = config.run_dir / "config.yaml"
+        write_resolved(config, path)
+        if config.dry_run:
+            print(config.resolved_yaml(), end="")
+            print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
+            return 0
+        limit_threads(config.trainer.num_threads)
+        return run(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def limit_threads(num_threads: int | None) -> None:
+    """One OpenMP pool of this size for trainer and engine alike; must run before torch is imported."""
+    wanted = num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(wanted)
+
+
+def run(config: Config) -> int:
+    if config.backend != "local":
+        raise UserError(
+            f"backend {config.backend!r} is not built yet", where="backend", fix="use backend=local (one process)"
+        )
+    from qarl.trainer.local import train
+
+    summary = train(config)
+    print_summary(config, summary)
+    return 130 if summary["interrupted"] else 0
+
+
+def print_summary(config: Config, summary: dict[str, object]) -> None:
+    print(f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}")
+    for key, value in summary.items():
+        if value is not None and key != "steps":
+            print(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The tensors of one training step, from a rollout. All on the CPU until a micro-batch is used.
+
+Legend: B responses, T longest prompt + response, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qarl.rollout.engine import RolloutBatch
+
+_PAD_MULTIPLE = 8
+
+
+@dataclass
+class Batch:
+    """`input_ids` int64 [B, T], prompt then response then padding; `responses` int64, `response_mask` bool and
+    `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B]."""
+
+    input_ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    responses: torch.Tensor
+    response_mask: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    weight_version: int
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
+        """Slices of at most `size` rows that cover rows start to stop."""
+        stop = len(self) if stop is None else stop
+        return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
+
+
+def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
+    """Pad a rollout on the right. Every micro-batch of a step shares T, so that batching cannot change a row's result."""
+    sequences = [
+        prompt + response
+        for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
+    ]
+    longest = max(map(len, sequences))
+    total = -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
+    width = max(1, int(response_lengths.max()))
+    mask = torch.arange(width)[None, :] < response_lengths[:, None]
+    return Batch(
+        input_ids=_pad(sequences, total, pad_token_id, torch.int64),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompt_token_ids]),
+        responses=_pad(rollout.response_token_ids, width, pad_token_id, torch.int64),
+        response_mask=mask,
+        rollout_log_probs=_pad(rollout.rollout_log_probs, width, 0.0, torch.float32),
+        rewards=rewards,
+        advantages=advantages,
+        weight_version=rollout.weight_version,
+    )
+
+
+def _pad(rows: Sequence[Sequence[float]], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+    padded = torch.full((len(rows), width), value, dtype=dtype)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = torch.tensor(row, dtype=dtype)
+    return padded

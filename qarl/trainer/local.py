@@ -1,0 +1,264 @@
+"""The local backend: one process, vLLM in it, and the readable statement of the algorithm.
+
+One training step, one function a stage:
+
+    rollout      sample rollout.n responses a prompt from the engine's low-bit weights
+    reward       score them; group-relative advantages
+    old_log_prob the trainer's own log-probs, through the same kernels as the update
+    update       ppo_mini_batch_size prompts an optimizer step, the TBPO loss
+    publish      the tensors the next forward multiplies by go to the engine, under a new version
+
+verl's trainer does the same over Ray and FSDP2. Weights are published once after the last optimizer step of a training
+step: nothing is sampled in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from qarl.advantages import grpo_advantages
+from qarl.config import Config
+from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
+from qarl.optim import MasterOptimizer
+from qarl.rewards import score_responses
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.manifest import PublishReport
+from qarl.tbpo import reduce_metrics, tbpo_loss
+from qarl.tracking import Tracker, write_summary, write_versions
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
+
+
+class LocalTrainer:
+    """Everything of one run. `step` counts finished training steps; it is also the version of the published weights."""
+
+    def __init__(self, config: Config, parts: RunParts) -> None:
+        self.config, self.parts = config, parts
+        self.policy, self.tokenizer = parts.policy, parts.tokenizer
+        self.step = 0
+        self.optimizer = MasterOptimizer(
+            self.policy.model.named_parameters(),
+            config.optim,
+            total_training_steps=config.trainer.total_training_steps,
+            seed=config.seed,
+        )
+        self.engine = RolloutEngine(engine_config(config))
+        self.tbpo = tbpo_config(config.actor)
+        self.timer = PhaseTimer()
+
+    def train_step(self) -> dict[str, float]:
+        """One step, and its metrics."""
+        batch, metrics = self.rollout()
+        with self.timer.phase("old_log_prob"):
+            old_log_probs = self.old_log_probs(batch)
+        metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
+        with self.timer.phase("update"):
+            metrics |= self.update(batch, old_log_probs)
+        self.step += 1
+        metrics |= publish_metrics(self.publish())
+        return metrics
+
+    def rollout(self) -> tuple[Batch, dict[str, float]]:
+        """Sample, score and pad: the batch of this step."""
+        config = self.config
+        prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler)]
+        repeated = [prompt for prompt in prompts for _ in range(config.rollout.n)]
+        seeds = [request_seed(config.seed, self.step, i) for i in range(len(repeated))]
+        sampling = SamplingConfig(config.data.max_response_length, config.rollout.temperature, config.rollout.top_p)
+        with self.timer.phase("rollout"):
+            responses = self.engine.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
+        if responses.weight_version != self.step:
+            raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
+        with self.timer.phase("reward"):
+            rewards = torch.tensor(score_responses(self.parts.reward_fn, repeated, self.decode(responses)))
+        advantages = grpo_advantages(
+            rewards,
+            [i // config.rollout.n for i in range(len(repeated))],
+            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+        )
+        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id)
+        lengths = [len(response) for response in responses.response_token_ids]
+        return batch, response_metrics(
+            rewards, lengths, config.data.max_response_length, finish_reasons=responses.finish_reasons
+        )
+
+    @torch.no_grad()
+    def old_log_probs(self, batch: Batch) -> torch.Tensor:
+        """The policy's log-probs before the update: FP32 [B, R]."""
+        size = self.config.actor.log_prob_micro_batch_size_per_gpu
+        temperature = self.config.rollout.temperature
+        parts = [
+            self.policy.response_log_probs(batch, rows, temperature=temperature) for rows in batch.micro_batches(size)
+        ]
+        return torch.cat(parts)
+
+    def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
+        """`ppo_epochs` passes over the mini-batches, an optimizer step each."""
+        actor = self.config.actor
+        size = actor.ppo_mini_batch_size * self.config.rollout.n
+        statistics: list[dict[str, float]] = []
+        later: list[dict[str, float]] = []
+        norms: list[float] = []
+        for epoch in range(actor.ppo_epochs):
+            for start in range(0, len(batch), size):
+                stop = min(start + size, len(batch))
+                gathered = self.backward(batch, old_log_probs, start, stop)
+                statistics += gathered
+                if epoch or start:
+                    later += gathered
+                norms.append(self.optimizer.clip_grad_norm(actor.grad_clip))
+                if torch.isfinite(torch.tensor(norms[-1])):
+                    self.optimizer.step()
+                self.optimizer.zero_grad()
+        metrics = reduce_metrics(statistics)
+        # The first mini-batch is on-policy by construction, r = 1; whether bands fit shows from the second on.
+        if "actor/inside_band_frac" in (after_first := reduce_metrics(later)):
+            metrics["actor/inside_band_frac_after_first"] = after_first["actor/inside_band_frac"]
+        metrics |= {"actor/lr": self.optimizer.lr, "actor/grad_norm": sum(norms) / len(norms)}
+        metrics["actor/skipped_steps"] = sum(not torch.isfinite(torch.tensor(norm)) for norm in norms)
+        self.optimizer.scheduler_step()
+        return metrics
+
+    def backward(self, batch: Batch, old_log_probs: torch.Tensor, start: int, stop: int) -> list[dict[str, float]]:
+        """Gradients of the mini-batch rows start to stop, summed over its micro-batches; TBPO's statistics of each."""
+        responses = int(batch.response_mask[start:stop].any(1).sum())
+        statistics = []
+        size = self.config.actor.ppo_micro_batch_size_per_gpu
+        for rows in batch.micro_batches(size, start=start, stop=stop):
+            log_probs = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
+            loss, found = tbpo_loss(
+                log_probs,
+                old_log_probs[rows],
+                batch.rollout_log_probs[rows],
+                batch.advantages[rows],
+                batch.response_mask[rows],
+                self.tbpo,
+                global_batch_size=max(responses, 1),
+            )
+            loss.backward()
+            self.optimizer.accumulate()
+            statistics.append(found | {"sum/loss": loss.item()})
+        return statistics
+
+    def publish(self) -> PublishReport:
+        """Quantize once, and give the engine the tensors that the next forward multiplies by."""
+        with self.timer.phase("quantize"):
+            tensors = self.policy.quantize()
+        with self.timer.phase("publish"):
+            return self.engine.publish(tensors, version=self.step)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward of greedy responses to the held-out prompts."""
+        prompts = self.parts.val_prompts
+        with self.timer.phase("eval"):
+            sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
+            responses = self.engine.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
+            scores = score_responses(self.parts.reward_fn, prompts, self.decode(responses))
+        return {"val/accuracy": sum(scores) / len(scores)}
+
+    def decode(self, responses: RolloutBatch) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
+        return texts
+
+
+def request_seed(seed: int, step: int, index: int) -> int:
+    """A sampling seed that depends on run seed, step and place in the batch alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def publish_metrics(report: PublishReport) -> dict[str, float]:
+    """`publish/*`: bytes, their ratio to BF16 in the quantized layers, seconds of each part."""
+    metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
+    return metrics | {f"publish/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+
+
+@contextmanager
+def finish_step_on_interrupt() -> Iterator[list[bool]]:
+    """The first Ctrl-C sets the yielded list's flag, so that the running step ends; the second one interrupts at once."""
+    stop: list[bool] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(True)
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
+    start = time.perf_counter()
+    parts = prepare_run(config)
+    run_dir = Path(config.run_dir)
+    write_versions(run_dir)
+    trainer = LocalTrainer(config, parts)
+    report = trainer.publish()
+    summary: dict[str, Any] = {"quantized_ratio": report.quantized_ratio}
+    with Tracker(
+        run_dir, config.trainer.logger, total_steps=config.trainer.total_training_steps, config_dict=config.model_dump()
+    ) as tracker:
+        tracker.message(str(parts.policy.report or f"trainer's linears: BF16 (quant.align={config.quant.align})"))
+        if config.trainer.val_before_train:
+            summary["accuracy_before"] = trainer.evaluate()["val/accuracy"]
+            tracker.log({"val/accuracy": summary["accuracy_before"]}, step=0)
+        trainer.timer.pop()
+        summary["seconds_to_first_step"] = time.perf_counter() - start
+        with finish_step_on_interrupt() as stop:
+            history = list(run_steps(trainer, tracker, stop))
+    summary |= summarize(history, interrupted=bool(stop), steps=trainer.step, seconds=time.perf_counter() - start)
+    if config.trainer.save_final:
+        folder = trainer.policy.save(run_dir / "export", trainer.tokenizer)
+        summary["checkpoint"] = str(folder)
+    write_summary(run_dir, summary)
+    if config.trainer.plots:
+        from qarl.plots import plot_run
+
+        plot_run(run_dir)
+    return summary
+
+
+def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool]) -> Iterator[dict[str, float]]:
+    """Training steps until the last or until `stop` is set; yields each step's metrics after they are written."""
+    test_freq, total = trainer.config.trainer.test_freq, trainer.config.trainer.total_training_steps
+    while trainer.step < total and not stop:
+        metrics = trainer.train_step()
+        if trainer.parts.val_prompts and (stop or trainer.step == total or trainer.step % test_freq == 0 < test_freq):
+            metrics |= trainer.evaluate()
+        metrics |= trainer.timer.pop()
+        tracker.log(metrics, step=trainer.step)
+        yield metrics
+
+
+def summarize(history: list[dict[str, float]], *, interrupted: bool, steps: int, seconds: float) -> dict[str, Any]:
+    """The run in a few numbers; means are over all steps."""
+
+    def mean(key: str) -> float | None:
+        values = [metrics[key] for metrics in history if key in metrics]
+        return sum(values) / len(values) if values else None
+
+    accuracies = [metrics["val/accuracy"] for metrics in history if "val/accuracy" in metrics]
+    return {
+        "steps": steps,
+        "interrupted": interrupted,
+        "seconds": seconds,
+        "accuracy_after": accuracies[-1] if accuracies else None,
+        "mismatch_k3_mean": mean("mismatch/k3"),
+        "mismatch_abs_mean": mean("mismatch/abs_mean"),
+        "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
+        "seconds_per_step": mean("timing_s/step"),
+        "publish_seconds_per_step": mean("timing_s/publish"),
+    }

@@ -1,0 +1,122 @@
+"""Everything a run needs, loaded and checked before training starts, cheapest checks first.
+
+A wrong path, a prompt that is too long or a reward function that raises is one clear error here, not a stack trace
+after the engine has started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.config import ActorConfig, Config
+from qarl.data import PromptDataset, PromptSampler, check_vocabulary, load_prompts
+from qarl.errors import UserError
+from qarl.quant.scheme import get_scheme
+from qarl.rewards import RewardFn, check_reward_fn, get_reward_fn
+from qarl.rollout.engine import EngineConfig
+from qarl.tbpo import TBPOConfig
+from qarl.trainer.policy import Policy
+
+
+@dataclass
+class RunParts:
+    policy: Policy
+    tokenizer: Any
+    pad_token_id: int
+    train_prompts: PromptDataset
+    val_prompts: PromptDataset | list[Any]
+    sampler: PromptSampler
+    reward_fn: RewardFn
+
+
+def prepare_run(config: Config) -> RunParts:
+    """Load and check tokenizer, data, reward function and model.
+
+    Raises:
+        UserError: the first thing that is wrong, and what to do about it.
+    """
+    tokenizer, hf_config = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, hf_config.vocab_size)
+    check_length(config, hf_config)
+    reward_fn = get_reward_fn(config.reward.function)
+    data = config.data
+    prompt_options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "prompt_key": data.prompt_key,
+        "max_prompt_length": data.max_prompt_length,
+        "filter_overlong_prompts": data.filter_overlong_prompts,
+    }
+    train_prompts = load_prompts(data.train_files, **prompt_options)
+    wants_val = config.trainer.val_before_train or config.trainer.test_freq > 0
+    val_prompts: PromptDataset | list[Any] = []
+    if wants_val:
+        val_prompts = load_prompts(data.val_files, limit=config.trainer.val_max_prompts, **prompt_options)
+    check_reward_fn(reward_fn, train_prompts)
+    sampler = PromptSampler(len(train_prompts), data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    policy = Policy.load(config)
+    return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
+
+
+def load_tokenizer(path: str) -> tuple[Any, Any]:
+    """The tokenizer and the Hugging Face config of a model folder (or a hub name)."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
+    if not Path(path).is_dir() and looks_local:
+        raise UserError(
+            f"there is no model folder {path!r}",
+            where="model.path",
+            fix="give a Hugging Face folder; `make quickstart` makes the quickstart's model in models/tiny-qwen3",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"config or tokenizer cannot be loaded from {path!r}",
+            where="model.path",
+            why=str(error).splitlines()[0],
+            fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
+        ) from error
+
+
+def check_length(config: Config, hf_config: Any) -> None:
+    """Prompt and response together must fit the model's positions."""
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {wanted} tokens, the model has {limit} positions",
+            where="data.max_prompt_length, data.max_response_length",
+            fix=f"lower them to at most {limit} together",
+        )
+
+
+def engine_config(config: Config) -> EngineConfig:
+    rollout = config.rollout
+    return EngineConfig(
+        model=config.model.path,
+        scheme=get_scheme(config.quant.scheme, group_size=config.quant.group_size),
+        ignore=tuple(config.quant.ignore),
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.cpu_kvcache_space_gib,
+        enforce_eager=rollout.enforce_eager,
+    )
+
+
+def tbpo_config(actor: ActorConfig) -> TBPOConfig:
+    return TBPOConfig(
+        seq_clip_ratio_high=actor.seq_clip_ratio_high,
+        seq_clip_ratio_low=actor.seq_clip_ratio_low,
+        neg_seq_clip_ratio_low=actor.neg_seq_clip_ratio_low,
+        neg_seq_clip_ratio_high=actor.neg_seq_clip_ratio_high,
+        seq_tis_imp_ratio_cap=actor.seq_tis_imp_ratio_cap,
+        mismatch_outside_cap=actor.mismatch_outside_cap,
+        positive_band=actor.positive_band,
+        loss_agg_mode=actor.loss_agg_mode,
+    )

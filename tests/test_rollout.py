@@ -1,0 +1,203 @@
+"""The in-process vLLM engine and the publisher, against the engine's own layers and a freshly started vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import needs_w4a16_cpu, save_random_model
+
+from qarl.checkpoint import save_compressed
+from qarl.errors import UserError
+from qarl.quant import QuantLinear, get_scheme, packed_state_dict, quantize_model
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
+
+SCHEME = get_scheme("w4a16", group_size=32)
+PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(16)]
+
+
+def load_model(folder: Path, *, noise_seed: int | None = None) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if noise_seed is not None:
+        torch.manual_seed(noise_seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    quantize_model(model, scheme=SCHEME)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> torch.nn.Module:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> RolloutEngine:
+    return RolloutEngine(EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=64, kv_cache_gib=0.25))
+
+
+@pytest.fixture
+def published(engine, model) -> RolloutEngine:
+    """The engine with `model`'s weights as version 1."""
+    engine.publish(packed_state_dict(model), version=1)
+    return engine
+
+
+def greedy(engine: RolloutEngine, max_tokens: int = 24) -> tuple[list[list[int]], list[list[float]]]:
+    batch = engine.generate(PROMPTS, SamplingConfig(max_tokens, temperature=0.0))
+    return batch.response_token_ids, batch.rollout_log_probs
+
+
+def test_a_new_engine_refuses_to_generate(folder, engine):
+    engine.mark_stale("nothing has been published to it yet")
+    with pytest.raises(UserError, match="refuses to generate"):
+        engine.generate(PROMPTS, SamplingConfig(4))
+
+
+def test_quant_linear_equals_the_running_engines_layers_bit_for_bit(published, model):
+    """Inputs captured from the engine while it generates; fused layers are compared slice by slice."""
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    captured: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    handles = []
+    for name, module in published.model().named_modules():
+        if name.rpartition(".")[2] in (*fused, "o_proj", "down_proj"):
+
+            def hook(module, args, output, name=name):
+                captured.append((name, args[0].clone(), output[0].clone()))
+
+            handles.append(module.register_forward_hook(hook))
+    greedy(published, max_tokens=6)
+    for handle in handles:
+        handle.remove()
+    assert len(captured) >= 20 and len({name for name, _, _ in captured}) == 8
+    for name, x, expected in captured:
+        parent, _, leaf = name.rpartition(".")
+        layers = [model.get_submodule(f"{parent}.{part}") for part in fused.get(leaf, (leaf,))]
+        assert all(isinstance(layer, QuantLinear) for layer in layers)
+        with torch.no_grad():
+            ours = torch.cat([layer(x) for layer in layers], dim=-1)
+        assert torch.equal(ours, expected), name
+
+
+def test_published_weights_survive_later_changes_of_the_trainer(engine, folder):
+    other = load_model(folder, noise_seed=1)
+    engine.publish(packed_state_dict(other), version=2)
+    before = greedy(engine)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    for layer in other.modules():
+        if isinstance(layer, QuantLinear):
+            for tensor in layer.quantized().tensors.values():
+                tensor.zero_()
+    engine.llm.reset_prefix_cache()
+    assert greedy(engine) == before
+
+
+def test_a_publish_there_and_back_is_exact_and_replaces_everything(published, folder, model):
+    first = greedy(published)
+    published.publish(packed_state_dict(load_model(folder, noise_seed=2)), version=2)
+    second = greedy(published)
+    assert second != first
+    report = published.publish(packed_state_dict(model), version=3)
+    assert greedy(published) == first
+    assert published.weight_version == 3
+    assert 0.28 < report.quantized_ratio < 0.30
+
+
+def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(engine, folder, tmp_path):
+    """A vLLM in a process of its own that knows nothing of QaRL loads the folder as it is."""
+    from transformers import AutoTokenizer
+
+    other = load_model(folder, noise_seed=3)
+    engine.publish(packed_state_dict(other), version=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    saved = save_compressed(tmp_path / "export", other, packed_state_dict(other), SCHEME, ("lm_head",), tokenizer)
+    program = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[1], max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=2**28)
+params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, detokenize=False)
+prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
+outs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+tokens = [list(o.token_ids) for o in outs]
+print("RESULT" + json.dumps([tokens, [[p[t].logprob for t, p in zip(o.token_ids, o.logprobs)] for o in outs]]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(saved), json.dumps(PROMPTS)], capture_output=True, text=True, timeout=300
+    )
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line is not None, run.stderr[-3000:]
+    tokens, log_probs = json.loads(line.removeprefix("RESULT"))
+    assert (tokens, log_probs) == greedy(engine)
+
+
+def without(tensors, name):
+    return [(n, t) for n, t in tensors if n != name]
+
+
+def replaced(tensors, name, change):
+    return [(n, change(t) if n == name else t) for n, t in tensors]
+
+
+SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: without(t, SCALE), f"{SCALE}: missing"),
+        (lambda t: without(t, "model.norm.weight"), r"model\.norm\.weight: missing"),
+        (lambda t: [*t, ("model.extra", torch.zeros(1))], r"model\.extra: not a tensor of this model"),
+        (lambda t: [*t, t[0]], "sent twice"),
+        (lambda t: replaced(t, SCALE, lambda s: s[:, :1].clone()), f"{SCALE}: is bfloat16 .* expects bfloat16"),
+        (lambda t: replaced(t, SCALE, lambda s: s.float()), f"{SCALE}: is float32 .* expects bfloat16"),
+        (lambda t: replaced(t, SCALE, lambda s: s * float("nan")), f"{SCALE}: holds NaN or Inf"),
+        (lambda t: replaced(t, "lm_head.weight", lambda w: w / 0), r"lm_head\.weight: holds NaN or Inf"),
+    ],
+)
+def test_a_spoilt_publish_is_refused_before_the_engine_is_touched(published, model, spoil, message):
+    before = greedy(published)
+    with pytest.raises(UserError, match=message):
+        published.publish(spoil(list(packed_state_dict(model))), version=9)
+    assert published.weight_version == 1
+    assert greedy(published) == before
+
+
+def test_an_exception_inside_vllm_leaves_the_engine_refusing(published, model, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("worker gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published.llm, "collective_rpc", fail)
+        with pytest.raises(RuntimeError, match="worker gone"):
+            published.publish(packed_state_dict(model), version=5)
+    with pytest.raises(UserError, match="publish of version 5 did not complete"):
+        published.generate(PROMPTS, SamplingConfig(4))
+    published.publish(packed_state_dict(model), version=6)
+    assert published.generate(PROMPTS, SamplingConfig(4)).weight_version == 6
+
+
+def test_a_response_depends_on_its_seed_and_not_on_the_batch(published):
+    sampling = SamplingConfig(16, temperature=1.0)
+    seeds = list(range(100, 116))
+    whole = published.generate(PROMPTS, sampling, seeds)
+    assert published.generate(PROMPTS, sampling, seeds).response_token_ids == whole.response_token_ids
+    alone = published.generate(PROMPTS[5:6], sampling, seeds[5:6])
+    assert alone.response_token_ids == whole.response_token_ids[5:6]
+    assert published.generate(PROMPTS, sampling, seeds[::-1]).response_token_ids != whole.response_token_ids
+    assert all(len(r) == len(lp) for r, lp in zip(whole.response_token_ids, whole.rollout_log_probs, strict=True))

@@ -1,0 +1,203 @@
+"""What a run writes about itself, read back with json, TensorBoard's own reader and pandas-free Python."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from qarl.errors import UserError
+from qarl.plots import main, plot_run
+from qarl.tracking import Tracker, check_loggers, read_metrics, write_summary, write_versions
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def write_lines(run_dir: Path, *entries: dict[str, float]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def strict_lines(run_dir: Path) -> list[dict[str, object]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(x, parse_constant=refuse) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_strict_json_and_flushed_each_step(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, [], 2, {})
+    tracker.log({"a": math.nan, "b": -math.inf, "c": torch.tensor(2.5), "d": np.int64(3), "e": 1}, step=1)
+    assert strict_lines(tmp_path) == [{"step": 1, "a": "nan", "b": "-inf", "c": 2.5, "d": 3, "e": 1}]
+    tracker.log({"a": 1.0}, step=2)
+    tracker.close()
+    first, second = read_metrics(tmp_path)
+    assert math.isnan(first["a"]) and first["b"] == -math.inf and second == {"step": 2, "a": 1.0}
+
+
+def test_resume_appends_after_a_torn_line_and_replaces_redone_steps(tmp_path: Path) -> None:
+    write_lines(tmp_path, {"step": 1, "a": 1}, {"step": 2, "a": 2, "old": 1}, {"step": 3, "a": 3})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a"')
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
+    with Tracker(tmp_path, [], 5, {}, start_step=1) as tracker:
+        tracker.log({"a": 20}, step=2)
+    assert len(strict_lines(tmp_path)) == 4
+    assert read_metrics(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 20}]
+
+
+def test_missing_metrics_are_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no metrics"):
+        read_metrics(tmp_path)
+
+
+def test_console_without_terminal_writes_plain_lines(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Tracker(tmp_path, ["console"], 3, {}, stream=stream) as tracker:
+        tracker.message("hello")
+        tracker.log({"val/accuracy": 0.25}, step=0)
+        tracker.log({"critic/score/mean": 0.5, "mismatch/k3": 4.2e-4, "actor/inside_band_frac": 0.9}, step=1)
+    lines = stream.getvalue().splitlines()
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+    assert lines[:2] == ["hello", "step 0/3  accuracy 0.250"]
+    assert lines[2].startswith("step 1/3  ") and " s/step  left 00:00  " in lines[2]
+    assert lines[2].endswith("reward 0.500  accuracy 0.250  k3 4.2e-04  inside band 90%")
+
+
+def test_console_on_a_terminal_is_a_progress_bar(tmp_path: Path) -> None:
+    stream = Terminal()
+    with Tracker(tmp_path, ["console"], 4, {}, start_step=1, stream=stream) as tracker:
+        tracker.log({"critic/score/mean": 0.5}, step=2)
+        tracker.message("hello")
+        tracker.log({"critic/score/mean": 0.75}, step=3)
+    final = stream.getvalue().split("\r")[-1]
+    assert "3/4" in final and "reward 0.750" in final
+    assert "hello\n" in stream.getvalue()
+
+
+def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(tmp_path, ["tensorboard"], 3, {}) as tracker:
+        tracker.log({"mismatch/k3": 0.5}, step=1)
+        tracker.log({"mismatch/k3": 0.25}, step=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("mismatch/k3")
+    assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.25)]
+
+
+def test_wandb_resumes_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, object]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+
+    def init(**options: object) -> SimpleNamespace:
+        started.append(options)
+        return SimpleNamespace(id="abc", log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: None)
+
+    spec = SimpleNamespace(origin="wandb/__init__.py")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=spec))
+    for start_step in (0, 1, 0):
+        with Tracker(tmp_path / "run", ["wandb"], 3, {"seed": 1}, start_step=start_step) as tracker:
+            tracker.log({"a": 1.0}, step=start_step + 1)
+    assert [options["id"] for options in started] == [None, "abc", None]
+    assert started[0]["name"] == "run" and started[0]["config"] == {"seed": 1}
+    assert logged[:2] == [({"a": 1.0}, 1), ({"a": 1.0}, 2)]
+
+
+def test_a_logger_that_is_not_installed_fails_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"package wandb is not installed(.|\n)*pip install wandb"):
+        Tracker(tmp_path / "run", ["console", "wandb"], 3, {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_logger_is_named() -> None:
+    check_loggers(["console", "tensorboard"])
+    with pytest.raises(UserError, match=r"'swanlab'(.|\n)*console, tensorboard, wandb"):
+        check_loggers(["swanlab"])
+
+
+def test_summary_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = write_summary(tmp_path, {"k3": math.inf, "path": tmp_path, "list": [np.float32(0.5)]})
+    assert json.loads(path.read_text()) == {"k3": "inf", "path": str(tmp_path), "list": [0.5]}
+    with pytest.raises(TypeError):
+        write_summary(tmp_path, {"bad": object()})
+    assert json.loads(path.read_text())["k3"] == "inf"
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_versions_name_what_bits_depend_on(tmp_path: Path) -> None:
+    versions = json.loads(write_versions(tmp_path).read_text())
+    assert versions["packages"]["torch"] == torch.__version__
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert versions["threads"]["torch"] == torch.get_num_threads()
+    assert versions["device"]["type"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert versions["cpu"]["model"]
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert ("avx512f" in versions["cpu"]["flags"]) or capability != "AVX512"
+
+
+def test_importing_the_tracker_imports_no_torch() -> None:
+    code = "import sys, qarl.tracking, qarl.plots; assert not {'torch', 'wandb', 'vllm'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def full_run(run_dir: Path, steps: int = 30) -> Path:
+    entries = []
+    for step in range(1, steps + 1):
+        entry = {
+            "step": step,
+            "critic/score/mean": step / steps,
+            "mismatch/k3": 1e-3 / step,
+            "actor/pos_outside_band_frac": 0.1,
+            "actor/neg_outside_band_frac": 0.2,
+            "timing_s/rollout": 1.0,
+            "timing_s/update": 2.0,
+            "timing_s/step": 3.0,
+        }
+        entries.append(entry | ({"val/accuracy": step / steps} if step % 10 == 0 else {}))
+    write_lines(run_dir, *entries)
+    return run_dir
+
+
+def test_plots_of_a_run(tmp_path: Path) -> None:
+    paths = plot_run(full_run(tmp_path / "run"))
+    assert [path.name for path in paths] == ["reward.png", "accuracy.png", "k3.png", "outside_band.png", "seconds.png"]
+    assert all(path.parent == tmp_path / "run" / "plots" for path in paths)
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths)
+
+
+def test_missing_keys_and_odd_values_skip_a_plot(tmp_path: Path) -> None:
+    write_lines(
+        tmp_path,
+        {"step": 1, "critic/score/mean": 0.5, "mismatch/k3": 0.0},
+        {"step": 2, "critic/score/mean": "nan", "mismatch/k3": "inf"},
+        {"step": 3, "critic/score/mean": None},
+    )
+    assert [path.name for path in plot_run(tmp_path)] == ["reward.png"]
+    write_lines(tmp_path, {"step": 1, "other": 1.0})
+    assert plot_run(tmp_path) == []
+    write_lines(tmp_path)
+    assert plot_run(tmp_path) == []
+
+
+def test_comparing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [full_run(tmp_path / "a"), full_run(tmp_path / "b", steps=20)]
+    assert main([str(run) for run in runs] + ["--output", str(tmp_path / "out")]) == 0
+    names = ["reward.png", "accuracy.png", "k3.png", "outside_band.png", "seconds.png"]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out" / name) for name in names]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no metrics to read" in capsys.readouterr().err

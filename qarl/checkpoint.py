@@ -27,7 +27,7 @@ def save_compressed(
     ignore: Sequence[str],
     tokenizer: Any,
 ) -> Path:
-    """Write `tensors` (checkpoint names) with `model`'s config and `tokenizer` to `folder`, replacing it if it is there."""
+    """Write `tensors` (checkpoint names) with `model`'s config and `tokenizer` to `folder`, replacing what is there."""
     partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
     if partial.exists():
         shutil.rmtree(partial)

@@ -128,34 +128,37 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
             why=f"the name must end in one of {', '.join(_FORMATS)}",
             fix="convert it, or rename it if it is one of these",
         )
-    import datasets
-
-    try:
-        # A cache of its own: the user's would keep a copy of every version of every file.
-        with tempfile.TemporaryDirectory() as cache_dir:
-            rows = datasets.load_dataset(
-                _FORMATS[path.suffix], data_files=str(path), split="train", cache_dir=cache_dir, keep_in_memory=True
-            )
-    except Exception as error:  # what `datasets` raises depends on the format and its reader
-        cause = error.__cause__ or error
-        reason = (str(cause).splitlines() or [""])[0]
-        raise UserError(
-            f"cannot read the data file {file}",
-            why=f"{type(cause).__name__}: {reason}",
-            fix="write it again; it may be cut short or of another format than its name says",
-        ) from error
+    rows = _read_rows(file)
     needed = ["data_source", prompt_key, "reward_model"]
     missing = [column for column in needed if column not in rows.column_names]
-    if missing and rows.column_names:
+    if missing:
         raise UserError(
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             where=file,
             why=f"the file has: {', '.join(rows.column_names)}",
             fix="bring it into verl's schema, or set data.prompt_key to the column of the prompts",
         )
-    if len(rows) == 0:
-        raise UserError("the data file has no rows", where=file, fix="write it again with at least one prompt")
     return rows
+
+
+def _read_rows(file: str) -> datasets.Dataset:
+    import datasets
+
+    try:
+        # A cache of its own: the user's would keep a copy of every version of every file.
+        with tempfile.TemporaryDirectory() as cache_dir:
+            return datasets.load_dataset(
+                _FORMATS[Path(file).suffix], data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True
+            )
+    except Exception as error:  # what `datasets` raises depends on the format and its reader
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it") from error
+        cause = error.__cause__ or error
+        raise UserError(
+            f"cannot read the data file {file}",
+            why=f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}",
+            fix="write it again; it may be cut short or of another format than its name says",
+        ) from error
 
 
 def _to_prompt(
@@ -164,7 +167,12 @@ def _to_prompt(
     messages = _to_messages(row[prompt_key], f"{where}, {prompt_key}")
     data_source = row["data_source"]
     if not isinstance(data_source, str):
-        raise UserError(f"data_source is {data_source!r}", where=where, why="it must be a string")
+        raise UserError(
+            f"data_source is {data_source!r}",
+            where=where,
+            why="it must be a string",
+            fix='name where the row comes from, for example "data_source": "gsm8k"',
+        )
     reward_model = row["reward_model"]
     ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if ground_truth is None:

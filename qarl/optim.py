@@ -93,7 +93,7 @@ class MasterOptimizer:
         self._check_parameters()
         device = next(iter(self._parameters.values())).device
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._gradients: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
         self._working = {
             name: torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in self._parameters.items()
         }
@@ -161,10 +161,10 @@ class MasterOptimizer:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            if name in self._gradients:
-                self._gradients[name] += parameter.grad
+            if name in self.gradients:
+                self.gradients[name] += parameter.grad
             else:
-                self._gradients[name] = parameter.grad.to(torch.float32, copy=True)
+                self.gradients[name] = parameter.grad.to(torch.float32, copy=True)
             parameter.grad = None
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class MasterOptimizer:
 
         A norm that is not finite is returned and nothing is scaled: call `zero_grad()` then, not `step()`.
         """
-        gradients = list(self._gradients.values())
+        gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
             # The same 1e-6 as torch.nn.utils.clip_grad_norm_.
@@ -187,12 +187,12 @@ class MasterOptimizer:
         AdamW leaves a parameter without a gradient alone; Muon takes its gradient as zero (weight decay still acts).
         Raises RuntimeError where nothing was accumulated.
         """
-        if not self._gradients:
+        if not self.gradients:
             raise RuntimeError("step() without gradients: call accumulate() after each backward()")
         for name, working in self._working.items():
             if not self._keep_masters:
                 working.data = self._parameters[name].detach().to(torch.float32)
-            working.grad = self._gradients.get(name)
+            working.grad = self.gradients.get(name)
             if working.grad is None and self.config.name == "muon":
                 working.grad = torch.zeros_like(working)
         self._inner.step()
@@ -215,7 +215,7 @@ class MasterOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients: the FP32 sums and whatever is in `.grad`."""
-        self._gradients.clear()
+        self.gradients.clear()
         for parameter in (*self._parameters.values(), *self._working.values()):
             parameter.grad = None
 
@@ -224,7 +224,7 @@ class MasterOptimizer:
 
         Tensors are the live ones, not copies. Raises RuntimeError in the middle of an accumulation.
         """
-        if self._gradients:
+        if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
         return {
             "name": self.config.name,

@@ -125,6 +125,7 @@ def get_reward_fn(spec: str) -> RewardFn:
             f"{source} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
             where=f"reward.function={spec}",
             why=f"its functions: {', '.join(functions) or 'none'}",
+            fix=f"write reward.function={source}:NAME with one of them",
         ) from None
     _check_signature(fn, spec)
     return fn
@@ -144,7 +145,12 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"no such file: {path}", where="reward.function", why=f"looked in {path.absolute().parent}")
+        raise UserError(
+            f"no such file: {path}",
+            where="reward.function",
+            why=f"looked in {path.absolute().parent}",
+            fix="correct the path; it is relative to the folder that the run starts in",
+        )
     name = f"qarl_reward_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None
@@ -155,7 +161,10 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise UserError(
-            f"cannot load {path}", where="reward.function", why=f"{type(error).__name__}: {error}"
+            f"cannot load {path}",
+            where="reward.function",
+            why=f"{type(error).__name__}: {error}",
+            fix="correct the file, or install what it imports",
         ) from error
     return module
 
@@ -163,7 +172,12 @@ def _load_file(path: Path) -> ModuleType:
 def _check_signature(fn: Any, spec: str) -> None:
     where = f"reward.function={spec}"
     if not callable(fn):
-        raise UserError("the reward function is not callable", where=where, why=f"it is a {type(fn).__name__}")
+        raise UserError(
+            "the reward function is not callable",
+            where=where,
+            why=f"it is a {type(fn).__name__}",
+            fix="name a function",
+        )
     try:
         signature = inspect.signature(fn)
     except ValueError:  # built in C: the call itself will tell
@@ -217,6 +231,7 @@ def _score(fn: RewardFn, prompt: Prompt, response: str) -> float:
             f"the reward function {name} returned {_shortened(result)}",
             where=where,
             why=f"a reward is a finite number or a dict with one under 'score' (response: {_shortened(response)})",
+            fix="make it return a number for any response, an empty or a garbled one too",
         )
     return float(score)
 

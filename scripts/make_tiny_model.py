@@ -14,6 +14,8 @@ Three choices matter for what comes after:
 
 The warm start uses Muon for the matrices of the blocks: a third of AdamW's steps. Learning rates drop once the
 model starts to get answers right, because accuracy then climbs from 10% to 90% within 50 steps and would be missed.
+At the end the head is doubled. Greedy answers stay as they are; sampling at temperature 1 becomes what it was at 0.5,
+and gets 25% right instead of 10%: with groups of 8 answers, far fewer groups teach nothing because all are wrong.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ WARMUP_STEPS = 20
 MUON_LR, ADAMW_LR = 0.03, 3e-3
 CHECK_EVERY, CHECK_BELOW_LOSS, CHECK_SIZE = 2, 0.2, 256
 SLOW_ABOVE_ACCURACY, SLOW_FACTOR = 0.1, 0.1
+HEAD_SCALE = 2.0  # a power of two: exact in BF16
 USEFUL_ACCURACY = (0.30, 0.50)
 
 CHAT_TEMPLATE = (
@@ -248,6 +251,8 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
     steps = warm_start(model, tokenizer, settings, exclude=set(pairs))
 
     model = model.bfloat16().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(HEAD_SCALE)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )

@@ -90,7 +90,14 @@ def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: Pr
     file = write(tmp_path / "train.parquet", rows)
     with pytest.raises(UserError) as error:
         load(file, tokenizer, max_prompt_length=4)
-    for part in ("row 1", "5 tokens", "max_prompt_length=4", "2 of 4", "max_prompt_length=6", "filter_overlong_prompts"):
+    for part in (
+        "row 1",
+        "5 tokens",
+        "max_prompt_length=4",
+        "2 of 4",
+        "max_prompt_length=6",
+        "filter_overlong_prompts",
+    ):
         assert part in str(error.value)
     assert len(load(file, tokenizer, max_prompt_length=6)) == 4
 
@@ -152,7 +159,11 @@ def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         load(str(csv), tokenizer)
 
     whole = Path(write(tmp_path / "whole.parquet", [row()])).read_bytes()
-    for name, content in (("cut.parquet", whole[: len(whole) // 2]), ("zero.parquet", b""), ("bad.jsonl", b"{not json")):
+    for name, content in (
+        ("cut.parquet", whole[: len(whole) // 2]),
+        ("zero.parquet", b""),
+        ("bad.jsonl", b"{not json"),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="cannot read the data file") as error:
             load(str(tmp_path / name), tokenizer)
@@ -160,10 +171,11 @@ def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_no_rows_and_no_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    empty = tmp_path / "empty.parquet"
-    Dataset.from_list([row()]).select([]).to_parquet(str(empty))
-    with pytest.raises(UserError, match="no rows"):
-        load(str(empty), tokenizer)
+    Dataset.from_list([row()]).select([]).to_parquet(str(tmp_path / "empty.parquet"))
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("empty.parquet", "empty.jsonl"):
+        with pytest.raises(UserError, match="no rows"):
+            load(str(tmp_path / name), tokenizer)
     item = row()
     del item["reward_model"]
     file = write(tmp_path / "train.parquet", [item])

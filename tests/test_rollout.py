@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_w4a16_cpu, save_random_model
+from conftest import greedy_in_a_fresh_vllm, needs_w4a16_cpu, save_random_model
 
 from qarl.checkpoint import save_compressed
 from qarl.errors import UserError
@@ -46,8 +44,10 @@ def model(folder) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def engine(folder) -> RolloutEngine:
-    return RolloutEngine(EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=64, kv_cache_gib=0.25))
+def engine(folder) -> Iterator[RolloutEngine]:
+    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=64, kv_cache_gib=0.25)
+    with RolloutEngine(config) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -127,22 +127,7 @@ def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(en
     engine.publish(packed_state_dict(other), version=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     saved = save_compressed(tmp_path / "export", other, packed_state_dict(other), SCHEME, ("lm_head",), tokenizer)
-    program = """
-import json, sys
-from vllm import LLM, SamplingParams
-llm = LLM(model=sys.argv[1], max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=2**28)
-params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, detokenize=False)
-prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
-outs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
-tokens = [list(o.token_ids) for o in outs]
-print("RESULT" + json.dumps([tokens, [[p[t].logprob for t, p in zip(o.token_ids, o.logprobs)] for o in outs]]))
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(saved), json.dumps(PROMPTS)], capture_output=True, text=True, timeout=300
-    )
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
-    assert line is not None, run.stderr[-3000:]
-    tokens, log_probs = json.loads(line.removeprefix("RESULT"))
+    tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     assert (tokens, log_probs) == greedy(engine)
 
 

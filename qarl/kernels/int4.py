@@ -1,4 +1,4 @@
-"""The int4 wire format read back: packed int32, lowest nibble first, values stored with offset +8 (compressed-tensors)."""
+"""The int4 wire format read back: lowest nibble of an int32 first, values stored with offset +8."""
 
 from __future__ import annotations
 

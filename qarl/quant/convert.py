@@ -24,7 +24,7 @@ DEFAULT_IGNORE = ("lm_head",)
 
 @dataclass(frozen=True)
 class QuantReport:
-    """What was quantized (name -> kernel and why), what was left alone (name -> why), ignore entries that matched nothing."""
+    """What was quantized (name -> kernel), what was left alone (name -> why), ignore entries that matched nothing."""
 
     scheme: Scheme
     quantized: dict[str, str]
@@ -93,7 +93,7 @@ def quantize_model(
         if linear.weight.dtype != torch.bfloat16:
             raise UserError(
                 f"{name}.weight is {linear.weight.dtype}, not bfloat16",
-                why="the low-bit kernels multiply BF16 activations, and the forward's own BF16 weight is what is quantized",
+                why="the low-bit kernels multiply BF16 activations; the forward's own BF16 weight is quantized",
                 fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer (optim.master_dtype)",
             )
         layer = QuantLinear(linear, scheme, qualified_name=name)

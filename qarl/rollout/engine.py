@@ -11,6 +11,7 @@ resume.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -22,14 +23,14 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.scheme import Scheme
-from qarl.rollout.manifest import Manifest, PublishReport, expected_manifest
+from qarl.rollout.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish import publish_weights
 from qarl.vllm_process import configure_vllm_process
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: prompt plus response, tokens. `kv_cache_gib`: CPU only."""
+    """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU."""
 
     model: str
     scheme: Scheme
@@ -85,6 +86,7 @@ class RolloutEngine:
         if torch.get_num_threads() != num_threads:
             raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
         self.expected: Manifest = expected_manifest(self.hf_config, config.scheme, config.ignore)
+        check_same_layers(self.model(), self.expected)
         if config.load_format != "dummy":
             self.weight_version, self._stale_because = 0, ""
 
@@ -143,12 +145,25 @@ class RolloutEngine:
         )
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
-        """Replace the engine's weights by `tensors` (checkpoint names); they are checked before the engine is touched."""
+        """Replace the engine's weights by `tensors` (checkpoint names), which are checked before it is touched."""
         return publish_weights(self, list(tensors), version=version)
 
     def mark_stale(self, reason: str) -> None:
         """From here on `generate` refuses, with `reason`, until a complete publish."""
         self.weight_version, self._stale_because = None, reason
+
+    def close(self) -> None:
+        """Free the engine; it cannot be used afterwards."""
+        self.mark_stale("it was closed")
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

@@ -33,7 +33,7 @@ Manifest = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """One publish: `bytes` on the wire, of them in quantized layers and what those layers take in BF16; seconds by phase."""
+    """One publish: bytes on the wire, those of quantized layers and what they take in BF16; seconds by phase."""
 
     version: int
     tensors: int
@@ -72,6 +72,30 @@ def expected_manifest(hf_config: Any, scheme: Scheme, ignore: Sequence[str]) -> 
     return manifest
 
 
+def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
+    """The layers vLLM has quantized are those of the manifest; fused layers count as their parts.
+
+    Raises:
+        UserError: names the layers that only one side quantizes: its ignore rules and ours were read differently.
+    """
+    fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
+    engine: set[str] = set()
+    for name, module in vllm_model.named_modules():
+        if getattr(module, "scheme", None) is None or not hasattr(module, "quant_method"):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        engine.update(f"{parent}.{part}" for part in fused.get(leaf, [leaf]))
+    ours = {name.removesuffix(".weight_scale") for name in expected if name.endswith(".weight_scale")}
+    if engine != ours:
+        only_ours, only_engine = sorted(ours - engine)[:4], sorted(engine - ours)[:4]
+        raise UserError(
+            "trainer and rollout engine would quantize different layers",
+            where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
+            why="an entry of quant.ignore is read differently on the two sides, or covers only a part of a fused layer",
+            fix="name the layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together",
+        )
+
+
 def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
     """Names, dtypes, shapes and finite values of floating-point tensors.
 
@@ -101,5 +125,5 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
             f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
             where=shown,
             why="vLLM would accept some of these silently and answer NaN or garbage",
-            fix="publish exactly the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
+            fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
         )

@@ -17,9 +17,8 @@ from __future__ import annotations
 import hashlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +28,7 @@ from qarl.advantages import grpo_advantages
 from qarl.config import Config
 from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.optim import MasterOptimizer
+from qarl.plots import plot_run
 from qarl.rewards import score_responses
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.manifest import PublishReport
@@ -182,9 +182,79 @@ def publish_metrics(report: PublishReport) -> dict[str, float]:
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in report.seconds.items()}
 
 
+def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
+    """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds.
+
+    `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count.
+    """
+    start = time.perf_counter() if started is None else started
+    parts = prepare_run(config)
+    run_dir = config.run_dir
+    write_versions(run_dir)
+    trainer = LocalTrainer(config, parts)
+    with trainer.engine:
+        summary = run_to_the_end(trainer, start)
+    write_summary(run_dir, summary)
+    if config.trainer.plots:
+        plot_run(run_dir)
+    return summary
+
+
+def run_to_the_end(trainer: LocalTrainer, start: float) -> dict[str, Any]:
+    """First publish, training, final checkpoint; returns the summary."""
+    config, run_dir = trainer.config, trainer.config.run_dir
+    report = trainer.publish()
+    total = config.trainer.total_training_steps
+    with Tracker(run_dir, config.trainer.logger, total_steps=total, config_dict=config.model_dump()) as tracker:
+        tracker.message(str(trainer.policy.report or f"trainer's linears: BF16 (quant.align={config.quant.align})"))
+        with finish_step_on_interrupt() as stop:
+            history = list(run_steps(trainer, tracker, stop, start))
+    summary = summarize(history) | {
+        "interrupted": bool(stop),
+        "quantized_ratio": report.quantized_ratio,
+        "seconds": time.perf_counter() - start,
+    }
+    if config.trainer.save_final:
+        summary["checkpoint"] = str(trainer.policy.save(run_dir / "export", trainer.tokenizer))
+    return summary
+
+
+def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: float) -> Iterator[dict[str, float]]:
+    """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled.
+
+    Yields each step's metrics after they are written.
+    """
+    settings = trainer.config.trainer
+    test_freq, total = settings.test_freq, settings.total_training_steps
+    if settings.val_before_train:
+        before = trainer.evaluate()
+        tracker.log(before, step=0)
+        yield before
+    trainer.timer.pop()
+    while trainer.step < total and not stop:
+        metrics = trainer.train_step()
+        if trainer.step == 1:
+            metrics["timing_s/to_first_step"] = time.perf_counter() - start
+        last = trainer.step == total or bool(stop)
+        if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
+            metrics |= trainer.evaluate()
+        metrics |= trainer.timer.pop()
+        tracker.log(metrics, step=trainer.step)
+        if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
+            tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
+        yield metrics
+
+
+_BANDS_TOO_NARROW = (
+    "over 80% of the responses are outside their band after the first mini-batch and teach nothing; "
+    "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need more than the paper's) "
+    "or lower optim.lr"
+)
+
+
 @contextmanager
 def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """The first Ctrl-C sets the yielded list's flag, so that the running step ends; the second one interrupts at once."""
+    """The first Ctrl-C fills the yielded list, so that the running step ends; the second one interrupts at once."""
     stop: list[bool] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -199,66 +269,25 @@ def finish_step_on_interrupt() -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
-    start = time.perf_counter()
-    parts = prepare_run(config)
-    run_dir = Path(config.run_dir)
-    write_versions(run_dir)
-    trainer = LocalTrainer(config, parts)
-    report = trainer.publish()
-    summary: dict[str, Any] = {"quantized_ratio": report.quantized_ratio}
-    with Tracker(
-        run_dir, config.trainer.logger, total_steps=config.trainer.total_training_steps, config_dict=config.model_dump()
-    ) as tracker:
-        tracker.message(str(parts.policy.report or f"trainer's linears: BF16 (quant.align={config.quant.align})"))
-        if config.trainer.val_before_train:
-            summary["accuracy_before"] = trainer.evaluate()["val/accuracy"]
-            tracker.log({"val/accuracy": summary["accuracy_before"]}, step=0)
-        trainer.timer.pop()
-        summary["seconds_to_first_step"] = time.perf_counter() - start
-        with finish_step_on_interrupt() as stop:
-            history = list(run_steps(trainer, tracker, stop))
-    summary |= summarize(history, interrupted=bool(stop), steps=trainer.step, seconds=time.perf_counter() - start)
-    if config.trainer.save_final:
-        folder = trainer.policy.save(run_dir / "export", trainer.tokenizer)
-        summary["checkpoint"] = str(folder)
-    write_summary(run_dir, summary)
-    if config.trainer.plots:
-        from qarl.plots import plot_run
+def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The run in a few numbers; `history` is what `run_steps` yielded, means are over the training steps."""
 
-        plot_run(run_dir)
-    return summary
-
-
-def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool]) -> Iterator[dict[str, float]]:
-    """Training steps until the last or until `stop` is set; yields each step's metrics after they are written."""
-    test_freq, total = trainer.config.trainer.test_freq, trainer.config.trainer.total_training_steps
-    while trainer.step < total and not stop:
-        metrics = trainer.train_step()
-        if trainer.parts.val_prompts and (stop or trainer.step == total or trainer.step % test_freq == 0 < test_freq):
-            metrics |= trainer.evaluate()
-        metrics |= trainer.timer.pop()
-        tracker.log(metrics, step=trainer.step)
-        yield metrics
-
-
-def summarize(history: list[dict[str, float]], *, interrupted: bool, steps: int, seconds: float) -> dict[str, Any]:
-    """The run in a few numbers; means are over all steps."""
+    def values(key: str) -> list[float]:
+        return [metrics[key] for metrics in history if key in metrics]
 
     def mean(key: str) -> float | None:
-        values = [metrics[key] for metrics in history if key in metrics]
-        return sum(values) / len(values) if values else None
+        return sum(values(key)) / len(values(key)) if values(key) else None
 
-    accuracies = [metrics["val/accuracy"] for metrics in history if "val/accuracy" in metrics]
+    accuracies = values("val/accuracy")
     return {
-        "steps": steps,
-        "interrupted": interrupted,
-        "seconds": seconds,
+        "steps": len(values("timing_s/step")),
+        "accuracy_before": accuracies[0] if history and "timing_s/step" not in history[0] else None,
         "accuracy_after": accuracies[-1] if accuracies else None,
         "mismatch_k3_mean": mean("mismatch/k3"),
         "mismatch_abs_mean": mean("mismatch/abs_mean"),
+        "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
         "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
+        "seconds_to_first_step": mean("timing_s/to_first_step"),
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),
     }

@@ -77,7 +77,7 @@ class Policy:
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, log_probs)
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Every tensor to publish, in checkpoint names; quantized layers as the tensors the next forward multiplies by."""
+        """Every tensor to publish by checkpoint name; quantized layers as what the next forward multiplies by."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,7 +88,7 @@ class Policy:
         return {name: module for name, module in self.model.named_modules() if isinstance(module, QuantLinear)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer; see `checkpoint.py`."""
+        """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer."""
         from qarl.checkpoint import save_compressed
 
         return save_compressed(folder, self.model, self.packed_state_dict(), self.scheme, self.ignore, tokenizer)

@@ -6,6 +6,9 @@ after the engine has started.
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,17 @@ from qarl.quant.scheme import get_scheme
 from qarl.rewards import RewardFn, check_reward_fn, get_reward_fn
 from qarl.rollout.engine import EngineConfig
 from qarl.tbpo import TBPOConfig
+from qarl.tracking import METRICS_FILE, check_loggers
+from qarl.trainer.checks import (
+    check_cpu,
+    check_engine_installed,
+    check_linears,
+    check_not_quantized,
+    check_weight_files,
+)
 from qarl.trainer.policy import Policy
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 @dataclass
@@ -37,9 +50,14 @@ def prepare_run(config: Config) -> RunParts:
     Raises:
         UserError: the first thing that is wrong, and what to do about it.
     """
+    check_loggers(config.trainer.logger)
+    check_engine_installed()
+    check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path)
-    check_vocabulary(tokenizer, hf_config.vocab_size)
+    check_not_quantized(config, hf_config)
+    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     check_length(config, hf_config)
+    check_linears(config, hf_config)
     reward_fn = get_reward_fn(config.reward.function)
     data = config.data
     prompt_options: dict[str, Any] = {
@@ -55,8 +73,9 @@ def prepare_run(config: Config) -> RunParts:
         val_prompts = load_prompts(data.val_files, limit=config.trainer.val_max_prompts, **prompt_options)
     check_reward_fn(reward_fn, train_prompts)
     sampler = PromptSampler(len(train_prompts), data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    policy = Policy.load(config)
+    policy = load_policy(config)
     return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
 
 
@@ -71,14 +90,34 @@ def load_tokenizer(path: str) -> tuple[Any, Any]:
             where="model.path",
             fix="give a Hugging Face folder; `make quickstart` makes the quickstart's model in models/tiny-qwen3",
         )
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        # transformers makes an empty tokenizer of the model's family then.
+        raise UserError(
+            f"the model folder {path!r} has no tokenizer",
+            where="model.path",
+            why=f"it has none of {', '.join(TOKENIZER_FILES)}",
+            fix="copy the tokenizer of the model it came from into it: tokenizer.json and tokenizer_config.json",
+        )
     try:
         return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
         raise UserError(
             f"config or tokenizer cannot be loaded from {path!r}",
             where="model.path",
-            why=str(error).splitlines()[0],
+            why=" ".join(str(error).split())[:400],
             fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
+        ) from error
+
+
+def load_policy(config: Config) -> Policy:
+    try:
+        return Policy.load(config)
+    except RuntimeError as error:
+        raise UserError(
+            f"the model in {config.model.path!r} cannot be built from its weights",
+            where="model.path",
+            why=" ".join(str(error).split())[:400],
+            fix="give config.json and weights of one and the same model; if memory ran out, a smaller one",
         ) from error
 
 
@@ -92,6 +131,27 @@ def check_length(config: Config, hf_config: Any) -> None:
             where="data.max_prompt_length, data.max_response_length",
             fix=f"lower them to at most {limit} together",
         )
+
+
+def fresh_run_dir(run_dir: Path) -> None:
+    """Move an earlier run out of the way, to `NAME.1`, `NAME.2`, ...: two runs never share a metrics file.
+
+    A folder without metrics (of a dry run, or a run that was refused) is used as it is.
+    """
+    if not (run_dir / METRICS_FILE).exists():
+        return
+    numbered = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
+    target = next(path for path in numbered if not os.path.lexists(path))
+    try:
+        run_dir.rename(target)
+    except OSError as error:
+        raise UserError(
+            f"the earlier run in {run_dir} cannot be moved to {target}",
+            where="output_dir, name",
+            why=error.strerror,
+            fix="choose another name=... or output_dir=...",
+        ) from error
+    print(f"note: {run_dir} held an earlier run, which is now in {target}", file=sys.stderr)
 
 
 def engine_config(config: Config) -> EngineConfig:

@@ -1,0 +1,98 @@
+"""The paper's claim in one table: how far trainer and rollout engine drift apart, with and without alignment.
+
+    python scripts/compare_alignment.py        three runs of the quickstart, a table, a plot
+    python scripts/compare_alignment.py --seeds 0 1 2 --variants w4a16-linears w4a16-paper-bands
+
+Each run is `python -m qarl.train config=quickstart.yaml` in a process of its own, differing from the others in the
+named keys alone. Figures are means over all steps of a run, then over seeds; the runs, `table.md`, `results.json` and
+plots are written to `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.plots import plot_compare
+from qarl.tracking import write_json
+
+VARIANTS: dict[str, list[str]] = {
+    "bf16": ["quant.scheme=bf16"],
+    "w4a16-off": ["quant.align=off"],
+    "w4a16-linears": [],
+    "w4a16-paper-bands": [
+        "actor.seq_clip_ratio_high=4e-4",
+        "actor.seq_clip_ratio_low=3e-4",
+        "actor.neg_seq_clip_ratio_low=3e-4",
+        "actor.neg_seq_clip_ratio_high=7e-4",
+    ],
+}
+COLUMNS = {
+    "k3 KL": ("mismatch_k3_mean", "{:.2e}"),
+    "mean \\|δ\\|": ("mismatch_abs_mean", "{:.2e}"),
+    "accuracy before": ("accuracy_before", "{:.1%}"),
+    "after": ("accuracy_after", "{:.1%}"),
+    "inside band": ("inside_band_frac_after_first_mean", "{:.0%}"),
+    "s/step": ("seconds_per_step", "{:.2f}"),
+    "publish s": ("publish_seconds_per_step", "{:.3f}"),
+}
+
+
+def run(variant: str, seed: int, overrides: Sequence[str], output: Path) -> dict[str, Any]:
+    """One training run; its summary."""
+    name = f"{variant}-seed{seed}"
+    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"name={name}", f"seed={seed}"]
+    command += [f"output_dir={output}", *VARIANTS[variant], *overrides]
+    print(f"--- {name}: {' '.join(command[1:])}", flush=True)
+    subprocess.run(command, check=True)
+    summary: dict[str, Any] = json.loads((output / name / "summary.json").read_text())
+    return summary
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a variant, means over its seeds, and each k3 KL as a multiple of bf16's."""
+    rows = ["| run | seeds | " + " | ".join(COLUMNS) + " | k3 to bf16's |", "|---" * (len(COLUMNS) + 3) + "|"]
+    reference = mean(results["bf16"], "mismatch_k3_mean") if "bf16" in results else None
+    for variant, summaries in results.items():
+        cells = [variant, str(len(summaries))]
+        for key, form in COLUMNS.values():
+            value = mean(summaries, key)
+            cells.append("" if value is None else form.format(value))
+        k3 = mean(summaries, "mismatch_k3_mean")
+        cells.append(f"{k3 / reference:.2f}" if k3 is not None and reference else "")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def mean(summaries: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [summary[key] for summary in summaries if summary.get(key) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "w4a16-off", "w4a16-linears"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/compare_alignment"))
+    parser.add_argument("overrides", nargs="*", help="key=value for every run, such as trainer.total_training_steps=40")
+    args = parser.parse_args(argv)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for variant in args.variants:
+        for seed in args.seeds:
+            results.setdefault(variant, []).append(run(variant, seed, args.overrides, args.output))
+    text = table(results)
+    (args.output / "table.md").write_text(text + "\n")
+    versions = json.loads((args.output / f"{args.variants[0]}-seed{args.seeds[0]}" / "versions.json").read_text())
+    write_json(args.output / "results.json", {"overrides": args.overrides, "versions": versions, "runs": results})
+    plot_compare([args.output / f"{v}-seed{args.seeds[0]}" for v in args.variants], args.output / "plots")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -76,8 +76,12 @@ class RolloutEngine:
                 why="a publish hands tensors over within the process",
                 fix="unset it",
             )
+        import torch._dynamo
         from vllm import LLM
 
+        if config.enforce_eager and not torch.cuda.is_available():
+            # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
+            torch._dynamo.config.disable = True
         self.config = config
         self.weight_version: int | None = None
         self._stale_because = "nothing has been published to it yet"

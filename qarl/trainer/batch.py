@@ -1,4 +1,4 @@
-"""The tensors of one training step, from a rollout. All on the CPU until a micro-batch is used.
+"""The tensors of one training step, from a rollout.
 
 Legend: B responses, T longest prompt + response, R longest response.
 """
@@ -6,7 +6,7 @@ Legend: B responses, T longest prompt + response, R longest response.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -28,6 +28,11 @@ class Batch:
     rewards: torch.Tensor
     advantages: torch.Tensor
     weight_version: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with every tensor on `device`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in tensors.items()})
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -53,7 +53,7 @@ class LocalTrainer:
         )
         self.engine = RolloutEngine(engine_config(config))
         self.tbpo = tbpo_config(config.actor)
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
     def train_step(self) -> dict[str, float]:
         """One step, and its metrics."""
@@ -85,7 +85,7 @@ class LocalTrainer:
             [i // config.rollout.n for i in range(len(repeated))],
             norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
         )
-        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id)
+        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
         lengths = [len(response) for response in responses.response_token_ids]
         return batch, response_metrics(
             rewards, lengths, config.data.max_response_length, finish_reasons=responses.finish_reasons

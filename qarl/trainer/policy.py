@@ -52,11 +52,16 @@ class Policy:
                 why=str(error).splitlines()[0],
                 fix="give a Hugging Face folder with config.json and safetensors",
             ) from error
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
         return cls(model, scheme, tuple(quant.ignore), align=quant.align)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def response_log_probs(self, batch: Batch, rows: slice, *, temperature: float) -> torch.Tensor:
         """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where there is no

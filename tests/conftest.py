@@ -39,7 +39,7 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
 
     sizes = {
         "vocab_size": vocab_size,
-        "hidden_size": 64,
+        "hidden_size": 128,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

@@ -278,8 +278,11 @@ def test_group_size_that_does_not_divide_the_layers(refusal: Refusal, align: str
 @pytest.mark.parametrize(
     ("sizes", "layers"),
     [
-        ({"intermediate_size": 80}, ["model.layers.0-1.mlp.down_proj", "[64, 80]"]),
-        ({"intermediate_size": 72}, ["model.layers.0-1.mlp.gate_proj", "model.layers.0-1.mlp.up_proj", "[72, 64]"]),
+        ({"hidden_size": 64, "intermediate_size": 80}, ["model.layers.0-1.mlp.down_proj", "[64, 80]"]),
+        (
+            {"hidden_size": 64, "intermediate_size": 72},
+            ["model.layers.0-1.mlp.gate_proj", "model.layers.0-1.mlp.up_proj", "[72, 64]"],
+        ),
         ({"hidden_size": 40}, ["model.layers.0-1.self_attn.q_proj", "model.layers.0-1.self_attn.o_proj"]),
     ],
     ids=["K", "N of a fused layer", "hidden"],

@@ -6,7 +6,8 @@ Legend: B responses, T longest prompt + response, R longest response.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,8 +32,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with every tensor on `device`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in tensors.items()})
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -42,7 +42,7 @@ class Policy:
 
         quant = config.quant
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model.path, dtype=torch.bfloat16, attn_implementation="sdpa", attention_dropout=0.0
             )
         except (OSError, ValueError) as error:

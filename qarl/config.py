@@ -145,18 +145,21 @@ class RolloutConfig(Section):
 class QuantConfig(Section):
     """What is quantized, in the rollouts and in the trainer's forward alike."""
 
-    scheme: Literal["bf16", "w4a16"] = "w4a16"
-    """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `bf16`: nothing is quantized."""
+    scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = "w4a16"
+    """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `w4a8`: the same weights, int8
+    activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: none quantized.
+    8-bit weights have one scale an output channel, 8-bit activations one a token."""
 
     group_size: int = Field(default=128, ge=1)
-    """Weights along the input dimension that share one scale: a multiple of 8. Not used by bf16."""
+    """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
 
     ignore: TextList = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
-    align: Literal["off", "linears"] = "linears"
-    """How far the trainer's forward follows the engine. `linears`: low-bit products on the very tensors that are
-    published. `off`: plain BF16, the baseline that shows the mismatch. Makes no difference to bf16."""
+    align: Literal["off", "linears", "model", "exact"] = "model"
+    """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
+    `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
+    rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
 
     @field_validator("ignore")
     @classmethod

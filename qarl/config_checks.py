@@ -68,9 +68,9 @@ def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
 
 @_between("quant.scheme", "quant.group_size")
 def _int4_group(scheme: str, group_size: int) -> Problem | None:
-    if scheme != "w4a16" or group_size % 8 == 0:
+    if scheme not in ("w4a16", "w4a8") or group_size % 8 == 0:
         return None
-    reason = "w4a16 packs eight int4 values to an int32, so a group with one scale must be whole int32 words"
+    reason = f"{scheme} packs eight int4 values to an int32, so a group with one scale must be whole int32 words"
     return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
 
 

@@ -310,6 +310,20 @@ def test_cpu_without_the_kernels_instructions(
         main(["config=run.yaml"])
 
 
+def test_each_scheme_asks_for_what_it_needs(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal("quant.scheme=w4a8", words=["quant.scheme", "leave the activations in BF16", "quant.scheme=w8a8"])
+    monkeypatch.setattr(checks, "W4A16_CPU_MULTIPLE", 1000)
+    refusal("quant.scheme=w4a16", words=["multiples of 1000"])
+    monkeypatch.setattr(checks, "cpu_flags", lambda: {"avx512_vnni"})
+    for scheme in ("w8a8", "fp8"):
+        with pytest.raises(EngineConstructed):
+            main(["config=run.yaml", f"quant.scheme={scheme}"])
+    monkeypatch.setattr(checks, "cpu_flags", lambda: {"avx512f"})
+    refusal("quant.scheme=w8a8", words=["lacks avx512_vnni", "int8 products"])
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml", "quant.scheme=fp8"])
+
+
 SPLIT_GROUPS = {
     "q without k and v": (
         ["re:.*q_proj"],

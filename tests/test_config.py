@@ -85,7 +85,7 @@ def test_defaults_are_the_papers_and_verls(folder: Path) -> None:
     actor = config.actor
     assert (actor.seq_clip_ratio_high, actor.seq_clip_ratio_low) == (4e-4, 3e-4)
     assert (actor.neg_seq_clip_ratio_low, actor.neg_seq_clip_ratio_high, actor.seq_tis_imp_ratio_cap) == (3e-4, 7e-4, 2)
-    assert (config.backend, config.quant.scheme, config.quant.align) == ("local", "w4a16", "linears")
+    assert (config.backend, config.quant.scheme, config.quant.align) == ("local", "w4a16", "model")
     assert (config.quant.ignore, config.quant.group_size) == (["lm_head"], 128)
     assert (config.optim.betas, config.optim.lr, config.trainer.test_freq) == ((0.9, 0.999), 1e-6, -1)
     assert config.data.train_files == ["train.parquet"]
@@ -347,9 +347,9 @@ def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
         ("rollout.top_p=0", "above 0"),
         ("rollout.top_p=1.01", "at most 1"),
         ("rollout.top_p=.nan", "finite"),
-        ("quant.scheme=w4a8", "one of bf16, w4a16"),
+        ("quant.scheme=nvfp4", "one of bf16, w4a16, w8a8, fp8, w4a8"),
         ("quant.ignore=[lm_head, 're:(']", "not a regular expression"),
-        ("quant.align=exact", "one of off, linears"),
+        ("quant.align=full", "one of off, linears, model, exact"),
         ("actor.seq_tis_imp_ratio_cap=0.9", "at least 1"),
         ("actor.neg_seq_clip_ratio_low=1.1", "at most 1"),
         ("actor.seq_clip_ratio_high=0", "above 0"),
@@ -384,7 +384,8 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
             "actor.ppo_micro_batch_size_per_gpu",
             ["4 * 4 = 16", "1, 2, 4, 8, 16"],
         ),
-        (["quant.group_size=12"], "quant.group_size", ["eight int4 values", "multiple of 8"]),
+        (["quant.group_size=12"], "quant.group_size", ["w4a16 packs eight int4 values", "multiple of 8"]),
+        (["quant.scheme=w4a8", "quant.group_size=12"], "quant.group_size", ["w4a8 packs eight int4", "multiple of 8"]),
         (["quant.ignore=[]"], "quant.ignore", ["garbage", "add lm_head"]),
         (["quant.ignore=[re:head]"], "quant.ignore", ["garbage"]),
         (["data.val_files=[]"], "data.val_files", ["val_before_train", "trainer.test_freq=-1"]),
@@ -407,6 +408,9 @@ def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, word
     [
         ["quant.scheme=bf16", "quant.align=linears"],
         ["quant.scheme=bf16", "quant.group_size=12", "quant.ignore=[]"],
+        ["quant.scheme=w8a8", "quant.group_size=12"],
+        ["quant.scheme=fp8", "quant.align=exact"],
+        ["quant.scheme=w4a8", "quant.align=off"],
         ["quant.ignore=['re:.*lm_head']"],
         ["quant.ignore=lm_head"],
         ["data.val_files=[]", "trainer.val_before_train=false"],

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    FloatQuantizationCompressor,
+    IntQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
+from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -18,15 +24,33 @@ from qarl.quant.quantize import dequantize, quantize
 from qarl.quant.scheme import get_scheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BIT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+BIT_VIEW = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
+}
+PRESETS: dict[str, tuple[str, type[BaseCompressor]]] = {
+    "w4a16": ("W4A16", PackedQuantizationCompressor),
+    "w4a8": ("W4A8", PackedQuantizationCompressor),
+    "w8a8": ("W8A8", IntQuantizationCompressor),
+    "fp8": ("FP8_DYNAMIC", FloatQuantizationCompressor),
+}
+EIGHT_BIT = ["w8a8", "fp8"]
 
 
-def compressed_tensors_compress(weight: Tensor, group_size: int) -> tuple[dict[str, Tensor], QuantizationScheme]:
-    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=True)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    scale, zero_point = compute_dynamic_scales_and_zp(weight, args, torch.nn.Module())
+def compressed_tensors_compress(weight: Tensor, name: str, group_size: int) -> tuple[dict[str, Tensor], Any]:
+    """compressed-tensors' own preset, observer arithmetic and compressor; its scales have the weight's dtype."""
+    scheme: QuantizationScheme = preset_name_to_scheme(PRESETS[name][0], ["Linear"])
+    assert scheme.weights is not None
+    if scheme.weights.group_size is not None:
+        scheme.weights.group_size = group_size
+        groups = weight.unflatten(-1, (-1, group_size))
+        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    else:
+        scale, zero_point = calculate_qparams(weight.amin(-1, True), weight.amax(-1, True), scheme.weights)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    return PackedQuantizationCompressor.compress(state, scheme), scheme
+    return PRESETS[name][1].compress(state, scheme), scheme
 
 
 def assert_same_bytes(mine: Tensor, theirs: Tensor) -> None:
@@ -36,15 +60,20 @@ def assert_same_bytes(mine: Tensor, theirs: Tensor) -> None:
     assert torch.equal(mine, theirs), f"{int((mine != theirs).sum())} of {mine.numel()} differ"
 
 
-def assert_equals_compressed_tensors(weight: Tensor, group_size: int) -> None:
-    theirs, scheme = compressed_tensors_compress(weight, group_size)
-    mine = quantize(weight, get_scheme("w4a16", group_size))
+def assert_equals_compressed_tensors(weight: Tensor, group_size: int = 128, name: str = "w4a16") -> None:
+    theirs, scheme = compressed_tensors_compress(weight, name, group_size)
+    decompress = PRESETS[name][1].decompress
+    mine = quantize(weight, get_scheme(name, group_size))
     assert mine.tensors.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert_same_bytes(mine.tensors[name], tensor)
-    restored = PackedQuantizationCompressor.decompress(theirs, scheme)["weight"]
-    assert_same_bytes(mine.dequantize(weight.dtype), restored)
-    assert_same_bytes(dequantize(mine, torch.bfloat16), restored.to(torch.bfloat16))
+    restored = [decompress(theirs, scheme)["weight"]] if weight.dtype == torch.bfloat16 or "4" in name else []
+    if name in EIGHT_BIT:
+        theirs["weight_scale"] = theirs["weight_scale"].float()
+        restored.append(decompress(theirs, scheme)["weight"])
+    for tensor_name, tensor in theirs.items():
+        assert_same_bytes(mine.tensors[tensor_name], tensor)
+    for weight_hat in restored:
+        assert_same_bytes(mine.dequantize(weight_hat.dtype), weight_hat)
+        assert_same_bytes(dequantize(mine), weight_hat.to(torch.bfloat16))
 
 
 def random_finite_bits(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -55,28 +84,44 @@ def random_finite_bits(shape: tuple[int, int], dtype: torch.dtype, generator: to
     return torch.where(torch.isfinite(values), values, torch.ones_like(values))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_equals_compressed_tensors_on_random_weights(seed: int) -> None:
+def random_weight(seed: int, group_size: int = 1) -> Tensor:
     pick = random.Random(seed)
-    group_size = pick.choice([8, 16, 24, 32, 64, 128, 256])
-    shape = (pick.randint(1, 65), group_size * pick.randint(1, 5))
+    shape = (pick.randint(1, 65), group_size * pick.randint(1, 5 if group_size > 1 else 600))
     dtype = pick.choice(DTYPES)
     generator = torch.Generator().manual_seed(seed)
     if seed % 4 == 0:
-        weight = random_finite_bits(shape, dtype, generator)
-    else:
-        weight = (torch.randn(shape, generator=generator) * 10.0 ** pick.randint(-4, 2)).to(dtype)
-    assert_equals_compressed_tensors(weight, group_size)
+        return random_finite_bits(shape, dtype, generator)
+    return (torch.randn(shape, generator=generator) * 10.0 ** pick.randint(-4, 2)).to(dtype)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_int4_equals_compressed_tensors_on_random_weights(seed: int) -> None:
+    group_size = random.Random(seed).choice([8, 16, 24, 32, 64, 128, 256])
+    assert_equals_compressed_tensors(random_weight(seed, group_size), group_size)
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+@pytest.mark.parametrize("seed", range(200))
+def test_8_bit_equals_compressed_tensors_on_random_weights(seed: int, name: str) -> None:
+    assert_equals_compressed_tensors(random_weight(seed), name=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_compressed_tensors_on_every_quotient_of_a_bf16_group(dtype: torch.dtype) -> None:
-    """One group per absmax mantissa, holding every BF16 value from there down to where all codes are 0, both signs."""
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_equals_compressed_tensors_on_every_quotient_of_a_bf16_row(name: str, dtype: torch.dtype) -> None:
+    """One row per absmax mantissa, holding every BF16 value from there down to where all codes are 0, both signs."""
     absmax = torch.arange(0x3F80, 0x4000)
-    bits = (absmax[:, None] - torch.arange(1024)[None, :]).to(torch.int16)
+    values = 1024 if name == "w4a16" else 2560
+    bits = (absmax[:, None] - torch.arange(values)[None, :]).to(torch.int16)
     weight = bits.view(torch.bfloat16).to(dtype)
-    assert_equals_compressed_tensors(weight, group_size=1024)
-    assert_equals_compressed_tensors(-weight, group_size=1024)
+    assert_equals_compressed_tensors(weight, values, name)
+    assert_equals_compressed_tensors(-weight, values, name)
+
+
+def test_w4a8_weights_are_those_of_w4a16() -> None:
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert_equals_compressed_tensors(weight, 32, "w4a8")
+    assert quantize(weight, get_scheme("w4a8", 32)).equals(quantize(weight, get_scheme("w4a16", 32)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,72 +134,111 @@ def test_rounds_ties_to_even_and_clamps_only_above(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("multiple", [0, 1, 2, 3, 4, 7, 8, 11, 12, 100])
-def test_zero_and_subnormal_groups_have_a_finite_scale(dtype: torch.dtype, multiple: int) -> None:
-    """Multiples of the smallest subnormal: the scale underflows to zero up to 3, and the quotient overflows 8 at 11."""
-    smallest = torch.ones((), dtype=BIT_VIEW[dtype]).view(dtype).item()
-    weight = torch.full((3, 64), smallest * multiple, dtype=dtype)
+def test_int8_rounds_ties_to_even_and_clamps_only_above(dtype: torch.dtype) -> None:
+    ties = torch.arange(-255, 256, dtype=torch.float32) / 2  # absmax 127.5: each is exact in BF16, and the scale is 1
+    codes = quantize(ties.to(dtype)[None, :], get_scheme("w8a8")).tensors["weight"]
+    assert codes[0].tolist() == [min(round(tie), 127) for tie in ties.tolist()]
+    assert codes.min() == -128 and codes.max() == 127
+
+
+def test_e4m3_rounds_ties_to_even_on_its_whole_grid() -> None:
+    grid = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 0 to 448 in order of the bits
+    values = grid.float()
+    ties = (values[1:] + values[:-1]) / 2
+    weight = torch.cat([values, ties])[None, :]  # absmax 448, so the scale is exactly 1
+    even = torch.arange(0x7E, dtype=torch.uint8)
+    expected = torch.cat([grid.view(torch.uint8), even + (even & 1)])
+    for sign, sign_bit in ((1, 0), (-1, 0x80)):
+        codes = quantize(sign * weight, get_scheme("fp8")).tensors["weight"].view(torch.uint8)[0]
+        # a zero quotient loses its sign; what rounds to zero keeps it
+        assert torch.equal(codes[1:], expected[1:] | sign_bit) and codes[0] == 0
+
+
+ZERO_SCALE_UP_TO = {"w4a16": 3, "w8a8": 63, "fp8": 224}  # half the half range, a tie going to the even zero
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "multiple"),
+    [("w4a16", m) for m in (0, 1, 2, 3, 4, 7, 8, 11, 12, 100)]
+    + [("w8a8", m) for m in (0, 1, 63, 64, 127, 128, 191, 192, 1000)]
+    + [("fp8", m) for m in (0, 1, 224, 225, 448, 671, 672, 1000)],
+)
+def test_zero_and_subnormal_groups_have_a_finite_scale(dtype: torch.dtype, name: str, multiple: int) -> None:
+    """Multiples of the smallest subnormal: a scale that underflows is eps; above, quotients overflow the range."""
+    smallest = torch.ones((), dtype=BIT_VIEW[dtype]).view(dtype)
+    weight = (smallest.double() * multiple).expand(3, 64).to(dtype).clone()
     weight[1].neg_()
     weight[2, 0] = 1.0
-    assert_equals_compressed_tensors(weight, group_size=32)
-    scale = quantize(weight, get_scheme("w4a16", 32)).tensors["weight_scale"]
+    assert_equals_compressed_tensors(weight, 32, name)
+    scale = quantize(weight, get_scheme(name, 32)).tensors["weight_scale"]
     assert torch.isfinite(scale).all() and (scale > 0).all()
+    assert (scale[0, 0] == torch.finfo(dtype).eps) == (multiple <= ZERO_SCALE_UP_TO[name])
 
 
-def test_all_zero_group_has_eps_as_scale_and_zero_codes() -> None:
-    quantized = quantize(torch.zeros(4, 128, dtype=torch.bfloat16), get_scheme("w4a16"))
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_all_zero_group_has_eps_as_scale_and_zero_codes(name: str) -> None:
+    quantized = quantize(torch.zeros(4, 128, dtype=torch.bfloat16), get_scheme(name))
     assert quantized.tensors["weight_scale"].unique().tolist() == [torch.finfo(torch.bfloat16).eps]
     assert not quantized.dequantize().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_largest_finite_values_do_not_overflow(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_largest_finite_values_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     weight = torch.full((2, 64), torch.finfo(dtype).max, dtype=dtype)
     weight[:, 1::2].neg_()
-    assert_equals_compressed_tensors(weight, group_size=64)
-    assert torch.isfinite(quantize(weight, get_scheme("w4a16", 64)).tensors["weight_scale"]).all()
+    assert_equals_compressed_tensors(weight, 64, name)
+    quantized = quantize(weight, get_scheme(name, 64))
+    assert torch.isfinite(quantized.tensors["weight_scale"]).all()
+    if name == "fp8":
+        assert not torch.isnan(quantized.tensors["weight"]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", *EIGHT_BIT])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_inf_name_the_parameter(dtype: torch.dtype, bad: float) -> None:
+def test_nan_and_inf_name_the_parameter(dtype: torch.dtype, name: str, bad: float) -> None:
     weight = torch.randn(5, 256).to(dtype)
     weight[3, 200] = bad
     with pytest.raises(UserError, match=r"model\.layers\.3\.mlp\.up_proj\.weight holds 1 values that are NaN or Inf"):
-        quantize(weight, get_scheme("w4a16"), name="model.layers.3.mlp.up_proj.weight")
+        quantize(weight, get_scheme(name), name="model.layers.3.mlp.up_proj.weight")
 
 
 def test_shapes_that_do_not_fit_name_the_parameter() -> None:
     with pytest.raises(UserError, match=r"o_proj\.weight has shape \[16, 192\].*not a multiple of group_size 128"):
         quantize(torch.randn(16, 192), get_scheme("w4a16"), name="o_proj.weight")
     with pytest.raises(UserError, match=r"o_proj\.weight has shape \[0, 128\]"):
-        quantize(torch.empty(0, 128), get_scheme("w4a16"), name="o_proj.weight")
+        quantize(torch.empty(0, 128), get_scheme("w8a8"), name="o_proj.weight")
     with pytest.raises(ValueError, match="experts has 3 dimensions"):
-        quantize(torch.randn(2, 8, 128), get_scheme("w4a16"), name="experts")
+        quantize(torch.randn(2, 8, 128), get_scheme("fp8"), name="experts")
 
 
 def test_unsupported_dtype_and_unquantized_scheme_are_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
-        quantize(torch.randn(8, 128, dtype=torch.float64), get_scheme("w4a16"))
+        quantize(torch.randn(8, 128, dtype=torch.float64), get_scheme("w8a8"))
     with pytest.raises(ValueError, match="bf16"):
         quantize(torch.randn(8, 128), get_scheme("bf16"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_do_not_matter_and_the_weight_is_left_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_strides_do_not_matter_and_the_weight_is_left_alone(name: str, dtype: torch.dtype) -> None:
+    scheme = get_scheme(name, 32)
     source = torch.randn(256, 96).to(dtype)
     before = source.clone()
     for view in (source.t(), source[:, 32:], source[::2, 64:]):
         assert not view.is_contiguous()
         contiguous = view.clone(memory_format=torch.contiguous_format)
-        assert quantize(view, get_scheme("w4a16", 32)).equals(quantize(contiguous, get_scheme("w4a16", 32)))
-        assert_equals_compressed_tensors(view, group_size=32)
+        assert quantize(view, scheme).equals(quantize(contiguous, scheme))
+        assert_equals_compressed_tensors(view, 32, name)
     assert torch.equal(source, before)
 
 
-def test_parameters_get_no_graph() -> None:
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_parameters_get_no_graph(name: str) -> None:
     parameter = torch.nn.Parameter(torch.randn(8, 128, dtype=torch.bfloat16))
-    quantized = quantize(parameter, get_scheme("w4a16"))
+    quantized = quantize(parameter, get_scheme(name))
     assert not any(tensor.requires_grad for tensor in quantized.tensors.values())
     assert not quantized.dequantize().requires_grad
 
@@ -180,33 +264,64 @@ def test_dequantize_is_what_the_cpu_kernel_multiplies_by(group_size: int) -> Non
     assert_same_bytes(quantized.dequantize(), kernel)
 
 
-@pytest.mark.parametrize(("group_size", "share"), [(128, 0.2578125), (32, 0.28125)])
-def test_size_on_the_wire(group_size: int, share: float) -> None:
-    quantized = quantize(torch.randn(256, 512).bfloat16(), get_scheme("w4a16", group_size))
-    assert (quantized.nbytes - quantized.tensors["weight_shape"].nbytes) / (2 * 256 * 512) == share
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_8_bit_dequantize_of_bf16_weights_rounds_once(name: str) -> None:
+    """Against float64: Ŵ is bf16(code * scale), the product being exact in FP32, whatever the magnitudes."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in (torch.randn(64, 256, generator=generator).bfloat16(), random_weight(4).bfloat16()):
+        quantized = quantize(weight, get_scheme(name))
+        product = quantized.tensors["weight"].double() * quantized.tensors["weight_scale"].double()
+        assert torch.equal(product.float().double(), product)
+        assert_same_bytes(quantized.dequantize(), product.bfloat16())
+        assert_same_bytes(quantized.dequantize(torch.float32), product.float())
 
 
-def test_wire_names_dtypes_and_shapes() -> None:
-    quantized = quantize(torch.randn(17, 256).bfloat16(), get_scheme("w4a16", 32))
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in quantized.named("layers.0.mlp.up_proj")}
-    assert found == {
-        "layers.0.mlp.up_proj.weight_packed": (torch.int32, (17, 32)),
-        "layers.0.mlp.up_proj.weight_scale": (torch.bfloat16, (17, 8)),
-        "layers.0.mlp.up_proj.weight_shape": (torch.int64, (2,)),
-    }
-    assert quantized.tensors["weight_shape"].tolist() == [17, 256]
+@pytest.mark.parametrize(
+    ("name", "group_size", "share"),
+    [
+        ("w4a16", 128, 0.2578125),
+        ("w4a16", 32, 0.28125),
+        ("w4a8", 32, 0.28125),
+        ("w8a8", 32, 0.50390625),
+        ("fp8", 32, 0.50390625),
+    ],
+)
+def test_size_on_the_wire(name: str, group_size: int, share: float) -> None:
+    quantized = quantize(torch.randn(256, 512).bfloat16(), get_scheme(name, group_size))
+    shape = quantized.tensors.get("weight_shape")
+    assert (quantized.nbytes - (0 if shape is None else shape.nbytes)) / (2 * 256 * 512) == share
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", *EIGHT_BIT])
+def test_wire_names_dtypes_and_shapes(name: str) -> None:
+    scheme = get_scheme(name, 32)
+    quantized = quantize(torch.randn(17, 256).bfloat16(), scheme)
+    found = {leaf: (tensor.dtype, tuple(tensor.shape)) for leaf, tensor in quantized.tensors.items()}
+    if name in EIGHT_BIT:
+        dtype = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+        assert found == {"weight": (dtype, (17, 256)), "weight_scale": (torch.float32, (17, 1))}
+    else:
+        assert found == {
+            "weight_packed": (torch.int32, (17, 32)),
+            "weight_scale": (torch.bfloat16, (17, 8)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+        assert quantized.tensors["weight_shape"].tolist() == [17, 256]
+    assert found == scheme.wire_tensors(17, 256)
+    assert [full for full, _ in quantized.named("layers.0.up_proj")] == [f"layers.0.up_proj.{leaf}" for leaf in found]
     assert all(tensor.is_contiguous() for tensor in quantized.tensors.values())
 
 
-def test_digest_and_equals_see_every_byte() -> None:
+@pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
+def test_digest_and_equals_see_every_byte(name: str) -> None:
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scheme = get_scheme("w4a16")
+    scheme = get_scheme(name)
     first, second = quantize(weight, scheme), quantize(weight.clone(), scheme)
     assert first.equals(second) and first.digest() == second.digest()
-    for name in first.tensors:
+    for leaf in first.tensors:
         changed = quantize(weight, scheme)
-        changed.tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
-        assert not first.equals(changed), name
-        assert first.digest() != changed.digest(), name
+        changed.tensors[leaf].view(torch.uint8).view(-1)[-1] ^= 1
+        assert not first.equals(changed), leaf
+        assert first.digest() != changed.digest(), leaf
     recast = quantize(weight.float(), scheme)
     assert not first.equals(recast) and first.digest() != recast.digest()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.utils import match_name
 
@@ -13,20 +15,30 @@ from qarl.errors import UserError
 from qarl.quant.matcher import is_ignored, resolve_ignored
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 
+PRESETS = {
+    "w4a16": ("W4A16", "pack-quantized"),
+    "w4a8": ("W4A8", "pack-quantized"),
+    "w8a8": ("W8A8", "int-quantized"),
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+}
 
-def test_w4a16_is_the_preset_of_compressed_tensors() -> None:
-    config = QuantizationConfig.model_validate(get_scheme("w4a16").quantization_config(["lm_head"]))
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_schemes_are_presets_of_compressed_tensors(name: str) -> None:
+    config = QuantizationConfig.model_validate(get_scheme(name).quantization_config(["lm_head"]))
     (group,) = config.config_groups.values()
-    preset = preset_name_to_scheme("W4A16", ["Linear"])
-    assert group.model_copy(update={"format": None}) == preset
-    assert (config.format, config.quant_method) == ("pack-quantized", "compressed-tensors")
+    preset, format = PRESETS[name]
+    assert group.model_copy(update={"format": None}) == preset_name_to_scheme(preset, ["Linear"])
+    assert (config.format, group.format, config.quant_method) == (format, format, "compressed-tensors")
     assert config.quantization_status.value == "compressed"
     assert config.ignore == ["lm_head"]
 
 
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("group_size", [8, 32, 128])
-def test_quantization_config_survives_json_and_comes_back(group_size: int) -> None:
-    scheme = get_scheme("w4a16", group_size)
+def test_quantization_config_survives_json_and_comes_back(name: str, group_size: int) -> None:
+    scheme = get_scheme(name, group_size)
+    assert (scheme.name, scheme.group_size) == (name, group_size if name.startswith("w4") else None)
     written = json.loads(json.dumps(scheme.quantization_config(["lm_head", "re:.*gate$"])))
     assert Scheme.from_quantization_config(written) == scheme
     full_dump = QuantizationConfig.model_validate(written).model_dump(mode="json")
@@ -39,22 +51,36 @@ def test_strategy_may_be_left_to_compressed_tensors() -> None:
     assert Scheme.from_quantization_config(config) == get_scheme("w4a16", 64)
 
 
-def test_transformers_reads_it() -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_reads_it(name: str) -> None:
     from transformers import CompressedTensorsConfig
 
-    read = CompressedTensorsConfig.from_dict(get_scheme("w4a16", 32).quantization_config(["lm_head"]))
+    read = CompressedTensorsConfig.from_dict(get_scheme(name, 32).quantization_config(["lm_head"]))
     assert read.is_quantization_compressed
-    assert read.quantization_config.config_groups["group_0"].weights.group_size == 32
-    assert read.quantization_config.ignore == ["lm_head"]
+    group = read.quantization_config.config_groups["group_0"]
+    assert (group.weights.num_bits, group.weights.group_size) == ((4, 32) if name.startswith("w4") else (8, None))
+    assert (group.input_activations is None) == (name == "w4a16")
+    assert (read.quantization_config.format, read.quantization_config.ignore) == (PRESETS[name][1], ["lm_head"])
 
 
-def test_vllm_reads_it() -> None:
+@pytest.mark.parametrize(
+    ("name", "vllm_scheme"),
+    [("w4a16", "CompressedTensorsWNA16"), ("w8a8", "CompressedTensorsW8A8Int8"), ("fp8", "CompressedTensorsW8A8Fp8")],
+)
+def test_vllm_reads_it(name: str, vllm_scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheme that vLLM makes of the dictionary for one linear; w4a8 is no scheme that vLLM serves as such."""
     module = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
-    config = module.CompressedTensorsConfig.from_config(get_scheme("w4a16", 32).quantization_config(["lm_head"]))
-    weights = config.target_scheme_map["Linear"]["weights"]
-    assert (weights.num_bits, weights.group_size, weights.symmetric) == (4, 32, True)
-    assert config.target_scheme_map["Linear"]["input_activations"] is None
-    assert (config.quant_format, config.ignore) == ("pack-quantized", ["lm_head"])
+    engine = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    fp8_module = f"{module.__package__}.schemes.compressed_tensors_w8a8_fp8"
+    monkeypatch.setattr(f"{fp8_module}.get_current_vllm_config", lambda: engine)
+    config = module.CompressedTensorsConfig.from_config(get_scheme(name, 32).quantization_config(["lm_head"]))
+    served = config.get_scheme(torch.nn.Linear(64, 64), "model.layers.0.self_attn.o_proj")
+    assert type(served).__name__ == vllm_scheme
+    assert config.get_scheme(torch.nn.Linear(64, 64), "lm_head") is None
+    if name == "w4a16":
+        assert (served.pack_factor, served.group_size, served.symmetric) == (8, 32, True)
+    else:
+        assert (served.strategy, served.is_static_input_scheme) == ("channel", False)
 
 
 def test_bf16_is_not_quantized() -> None:
@@ -64,23 +90,18 @@ def test_bf16_is_not_quantized() -> None:
         scheme.quantization_config([])
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8", "w4a8"])
-def test_schemes_not_built_yet_are_refused_with_the_list(name: str) -> None:
-    with pytest.raises(UserError, match=rf"'{name}' is designed but not built yet(.|\n)*bf16, w4a16"):
-        get_scheme(name)
-
-
 def test_unknown_scheme_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"no scheme 'W4A16'(.|\n)*nearest: w4a16"):
         get_scheme("W4A16")
-    with pytest.raises(UserError, match=r"no scheme 'nvfp4'(.|\n)*bf16, w4a16"):
+    with pytest.raises(UserError, match=r"no scheme 'nvfp4'(.|\n)*bf16, w4a16, w8a8, fp8, w4a8"):
         get_scheme("nvfp4")
 
 
+@pytest.mark.parametrize("name", ["w4a16", "w4a8"])
 @pytest.mark.parametrize("group_size", [-1, 0, 4, 12, 100])
-def test_group_size_must_be_whole_int32s(group_size: int) -> None:
+def test_group_size_must_be_whole_int32s(name: str, group_size: int) -> None:
     with pytest.raises(UserError, match=f"group_size {group_size} is not a positive multiple of 8"):
-        get_scheme("w4a16", group_size)
+        get_scheme(name, group_size)
 
 
 def test_check_shape() -> None:
@@ -90,15 +111,9 @@ def test_check_shape() -> None:
     assert problem and "q_proj" in problem and "192" in problem and "128" in problem
     per_channel = Scheme("w4", QuantArgs(num_bits=4, type="int", strategy="channel"), format="pack-quantized")
     assert "multiple of 8" in (per_channel.check_shape("q_proj", 7, 12) or "")
-
-
-def test_activation_arguments_are_written_and_validated() -> None:
-    """The shape of the schemes to come: an 8-bit one is compressed-tensors' own W8A8 preset."""
-    weights = QuantArgs(num_bits=8, type="int", strategy="channel")
-    activations = QuantArgs(num_bits=8, type="int", strategy="token", dynamic=True)
-    scheme = Scheme("w8a8", weights, activations, format="int-quantized")
-    (group,) = QuantizationConfig.model_validate(scheme.quantization_config()).config_groups.values()
-    assert group.model_copy(update={"format": None}) == preset_name_to_scheme("W8A8", ["Linear"])
+    for name in ("w8a8", "fp8"):
+        assert get_scheme(name, 128).check_shape("q_proj", 7, 193) is None
+        assert "nothing to quantize" in (get_scheme(name).check_shape("q_proj", 7, 0) or "")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +124,12 @@ def test_activation_arguments_are_written_and_validated() -> None:
         ({"config_groups": {}}, "0 config groups"),
         ({"config_groups": {"W4A16_ASYM": ["Linear"]}}, "symmetric=False"),
         ({"config_groups": {"NVFP4A16": ["Linear"]}}, "scale_dtype"),
-        ({"config_groups": {"W8A8": ["Linear"]}}, "num_bits=8"),
+        ({"config_groups": {"W8A8": ["Linear"]}}, "num_bits=8.*pack-quantized"),
+        ({"config_groups": {"W8A16": ["Linear"]}}, "num_bits=8"),
+        ({"config_groups": {"FP8": ["Linear"]}, "format": "float-quantized"}, "strategy='tensor'"),
+        ({"config_groups": {"FP8_BLOCK": ["Linear"]}, "format": "float-quantized"}, "block_structure"),
+        ({"config_groups": {"W4AFP8": ["Linear"]}}, "type='float'"),
+        ({"config_groups": {"W4A8": ["Linear"]}, "format": "int-quantized"}, "int-quantized"),
         ({"config_groups": {"W4A16": ["re:.*q_proj"]}}, "targets"),
         ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"bits": 4}}}}, "bits"),
     ],

@@ -3,6 +3,11 @@
 W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`, which is the
 operand vLLM's CPU kernel builds in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 accumulation is
 the library's.
+
+The schemes with 8-bit activations multiply the dequantized operands in float64, where each is exact (8 bits of value
+times 24 of scale), and round the result once: y = sum_k (q_x s_x) (q_w s_w) + b. W4A8 is the same with int4 weights
+and a scale per group: their products with the scale stay exact too, they are not rounded to BF16 as in W4A16. Kernels
+that sum integers per group and then scale compute just this. No engine serves W4A8 on CPU yet.
 """
 
 from __future__ import annotations
@@ -12,17 +17,18 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
 from qarl.kernels.int4 import dequantize_int4
 
 
-class ReferenceLinear:
+class ReferenceW4A16Linear:
     """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
 
     name = "reference"
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return None if scheme_name == "w4a16" else f"serves w4a16, not {scheme_name}"
+        return None
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -33,3 +39,54 @@ class ReferenceLinear:
     def linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16."""
         return F.linear(x, prepared, bias)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class ReferenceW8A8Linear:
+    """Both operands dequantized to float64 at every call."""
+
+    name = "reference"
+    quantize_input = staticmethod(quantize_int8)
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return None
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return tensors
+
+    @staticmethod
+    def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """float64 [N, K], exact."""
+        return tensors["weight"].double() * tensors["weight_scale"].double()
+
+    @classmethod
+    def linear(
+        cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        values, scale = cls.quantize_input(x)
+        exact = (values.double() * scale.double()) @ cls.weight(prepared).t()
+        return (exact if bias is None else exact + bias.double()).to(x.dtype)
+
+    @classmethod
+    def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*cls.quantize_input(x))
+
+
+class ReferenceFP8Linear(ReferenceW8A8Linear):
+    """float8_e4m3fn weights and activations."""
+
+    quantize_input = staticmethod(quantize_fp8)
+
+
+class ReferenceW4A8Linear(ReferenceW8A8Linear):
+    """int4 weights in groups, int8 activations."""
+
+    @staticmethod
+    def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return dequantize_int4(tensors["weight_packed"], tensors["weight_scale"].double(), torch.float64)

@@ -1,21 +1,27 @@
 """Which kernel serves a quantized linear, and why.
 
-The choice depends on scheme, device and shape alone and is never timed at run time, so a resumed run multiplies with
-the kernels it started with. First the operator the rollout engine itself uses on that device, then the exact
-reference.
+The choice depends on scheme, machine and shape alone and is never timed at run time, so a resumed run multiplies with
+the kernels it started with. First the operator the rollout engine itself uses on that machine, then PyTorch's, then
+the exact reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from qarl.errors import UserError
-from qarl.kernels.reference import ReferenceLinear
-from qarl.kernels.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.cpu import TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.reference import (
+    ReferenceFP8Linear,
+    ReferenceW4A8Linear,
+    ReferenceW4A16Linear,
+    ReferenceW8A8Linear,
+)
+from qarl.kernels.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
 
 
 class LinearKernel(Protocol):
@@ -34,10 +40,23 @@ class LinearKernel(Protocol):
         ...
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor: ...
+    def linear(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16, rows may be strided -> [M, N] BF16, a new tensor."""
+        ...
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        """BF16 [M, K]: what `linear` multiplied by for this x; x itself where activations are not quantized."""
+        ...
 
 
-LINEAR_KERNELS: tuple[type[LinearKernel], ...] = (VllmCpuWNA16Linear, ReferenceLinear)
+LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
+    "w4a16": (VllmCpuWNA16Linear, ReferenceW4A16Linear),
+    "w8a8": (VllmCpuInt8Linear, TorchInt8Linear, ReferenceW8A8Linear),
+    "fp8": (VllmCpuFP8Linear, ReferenceFP8Linear),
+    "w4a8": (ReferenceW4A8Linear,),
+}
+"""For every scheme its kernels, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +72,28 @@ class Choice:
 
 
 def choose_linear_kernel(
-    scheme_name: str,
-    device: torch.device,
-    shape: tuple[int, int],
-    *,
-    kernels: Sequence[type[LinearKernel]] = LINEAR_KERNELS,
+    scheme_name: str, device: torch.device, shape: tuple[int, int], *, force: str | None = None
 ) -> Choice:
-    """The first kernel of the preference order that can serve `scheme_name` weights of `shape` [N, K] on `device`."""
+    """The first kernel in order of preference that can serve `scheme_name` weights of `shape` [N, K] on `device`.
+
+    Args:
+        force: the name of the only kernel to consider.
+
+    Raises:
+        UserError: no kernel, or not the forced one, can serve them; says for each why not.
+    """
     passed_over: list[str] = []
+    kernels = LINEAR_KERNELS.get(scheme_name, ())
     for kernel in kernels:
+        if force is not None and kernel.name != force:
+            continue
         why_not = kernel.unavailable(scheme_name, device, shape)
         if why_not is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append(f"{kernel.name}: {why_not}")
     raise UserError(
-        f"no kernel multiplies by {scheme_name} weights {list(shape)} on {device.type}",
-        why="; ".join(passed_over),
-        fix="choose another quant.scheme or device",
+        f"{f'kernel {force!r} does not multiply' if force else 'no kernel multiplies'} by {scheme_name} weights "
+        f"{list(shape)} on {device.type}",
+        why="; ".join(passed_over) or f"kernels for {scheme_name}: {', '.join(k.name for k in kernels) or 'none'}",
+        fix="choose another kernel" if force else "choose another quant.scheme or device",
     )

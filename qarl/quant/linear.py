@@ -1,10 +1,10 @@
 """QuantLinear: the forward multiplies by the low-bit tensors the rollout engine was given; the backward is
 straight-through.
 
-    forward   y  = GEMM_lowbit(x, Q(W)) + b        a kernel of qarl.kernels.registry, on the published tensors
-    themselves backward  dX = dY Ŵ                            Ŵ is the BF16 dequantized weight: what the forward
-    multiplied by
-              dW = dYᵀ X,  db = sum of dY          straight through the rounding, onto the master weight
+    forward   y  = GEMM_lowbit(x, Q(W)) + b    a kernel of qarl.kernels.registry, on the published tensors themselves
+    backward  dX = dY Ŵ                        Ŵ is the BF16 dequantized weight: what the forward multiplied by
+              dW = dYᵀ X̂,  db = sum of dY      X̂ too: x, or in BF16 the activations as the forward quantized them;
+                                               straight through both roundings, onto x and the master weight
 
 (arXiv 2604.07853, section 3; fake quantization, as in verl's QAT, rounds the weight but multiplies in BF16 instead.)
 `weight` stays an ordinary parameter under its own state-dict key, so optimizers, checkpoints and FSDP do not notice.
@@ -43,7 +43,7 @@ class _StraightThroughLinear(torch.autograd.Function):
         need_x, need_weight, need_bias, _ = cast(FunctionCtx, ctx).needs_input_grad  # type: ignore[attr-defined]
         return (
             grad @ layer.dequantized if need_x else None,
-            grad.t() @ x if need_weight else None,
+            grad.t() @ layer.kernel.dequantized_input(x) if need_weight else None,
             grad.sum(0) if need_bias else None,
             None,
         )
@@ -52,14 +52,16 @@ class _StraightThroughLinear(torch.autograd.Function):
 class QuantLinear(nn.Linear):
     """`nn.Linear` whose forward is a low-bit GEMM. Weight [N, K] and activations [..., K] are BF16."""
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, *, qualified_name: str) -> None:
-        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors."""
+    def __init__(
+        self, linear: nn.Linear, scheme: Scheme, *, qualified_name: str, kernel: str | None = None
+    ) -> None:
+        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors; `kernel` forces one."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme, self.qualified_name = scheme, qualified_name
         self.choice: Choice = choose_linear_kernel(
-            scheme.name, linear.weight.device, (linear.out_features, linear.in_features)
+            scheme.name, linear.weight.device, (linear.out_features, linear.in_features), force=kernel
         )
         self.generation = 0
         self._key: tuple[int, int] | None = None
@@ -92,6 +94,11 @@ class QuantLinear(nn.Linear):
     def invalidate(self) -> None:
         """Forget the quantized tensors; the next use makes them again."""
         self._key = self._quantized = self._dequantized = self.prepared = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
+        made = ("_key", "_quantized", "_dequantized", "prepared")
+        return {**self.__dict__, **dict.fromkeys(made)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.quantized()

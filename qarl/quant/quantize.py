@@ -1,15 +1,16 @@
 """The one quantizer: its tensors feed the trainer's GEMM, the wire to vLLM and the checkpoint on disk.
 
-The grid is compressed-tensors' own (`calculate_qparams`, `quantize`, `pack_to_int32`), equal to it bit for bit: for
-int4, scale = absmax / 7.5 in the weight's dtype (a scale of zero becomes the dtype's eps, so an all-zero group has
-codes of zero and a finite scale), code = round-half-even(clamp(weight / scale)) with the quotient rounded to the
-weight's dtype first, stored with offset 8, eight to an int32, lowest nibble first.
+The grid is compressed-tensors' own (`calculate_qparams`, `quantize`, `pack_to_int32`), equal to it bit for bit. In the
+weight's dtype, every step rounded to it: scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3);
+a scale of zero becomes the dtype's eps, so an all-zero group has codes of zero and a finite scale; then weight / scale,
+clamped and rounded half to even. int4 is stored with offset 8, eight to an int32, lowest nibble first. 8-bit scales are
+upcast to FP32 for the wire, which is how vLLM holds them.
 
-It runs on every weight after every optimizer step, so the steps are theirs and the arithmetic is not, for a third of
-the time. Three things make that exact: non-negative floats order as their bits do; adding a constant whose unit in the
-last place is one rounds half to even and leaves code + 8 in the low bits; clamping commutes with rounding, the bounds
-being integers. Eager only: a compiler that keeps BF16 intermediates in FP32 would change the grid. Views of wider
-integers assume a little-endian machine, as `weight_packed` read as bytes does everywhere.
+It runs on every weight after every optimizer step. For int4 the steps are compressed-tensors' and the arithmetic is
+not, for a third of the time. Three things make that exact: non-negative floats order as their bits do; adding a
+constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits; clamping commutes
+with rounding, the bounds being integers. Eager only: a compiler that keeps BF16 intermediates in FP32 would change the
+grid. Views of wider integers assume a little-endian machine, as `weight_packed` read as bytes does everywhere.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from qarl.errors import UserError
 from qarl.quant.scheme import Scheme
 from qarl.quant.tensor import QuantizedTensor
 
-HALF_RANGE = 7.5
-"""Half the 15 steps from -8 to 7. An element of -absmax gets code -8, and one of +absmax is clamped from 8 to 7."""
+_HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
+"""By (num_bits, type): half the 15 steps from -8 to 7, and so on. -absmax gets code -8; +absmax is clamped to 7."""
 
 
 class _Bits(NamedTuple):
@@ -48,13 +49,14 @@ _BITS = {
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
     """Quantizes `weight` [N, K] (bfloat16, float16 or float32; any strides); `name` is its name in errors.
 
-    Give it what the forward sees: for an FP32 master under a BF16 forward, the BF16 cast. The scale has the dtype of
-    `weight`, and the wire format is BF16.
+    Give it what the forward sees: for an FP32 master under a BF16 forward, the BF16 cast. The scales of int4 groups
+    have the dtype of `weight`, and the wire format is BF16; those of 8-bit channels are always FP32.
     Raises UserError when the shape does not fit the scheme or `weight` holds a NaN or an Inf (one device
     synchronization), ValueError for a scheme that is not weight-quantized or a dtype that has no grid here.
     """
-    if scheme.weights is None or scheme.format != "pack-quantized" or scheme.weights.group_size is None:
-        raise ValueError(f"quantize makes int4 groups; scheme {scheme.name!r} has none")
+    args = scheme.weights
+    if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
+        raise ValueError(f"quantize makes int4, int8 and e4m3 weights; scheme {scheme.name!r} has none")
     if weight.dtype not in _BITS:
         raise ValueError(f"{name} is {weight.dtype}; quantize takes bfloat16, float16 and float32")
     if weight.ndim != 2:
@@ -65,15 +67,20 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
         raise UserError(
             problem,
             where=f"parameter {name}",
-            fix="set quant.group_size to a divisor of the input features, or add the layer to quant.ignore",
+            fix="add the layer to quant.ignore"
+            + (", or set quant.group_size to a divisor of the input features" if args.group_size else ""),
         )
-    groups = weight.detach().contiguous().view(rows, -1, scheme.weights.group_size)
-    scale = _scale(groups, name)
-    tensors = {
-        "weight_packed": _pack(_codes(groups, scale).view(rows, cols)),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([rows, cols], dtype=torch.int64, device="cpu"),
-    }
+    groups = weight.detach().contiguous().view(rows, -1, args.group_size or cols)
+    scale = _scale(groups, _HALF_RANGE[args.num_bits, args.type], name)
+    if args.num_bits == 4:
+        tensors = {
+            "weight_packed": _pack(_codes(groups, scale).view(rows, cols)),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, cols], dtype=torch.int64, device="cpu"),
+        }
+    else:
+        codes = _int8_codes if args.type == "int" else _e4m3_codes
+        tensors = {"weight": codes(groups.view(rows, cols), scale), "weight_scale": scale.float()}
     return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors)
 
 
@@ -82,7 +89,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
     return quantized.dequantize(dtype)
 
 
-def _scale(groups: Tensor, name: str) -> Tensor:
+def _scale(groups: Tensor, half_range: float, name: str) -> Tensor:
     """[N, K/g] in the dtype of `groups` [N, K/g, g]. The magnitudes are compared as integers; NaN sorts above Inf."""
     bits = _BITS[groups.dtype]
     absmax = (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
@@ -91,10 +98,10 @@ def _scale(groups: Tensor, name: str) -> Tensor:
         raise UserError(
             f"{name} holds {count} values that are NaN or Inf, of {groups.numel()}",
             where=f"parameter {name}",
-            why="such a weight has no int4 scale, and one NaN in the engine stays in its KV cache",
+            why="such a weight has no scale, and one NaN in the engine stays in its KV cache",
             fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
         )
-    scale = absmax.div_(HALF_RANGE)
+    scale = absmax.div_(half_range)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
@@ -103,6 +110,19 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     bits = _BITS[groups.dtype]
     rounded = torch.div(groups, scale.unsqueeze(-1)).add_(bits.rounder).view(bits.integer)
     return rounded.clamp_(bits.base, bits.base + 15).bitwise_and_(0xF).to(torch.int16)
+
+
+def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
+    """int8 [N, K] from `rows` [N, K] and `scale` [N, 1] of one float dtype."""
+    return torch.div(rows, scale).round_().clamp_(-128, 127).to(torch.int8)
+
+
+def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
+    """float8_e4m3fn [N, K]. Adding zero, compressed-tensors' zero point, turns a quotient of -0.0 into 0.0.
+
+    Not every release of PyTorch saturates in the cast: without the clamp some make NaN of what overflows.
+    """
+    return torch.div(rows, scale).add_(0.0).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -3,6 +3,15 @@
 A `Scheme` is a small frozen value that both sides agree on. It is turned into, and read back from, compressed-tensors'
 own `QuantizationConfig`, so the dictionary in `config.json` and in vLLM's `hf_overrides` is one that compressed-tensors
 itself has validated. verl's `qat.mode: w4a16` is NVFP4 with groups of 16 and is another thing: ours is int4.
+
+    w4a16   int4 weights in groups along K                    pack-quantized
+    w4a8    the same, int8 activations, a scale per token     pack-quantized
+    w8a8    int8 weights and activations                      int-quantized
+    fp8     float8_e4m3fn weights and activations             float-quantized
+
+8-bit weights have one scale per output channel, 8-bit activations one per token, computed in the forward. All are
+symmetric; all but the group size are compressed-tensors' presets W4A16, W4A8, W8A8 and FP8_DYNAMIC. compressed-tensors'
+own choice of format for w4a8 is int-quantized, with a byte for each int4; packed is half of that on the wire.
 """
 
 from __future__ import annotations
@@ -27,8 +36,7 @@ from qarl.errors import UserError
 
 QUANT_METHOD = "compressed-tensors"
 TARGETS = ("Linear",)
-BUILT = ("bf16", "w4a16")
-PLANNED = ("w8a8", "fp8", "w4a8")
+SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "w4a8")
 PACK_FACTOR = 8
 
 
@@ -76,10 +84,10 @@ class QuantArgs:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights (and, for schemes to come, the activations) of every quantized Linear are represented.
+    """How the weights and the activations of every quantized Linear are represented.
 
-    `weights is None` means not quantized at all (`bf16`). `format` is compressed-tensors' name of the layout on disk
-    and on the wire.
+    `weights is None` means not quantized at all (`bf16`), `input_activations is None` that activations stay BF16.
+    `format` is compressed-tensors' name of the layout on disk and on the wire.
     """
 
     name: str
@@ -113,11 +121,17 @@ class Scheme:
         """dtype and shape of each tensor that stands for one BF16 [out_features, in_features] weight on the wire."""
         if self.weights is None:
             return {"weight": (torch.bfloat16, (out_features, in_features))}
-        if self.format != "pack-quantized" or self.group_size is None:
-            raise NotImplementedError(f"wire tensors of {self.name}")
+        if self.format != "pack-quantized":
+            return {
+                "weight": (
+                    torch.int8 if self.weights.type == "int" else torch.float8_e4m3fn,
+                    (out_features, in_features),
+                ),
+                "weight_scale": (torch.float32, (out_features, 1)),
+            }
         return {
             "weight_packed": (torch.int32, (out_features, in_features // PACK_FACTOR)),
-            "weight_scale": (torch.bfloat16, (out_features, in_features // self.group_size)),
+            "weight_scale": (torch.bfloat16, (out_features, in_features // (self.group_size or in_features))),
             "weight_shape": (torch.int64, (2,)),
         }
 
@@ -147,7 +161,7 @@ class Scheme:
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """The scheme a checkpoint's `quantization_config` describes. UserError if it is none that QaRL has built."""
+        """The scheme a checkpoint's `quantization_config` describes. UserError if it is none of `SCHEMES`."""
         where = "quantization_config"
         if config.get("quant_method") != QUANT_METHOD:
             raise UserError(
@@ -160,33 +174,49 @@ class Scheme:
             return _from_parsed(parsed)
         except (ValidationError, ValueError) as error:
             raise UserError(
-                "the checkpoint's quantization is not one that QaRL has built",
+                "the checkpoint's quantization is none of QaRL's schemes",
                 where=where,
                 why=str(error),
-                fix=f"use one of {', '.join(BUILT)}",
+                fix=f"use one of {', '.join(SCHEMES)}",
             ) from error
 
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:
-    """The scheme called `name`; `group_size` (a positive multiple of 8) is elements along K that share a scale."""
+    """The scheme called `name`. `group_size` is elements along K that share a scale, in w4a16 and w4a8 a positive
+    multiple of 8; the others do not use it.
+    """
     if name == "bf16":
-        return Scheme(name="bf16")
+        return Scheme(name)
     if name == "w4a16":
-        if group_size < PACK_FACTOR or group_size % PACK_FACTOR:
-            raise UserError(
-                f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
-                where="quant.group_size",
-                why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside one",
-                fix="use 128, or 32 for small models",
-            )
-        weights = QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)
-        return Scheme(name="w4a16", weights=weights, format="pack-quantized")
-    if name in PLANNED:
-        what, near = f"scheme {name!r} is designed but not built yet", []
-    else:
-        what, near = f"there is no scheme {name!r}", difflib.get_close_matches(name, BUILT, n=1, cutoff=0.4)
+        return Scheme(name, _int4(group_size), format="pack-quantized")
+    if name == "w4a8":
+        return Scheme(name, _int4(group_size), _per_token("int"), format="pack-quantized")
+    if name == "w8a8":
+        return Scheme(name, _per_channel("int"), _per_token("int"), format="int-quantized")
+    if name == "fp8":
+        return Scheme(name, _per_channel("float"), _per_token("float"), format="float-quantized")
+    near = difflib.get_close_matches(name, SCHEMES, n=1, cutoff=0.4)
     hint = f" (nearest: {near[0]})" if near else ""
-    raise UserError(what, where="quant.scheme", fix=f"use one of {', '.join(BUILT)}{hint}")
+    raise UserError(f"there is no scheme {name!r}", where="quant.scheme", fix=f"use one of {', '.join(SCHEMES)}{hint}")
+
+
+def _int4(group_size: int) -> QuantArgs:
+    if group_size < PACK_FACTOR or group_size % PACK_FACTOR:
+        raise UserError(
+            f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
+            where="quant.group_size",
+            why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside one",
+            fix="use 128, or 32 for small models",
+        )
+    return QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)
+
+
+def _per_channel(type: str) -> QuantArgs:
+    return QuantArgs(num_bits=8, type=type, strategy="channel")
+
+
+def _per_token(type: str) -> QuantArgs:
+    return QuantArgs(num_bits=8, type=type, strategy="token", dynamic=True)
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +240,7 @@ def _from_parsed(config: QuantizationConfig) -> Scheme:
         raise ValueError("it must quantize weights, and must not quantize outputs")
     weights = QuantArgs.from_compressed_tensors(group.weights)
     activations = QuantArgs.from_compressed_tensors(group.input_activations) if group.input_activations else None
-    for name in BUILT:
+    for name in SCHEMES:
         scheme = get_scheme(name, group_size=weights.group_size or 128)
         found = (scheme.weights, scheme.input_activations, scheme.format)
         if scheme.quantized and found == (weights, activations, config.format):

@@ -21,9 +21,10 @@ from qarl.quant.scheme import Scheme
 class QuantizedTensor:
     """A [N, K] weight under `scheme`.
 
-    `tensors` maps compressed-tensors' parameter names to the wire tensors. For `w4a16`: `weight_packed` int32 [N, K/8],
-    `weight_scale` [N, K/group_size] in the dtype of the weight it was made from (BF16 on the wire), and `weight_shape`
-    int64 [2], which is on the CPU wherever the others are.
+    `tensors` maps compressed-tensors' parameter names to the wire tensors. For `w4a16` and `w4a8`: `weight_packed`
+    int32 [N, K/8], `weight_scale` [N, K/group_size] in the dtype of the weight it was made from (BF16 on the wire), and
+    `weight_shape` int64 [2], which is on the CPU wherever the others are. For `w8a8` and `fp8`: `weight` int8 or
+    float8_e4m3fn [N, K] and `weight_scale` FP32 [N, 1].
     """
 
     scheme: Scheme
@@ -62,13 +63,16 @@ class QuantizedTensor:
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The [N, K] weight that the low-bit GEMM multiplies by, as `dtype`.
+        """The [N, K] weight that the low-bit GEMM multiplies by, as `dtype`; also Ŵ of the straight-through backward.
 
-        The product of code and scale is rounded once, to the scale's dtype, before any cast to `dtype`. So does
-        compressed-tensors' `dequantize`, and for a BF16 scale it is what vLLM's CPU kernel computes per element:
-        `bf16(float(q - 8) * float(scale))`.
+        It is compressed-tensors' `dequantize` of the same tensors: the product of code and scale, rounded to the
+        scale's dtype, and then cast to `dtype`. Made from a BF16 weight and taken as BF16, that is one rounding,
+        `bf16(float(code) * float(scale))`, for every scheme: for int4 the operand of vLLM's CPU kernel; for 8 bits the
+        product of so few bits is exact in FP32 (the GEMM itself multiplies the codes and applies the scale later).
         """
-        return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
+        if "weight_packed" in self.tensors:
+            return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)
+        return self.tensors["weight"].float().mul_(self.tensors["weight_scale"]).to(dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

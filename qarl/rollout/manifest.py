@@ -72,6 +72,11 @@ def expected_manifest(hf_config: Any, scheme: Scheme, ignore: Sequence[str]) -> 
     return manifest
 
 
+def quantized_layers(manifest: Manifest) -> set[str]:
+    """Names of the layers whose weight is low-bit: those with scales, in every scheme."""
+    return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
+
+
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
     """The layers vLLM has quantized are those of the manifest; fused layers count as their parts.
 
@@ -85,7 +90,7 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
             continue
         parent, _, leaf = name.rpartition(".")
         engine.update(f"{parent}.{part}" for part in fused.get(leaf, [leaf]))
-    ours = {name.removesuffix(".weight_scale") for name in expected if name.endswith(".weight_scale")}
+    ours = quantized_layers(expected)
     if engine != ours:
         only_ours, only_engine = sorted(ours - engine)[:4], sorted(engine - ours)[:4]
         raise UserError(
@@ -115,7 +120,7 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
             problems.append(f"{name}: not a tensor of this model")
         elif found != spec:
             problems.append(f"{name}: is {found}, the engine expects {spec}")
-        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        elif tensor.is_floating_point() and not _all_finite(tensor):
             problems.append(f"{name}: holds NaN or Inf")
         seen.add(name)
     problems += [f"{name}: missing" for name in expected if name not in seen]
@@ -127,3 +132,9 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
             why="vLLM would accept some of these silently and answer NaN or garbage",
             fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
         )
+
+
+def _all_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # torch has no isfinite for it, and the format no Inf
+        return not bool(torch.isnan(tensor).any())
+    return bool(torch.isfinite(tensor).all())

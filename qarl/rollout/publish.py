@@ -6,17 +6,16 @@ the version is committed the engine counts as stale, so an exception at any poin
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.rollout.manifest import Manifest, PublishReport, check_complete
+from qarl.rollout.manifest import Manifest, PublishReport, check_complete, quantized_layers
 
 if TYPE_CHECKING:
     from qarl.rollout.engine import RolloutEngine
-
-_LOW_BIT_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
 
 def publish_weights(
@@ -27,6 +26,7 @@ def publish_weights(
     check_complete(tensors, engine.expected)
     validated = time.perf_counter()
     engine.mark_stale(f"the publish of version {version} did not complete")
+    engine.llm.apply_model(keep_int8_scales_alive)
     # vLLM keeps no reference to these tensors: its weight loaders copy them into storage of its own.
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors, "is_checkpoint_format": True})
     engine.llm.apply_model(refresh_tied_layers)
@@ -35,6 +35,27 @@ def publish_weights(
     engine.weight_version = version
     seconds = {"validate": validated - start, "apply": time.perf_counter() - validated}
     return _report(tensors, engine.expected, version, seconds)
+
+
+def keep_int8_scales_alive(vllm_model: torch.nn.Module) -> None:
+    """From here on every W8A8 layer on CPU holds on to the weight scales that its oneDNN handler points to.
+
+    The handler that `process_weights_after_loading` makes stores the bare address of the scales (csrc/cpu/
+    dnnl_helper.cpp). Layerwise reload then copies the new scales into the parameter it had before and frees the
+    tensor at that address: the layer scales by whatever comes to lie there, mostly to NaN (vLLM 0.29 and 0.32). A
+    rebuilt handler would need the int8 weights again, of which only the packed copy is left; so each kernel object
+    keeps the scales itself, and a reload leaves two copies of them.
+    """
+    for module in vllm_model.modules():
+        kernel: Any = getattr(getattr(module, "scheme", None), "kernel", None)
+        if hasattr(kernel, "dnnl_handler") and not hasattr(kernel, "live_scale"):
+            kernel.live_scale = module.weight_scale
+            kernel.process_weights_after_loading = functools.partial(_process_and_keep_scale, kernel)
+
+
+def _process_and_keep_scale(kernel: Any, layer: torch.nn.Module) -> None:
+    type(kernel).process_weights_after_loading(kernel, layer)
+    kernel.live_scale = layer.weight_scale
 
 
 def refresh_tied_layers(vllm_model: torch.nn.Module) -> None:
@@ -58,15 +79,22 @@ def refresh_tied_layers(vllm_model: torch.nn.Module) -> None:
 def _report(
     tensors: list[tuple[str, torch.Tensor]], expected: Manifest, version: int, seconds: dict[str, float]
 ) -> PublishReport:
-    low_bit = {name: tensor for name, tensor in tensors if name.endswith(_LOW_BIT_SUFFIXES)}
-    bf16_elements = sum(
-        int(tensor.prod()) for name, tensor in low_bit.items() if name.endswith(".weight_shape")
-    )
+    layers = quantized_layers(expected)
+    quantized_bytes = elements = 0
+    for name, tensor in tensors:
+        layer, _, leaf = name.rpartition(".")
+        if layer not in layers or leaf == "bias":
+            continue
+        quantized_bytes += tensor.nbytes
+        if leaf == "weight":
+            elements += tensor.numel()
+        elif leaf == "weight_shape":
+            elements += int(tensor.prod())
     return PublishReport(
         version=version,
         tensors=len(tensors),
         bytes=sum(tensor.nbytes for _, tensor in tensors),
-        quantized_bytes=sum(tensor.nbytes for tensor in low_bit.values()),
-        quantized_bf16_bytes=2 * bf16_elements,
+        quantized_bytes=quantized_bytes,
+        quantized_bf16_bytes=2 * elements,
         seconds=seconds,
     )

@@ -24,6 +24,11 @@ from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
+CPU_FLAGS = {
+    "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
+    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and of PyTorch are not exact, nor alike"),
+}
+"""Schemes that not every CPU can run: the instruction sets they need, and why."""
 W4A16_CPU_MULTIPLE = 32
 # vLLM loads these as one layer, in every model family that QaRL trains.
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -55,15 +60,23 @@ def cpu_flags() -> set[str]:
 
 
 def check_cpu(config: Config) -> None:
-    """Low-bit rollouts on a CPU need the instruction sets of vLLM's kernel; BF16 ones do not."""
-    if config.quant.scheme == "bf16" or not runs_on_cpu():
+    """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
+    scheme = config.quant.scheme
+    if not runs_on_cpu():
         return
-    if missing := [flag for flag in W4A16_CPU_FLAGS if flag not in (flags := cpu_flags())]:
+    if scheme == "w4a8":
         raise UserError(
-            f"this CPU cannot run quant.scheme={config.quant.scheme}: it lacks {' and '.join(missing)}",
+            "vLLM does not run w4a8 on a CPU",
             where="quant.scheme",
-            why="vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"
-            + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
+            why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
+            fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
+        )
+    needed, why = CPU_FLAGS.get(scheme, ((), ""))
+    if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
+        raise UserError(
+            f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
+            where="quant.scheme",
+            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
             fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
         )
 
@@ -98,7 +111,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
             fix="name fewer layers, or set quant.scheme=bf16",
         )
     check_group_size(selected, scheme)
-    if runs_on_cpu():
+    if runs_on_cpu() and scheme.name == "w4a16":
         check_engine_shapes(selected)
 
 

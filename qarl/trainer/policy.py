@@ -1,5 +1,5 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16, its linears quantized, and the log-probs of responses
-under it.
+"""The trainer's policy: a Hugging Face causal LM in BF16, its linears quantized, its forward aligned with the engine's,
+and the log-probs of responses under it.
 
 Sequences are prompt and response side by side, padded on the right, and attention is causal: no valid token ever sees
 padding, so no attention mask is needed and a row's log-probs do not depend on the rows beside it. That matters:
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qarl.align import align_model
 from qarl.errors import UserError
-from qarl.quant.convert import QuantReport, packed_state_dict, quantize_model
+from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `report`: what was swapped.
+    """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `align`: the level that was
+    applied, which is lower than the one asked for where that is not built; `report`: what was swapped, and why so.
     """
 
     def __init__(self, model: nn.Module, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
-        self.model, self.scheme, self.ignore, self.align = model, scheme, ignore, align
-        aligned = align != "off" and scheme.quantized
-        self.report: QuantReport | None = quantize_model(model, scheme=scheme, ignore=ignore) if aligned else None
+        self.model, self.scheme, self.ignore = model, scheme, ignore
+        quantized = align != "off" and scheme.quantized
+        linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
+        aligned = align_model(model, align)
+        self.align = aligned.level
+        self.report = f"{linears}\n{aligned}"
 
     @classmethod
     def load(cls, config: Config) -> Policy:

@@ -1,0 +1,5 @@
+"""The trainer's norms, rotary embedding and attention with the rollout engine's arithmetic."""
+
+from qarl.align.model import AlignReport, align_model
+
+__all__ = ["AlignReport", "align_model"]

@@ -1,0 +1,103 @@
+"""`quant.align`: how far the trainer's forward follows the rollout engine's arithmetic.
+
+    off       plain BF16: the quantized-rollout baseline
+    linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
+    model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch
+    exact     and attention through the engine's own operator
+
+`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against vLLM
+on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What remains at
+level `model` is the order in which attention's FP32 sums run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
+from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
+from qarl.errors import UserError
+from qarl.kernels import vllm_attention
+from qarl.quant.linear import QuantLinear
+
+LEVELS = ("off", "linears", "model", "exact")
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "llama3")
+
+
+@dataclass(frozen=True)
+class AlignReport:
+    """`asked` and the `level` that was applied; `replaced`, what kind of module -> how many; `why_lower`, if lower."""
+
+    asked: str
+    level: str
+    replaced: dict[str, int]
+    why_lower: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"quant.align={self.asked}" + ("" if self.level == self.asked else f" fell back to {self.level}")]
+        lines += [f"  {reason}" for reason in self.why_lower]
+        lines += [f"  aligned: {count} {kind}" for kind, count in self.replaced.items()]
+        return "\n".join(lines)
+
+
+def align_model(model: Any, level: str) -> AlignReport:
+    """Bring a transformers causal LM to `level`, in place; parameters and their names stay.
+
+    Give it the model with its linears quantized already, and on its device.
+    Raises:
+        UserError: `level` is no level.
+    """
+    if level not in LEVELS:
+        raise UserError(f"quant.align={level} is no level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
+    asked, reasons = level, []
+    if level == "exact" and (why_not := exact_unavailable(model)):
+        level, reasons = "model", [f"exact: {why_not}"]
+    if level == "model" and (why_not := model_unavailable(model)):
+        level, reasons = "linears", [*reasons, f"model: {why_not}"]
+    if level in ("off", "linears"):
+        return AlignReport(asked, level, {}, tuple(reasons))
+    norms = [model.model.norm]
+    for layer in model.model.layers:
+        align_module(layer, AlignedDecoderLayer)
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    for norm in norms:
+        align_module(norm, AlignedRMSNorm)
+    register_attention()
+    attention = ENGINE_ATTENTION if level == "exact" else FP32_ATTENTION
+    model.set_attn_implementation(attention)
+    layers = len(model.model.layers)
+    replaced = {"decoder layers (residual, rotary)": layers, "norms": len(norms), f"attentions ({attention})": layers}
+    return AlignReport(asked, level, replaced, tuple(reasons))
+
+
+def model_unavailable(model: Any) -> str | None:
+    """Why level `model` is not built for this model where it is, or None."""
+    config, parameter = model.config, next(model.parameters())
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if parameter.device.type != "cpu":
+        return f"is built for cpu, not for {parameter.device.type}"
+    if parameter.dtype != torch.bfloat16:
+        return f"is built for BF16 weights, not for {parameter.dtype}"
+    if config.model_type not in FAMILIES:
+        return f"is built for {', '.join(FAMILIES)}, not for {config.model_type}"
+    if rope_type not in ROPE_TYPES:
+        return f"is built for rotary embeddings of type {', '.join(ROPE_TYPES)}, not {rope_type}"
+    if config.hidden_act != "silu":
+        return f"is built for hidden_act silu, not {config.hidden_act}"
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return "is built for full attention, not for sliding windows"
+    return None
+
+
+def exact_unavailable(model: Any) -> str | None:
+    """Why level `exact` is not built, or not exact, for this model where it is, or None."""
+    if why_not := model_unavailable(model):
+        return why_not
+    kernels = {module.kernel.name for module in model.modules() if isinstance(module, QuantLinear)}
+    if "reference" in kernels:
+        return "some linears run the reference kernel, not the one of the engine"
+    return vllm_attention.unavailable(next(model.parameters()).device.type, model.model.layers[0].self_attn.head_dim)

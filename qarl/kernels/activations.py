@@ -1,0 +1,39 @@
+"""Activations to 8 bits, one scale a token, with vLLM's arithmetic on CPU: every value multiplied by the reciprocal of
+the scale (dividing by it rounds about one value in 100,000 otherwise).
+
+int8: s = amax / 127, q = round-half-even(x * (1 / s)), as its oneDNN operator `dynamic_scaled_int8_quant`.
+fp8:  s = max(amax / 448, 1 / (448 * 512)), q = e4m3(clamp(x * (1 / s), -448, 448)), as `QuantFP8.forward_native`.
+A row of zeros gives zeros, in int8 with a scale of 0. compressed-tensors computes scales in the dtype of the
+activations and int8 ones as amax / 127.5: it is not what the engine runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INT8_MAX = 127.0
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> int8 [M, K] and FP32 scales [M, 1]. Rows below 4e-37 differ from vLLM's, whose reciprocal is Inf."""
+    scale = _amax(x).div_(INT8_MAX)
+    reciprocal = scale.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
+    return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), scale
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> float8_e4m3fn [M, K] and FP32 scales [M, 1]."""
+    scale = _amax(x).div_(FP8_MAX).clamp_(min=FP8_MIN_SCALE)
+    return (x.float() * scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """BF16 [M, K]: what the forward multiplied by, rounded once more to the dtype the backward multiplies in."""
+    return values.float().mul_(scale).to(torch.bfloat16)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True).float()

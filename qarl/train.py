@@ -46,6 +46,7 @@ def run(config: Config) -> int:
         raise UserError(
             f"backend {config.backend!r} is not built yet", where="backend", fix="use backend=local (one process)"
         )
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.trainer.local import train
     from qarl.trainer.setup import fresh_run_dir
 

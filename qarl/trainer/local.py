@@ -234,7 +234,7 @@ def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: 
     while trainer.step < total and not stop:
         metrics = trainer.train_step()
         if trainer.step == 1:
-            metrics["timing_s/to_first_step"] = time.perf_counter() - start
+            metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
@@ -287,7 +287,7 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         "mismatch_abs_mean": mean("mismatch/abs_mean"),
         "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
         "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
-        "seconds_to_first_step": mean("timing_s/to_first_step"),
+        "seconds_to_first_step": mean("startup/seconds_to_first_step"),
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),
     }

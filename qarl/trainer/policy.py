@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `report`: what was swapped.
-    """
+    """`model`: the live module; `scheme`, `ignore`: what its linears are published as; `report`: what was swapped."""
 
     def __init__(self, model: nn.Module, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
         self.model, self.scheme, self.ignore, self.align = model, scheme, ignore, align
@@ -41,9 +40,14 @@ class Policy:
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
+        model: Any
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path, dtype=torch.bfloat16, attn_implementation="sdpa", attention_dropout=0.0
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                config.model.path,
+                dtype=torch.bfloat16,
+                attn_implementation="sdpa",
+                attention_dropout=0.0,
+                output_loading_info=True,
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -52,6 +56,13 @@ class Policy:
                 why=str(error).splitlines()[0],
                 fix="give a Hugging Face folder with config.json and safetensors",
             ) from error
+        if loading["missing_keys"]:
+            raise UserError(
+                f"the checkpoint lacks {len(loading['missing_keys'])} tensors of the model",
+                where=f"{config.model.path}: {', '.join(sorted(loading['missing_keys'])[:4])}",
+                why="transformers would start them from random numbers",
+                fix="give the whole checkpoint",
+            )
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
@@ -64,8 +75,7 @@ class Policy:
         return next(self.model.parameters()).device
 
     def response_log_probs(self, batch: Batch, rows: slice, *, temperature: float) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where there is no
-        token.
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
 
         The logits are BF16, as the engine's; they are upcast before the temperature and the softmax.
         """

@@ -534,6 +534,6 @@ def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
-    assert "seed: 7" in Path("runs/bad/config.yaml").read_text()
+    assert "seed: 7" in Path("runs/bad/dry_run.yaml").read_text()
     assert os.listdir("runs") == ["bad"]
     assert Path("runs/bad/metrics.jsonl").read_text() == '{"step": 1}\n'

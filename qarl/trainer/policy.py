@@ -40,9 +40,8 @@ class Policy:
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
-        model: Any
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.model.path,
                 dtype=torch.bfloat16,
                 attn_implementation="sdpa",
@@ -56,6 +55,7 @@ class Policy:
                 why=str(error).splitlines()[0],
                 fix="give a Hugging Face folder with config.json and safetensors",
             ) from error
+        model, loading = loaded
         if loading["missing_keys"]:
             raise UserError(
                 f"the checkpoint lacks {len(loading['missing_keys'])} tensors of the model",

@@ -1,5 +1,5 @@
-# `make quickstart` and `make test` each do all their set-up. STACK is cpu or gpu; by default what this machine has.
-STACK ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+# `make quickstart` and `make test` each do all their set-up. STACK is cpu or gpu; the GPU lock has been resolved, not run.
+STACK ?= cpu
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -1,11 +1,12 @@
 """Checkpoints on disk: a compressed-tensors folder that vLLM and transformers load as they are.
 
-The low-bit tensors are written as they were published, not quantized again. A folder appears whole or not at all: it is
+The low-bit tensors are those that were published. A folder appears whole or not at all: it is
 written beside its final place and renamed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -42,15 +43,20 @@ def save_compressed(
     tokenizer.save_pretrained(partial)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+    replace_folder(folder, partial)
     return folder
 
 
-def _add_quantization_config(path: Path, quantization_config: dict[str, Any]) -> None:
-    import json
+def replace_folder(folder: Path, new: Path) -> None:
+    """Rename `new` to `folder`; what was there is moved aside first and removed last."""
+    old = folder.with_name(folder.name + f".old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
+
+def _add_quantization_config(path: Path, quantization_config: dict[str, Any]) -> None:
     config = json.loads(path.read_text())
     config["quantization_config"] = quantization_config
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -293,7 +293,7 @@ class TrainerConfig(Section):
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of PyTorch in the trainer; null is PyTorch's choice."""
+    """CPU threads of trainer and engine together; null is OMP_NUM_THREADS, or else the CPUs this process may use."""
 
     save_final: bool = True
     """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
@@ -323,7 +323,7 @@ class Config(Section):
     """Folder of all runs; this one writes to output_dir/name."""
 
     dry_run: bool = False
-    """Check everything that can be checked without training, say what would run, and stop."""
+    """Resolve and check the config, print it, write it to dry_run.yaml in the run folder, and stop."""
 
     model: ModelConfig
     data: DataConfig

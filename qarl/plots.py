@@ -62,7 +62,7 @@ FIGURES = (
         "outside_band",
         "Responses outside their TBPO band (no gradient)",
         "fraction of responses of that sign",
-        {"actor/pos_outside_band_frac": "A > 0", "actor/neg_outside_band_frac": "A < 0"},
+        {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
         limits=_FRACTION,
     ),
 )

@@ -32,7 +32,7 @@ _CONSOLE_FIGURES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy", "val/accuracy", "{:.3f}"),
     ("k3", "mismatch/k3", "{:.1e}"),
-    ("inside band", "actor/inside_band_frac", "{:.0%}"),
+    ("inside band", "actor/inside_band_frac_after_first", "{:.0%}"),
 )
 
 _PACKAGES = (

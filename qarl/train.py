@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
         if config.dry_run:
-            path = config.run_dir / "config.yaml"
+            path = config.run_dir / "dry_run.yaml"
             write_resolved(config, path)
             print(config.resolved_yaml(), end="")
             print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def limit_threads(num_threads: int | None) -> None:
@@ -42,10 +45,12 @@ def limit_threads(num_threads: int | None) -> None:
 
 
 def run(config: Config) -> int:
+    """Train with the configured backend; returns the exit code."""
     if config.backend != "local":
         raise UserError(
             f"backend {config.backend!r} is not built yet", where="backend", fix="use backend=local (one process)"
         )
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.trainer.local import train
     from qarl.trainer.setup import fresh_run_dir
 

@@ -5,7 +5,7 @@
 
 Each run is `python -m qarl.train config=quickstart.yaml` in a process of its own, differing from the others in the
 named keys alone. Figures are means over all steps of a run, then over seeds; the runs, `table.md`, `results.json` and
-plots are written to `--output`.
+plots are written to `--output`. Exit code 1 when alignment misses its limits.
 """
 
 from __future__ import annotations
@@ -63,11 +63,29 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         cells = [variant, str(len(summaries))]
         for key, form in COLUMNS.values():
             value = mean(summaries, key)
-            cells.append("" if value is None else form.format(value))
+            cells.append("" if value is None else form.format(value) + spread(summaries, key, form))
         k3 = mean(summaries, "mismatch_k3_mean")
         cells.append(f"{k3 / reference:.2f}" if k3 is not None and reference else "")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def verdict(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The limits that alignment has to keep, each with what was measured; a line starts with PASS or FAIL."""
+    k3 = {variant: mean(summaries, "mismatch_k3_mean") for variant, summaries in results.items()}
+    aligned = k3.get("w4a16-linears")
+    lines = []
+    for other, limit in (("bf16", 1.5), ("w4a16-off", 0.1)):
+        if aligned and (reference := k3.get(other)):
+            outcome = "PASS" if aligned <= limit * reference else "FAIL"
+            lines.append(f"{outcome}: aligned k3 is {aligned / reference:.3g} of {other}'s, at most {limit} is wanted")
+    return lines
+
+
+def spread(summaries: Sequence[dict[str, Any]], key: str, form: str) -> str:
+    """Lowest and highest over the seeds, where there are several."""
+    values = [summary[key] for summary in summaries]
+    return f" ({form.format(min(values))} to {form.format(max(values))})" if len(values) > 1 else ""
 
 
 def mean(summaries: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -75,24 +93,25 @@ def mean(summaries: Sequence[dict[str, Any]], key: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "w4a16-off", "w4a16-linears"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/compare_alignment"))
-    parser.add_argument("overrides", nargs="*", help="key=value for every run, such as trainer.total_training_steps=40")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for every run")
     args = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {}
     for variant in args.variants:
         for seed in args.seeds:
-            results.setdefault(variant, []).append(run(variant, seed, args.overrides, args.output))
-    text = table(results)
-    (args.output / "table.md").write_text(text + "\n")
-    versions = json.loads((args.output / f"{args.variants[0]}-seed{args.seeds[0]}" / "versions.json").read_text())
-    write_json(args.output / "results.json", {"overrides": args.overrides, "versions": versions, "runs": results})
+            results.setdefault(variant, []).append(run(variant, seed, args.set, args.output))
+            text = "\n".join([table(results), "", *verdict(results)])
+            (args.output / "table.md").write_text(text + "\n")
+            versions = json.loads((args.output / f"{variant}-seed{seed}" / "versions.json").read_text())
+            write_json(args.output / "results.json", {"set": args.set, "versions": versions, "runs": results})
     plot_compare([args.output / f"{v}-seed{args.seeds[0]}" for v in args.variants], args.output / "plots")
     print(text)
+    return 1 if "FAIL" in text else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 
 CPU_LEAVES_OUT = {"torchvision", "torchaudio", "torchcodec"}
-NEVER_LOCKED = {"pip", "setuptools", "wheel", "qarl"}
+NEVER_LOCKED = {"pip", "qarl"}
 
 
 def installed() -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import save_random_model
+from safetensors.torch import load_file, save_file
 
 from qarl.errors import UserError
 from qarl.rollout.engine import RolloutEngine
@@ -222,6 +223,14 @@ def test_model_without_tokenizer(refusal: Refusal) -> None:
 def test_model_without_weights(refusal: Refusal) -> None:
     Path("model/model.safetensors").unlink()
     refusal(words=["cannot be loaded", "model.path", "safetensors"])
+
+
+def test_weights_that_lack_a_tensor(refusal: Refusal) -> None:
+    file = Path("model/model.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    refusal(words=["lacks 1 tensors", "model.layers.1.mlp.up_proj.weight", "random numbers"])
 
 
 def test_weights_cut_short(refusal: Refusal) -> None:
@@ -539,6 +548,6 @@ def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
-    assert "seed: 7" in Path("runs/bad/config.yaml").read_text()
+    assert "seed: 7" in Path("runs/bad/dry_run.yaml").read_text()
     assert os.listdir("runs") == ["bad"]
     assert Path("runs/bad/metrics.jsonl").read_text() == '{"step": 1}\n'

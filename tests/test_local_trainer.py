@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, greedy_in_a_fresh_vllm, needs_w4a16_cpu
+from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.config import Config, load_config
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer, request_seed
@@ -23,20 +21,6 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
-
-
-def config(tmp_path: Path, *overrides: str) -> Config:
-    arguments = ["config=quickstart.yaml", f"output_dir={tmp_path}", "rollout.cpu_kvcache_space_gib=0.25", *overrides]
-    return load_config(arguments)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_the_checkout():
-    """The quickstart's paths are relative to the checkout."""
-    before = Path.cwd()
-    os.chdir(ROOT)
-    yield
-    os.chdir(before)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +40,7 @@ def test_three_steps_train_publish_and_log_what_the_paper_asks_for(trainer):
         assert 0 <= metrics["mismatch/k3"] < 1e-3
         assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
         assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_steps"] == 0
-        assert 0 <= metrics["actor/inside_band_frac_after_first"] <= 1
+        assert metrics["actor/inside_band_frac_after_first"] >= 0.8
     assert trainer.timer.pop().keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
 
 

@@ -124,6 +124,27 @@ def test_quantized_once_per_update_and_again_after_it():
     assert not layer.quantized().equals(after)
 
 
+def test_a_replaced_parameter_is_noticed():
+    layer = make_layer()
+    for _ in range(20):
+        new = torch.randn(96, 64).bfloat16()
+        del layer.weight
+        layer.weight = nn.Parameter(new)
+        assert layer.quantized().equals(quantize(new, layer.scheme))
+
+
+def test_strided_activations_give_the_same_result_as_contiguous_ones():
+    layer = make_layer()
+    wide, tall = torch.randn(5, 128).bfloat16(), torch.randn(64, 5).bfloat16()
+    for x in (tall.t(), wide[:, ::2], wide[::2, :64]):
+        assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_other_activation_dtypes_are_refused():
+    with pytest.raises(UserError, match=r"layer got torch\.float32"):
+        make_layer()(torch.randn(2, 64))
+
+
 def test_an_update_between_forward_and_backward_is_refused():
     layer = make_layer()
     y = layer(torch.randn(4, 64).bfloat16().requires_grad_())

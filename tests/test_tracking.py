@@ -67,7 +67,8 @@ def test_console_without_terminal_writes_plain_lines(tmp_path: Path) -> None:
     with Tracker(tmp_path, ["console"], 3, {}, stream=stream) as tracker:
         tracker.message("hello")
         tracker.log({"val/accuracy": 0.25}, step=0)
-        tracker.log({"critic/score/mean": 0.5, "mismatch/k3": 4.2e-4, "actor/inside_band_frac": 0.9}, step=1)
+        metrics = {"critic/score/mean": 0.5, "mismatch/k3": 4.2e-4, "actor/inside_band_frac_after_first": 0.9}
+        tracker.log(metrics, step=1)
     lines = stream.getvalue().splitlines()
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
     assert lines[:2] == ["hello", "step 0/3  accuracy 0.250"]
@@ -161,8 +162,8 @@ def full_run(run_dir: Path, steps: int = 30) -> Path:
             "step": step,
             "critic/score/mean": step / steps,
             "mismatch/k3": 1e-3 / step,
-            "actor/pos_outside_band_frac": 0.1,
-            "actor/neg_outside_band_frac": 0.2,
+            "actor/pos_outside_band_frac_after_first": 0.1,
+            "actor/neg_outside_band_frac_after_first": 0.2,
             "timing_s/rollout": 1.0,
             "timing_s/update": 2.0,
             "timing_s/step": 3.0,

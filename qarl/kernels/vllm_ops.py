@@ -85,7 +85,9 @@ class VllmCpuWNA16Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedWNA16, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16, rows may be strided -> [M, N] BF16."""
+        """x [M, K] BF16, any strides -> [M, N] BF16."""
+        if x.stride(1) != 1:  # the operator reads rows at their stride and takes their elements to be adjacent
+            x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scales.shape[1])
         torch.ops._C.cpu_gemm_wna16(
             x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, _isa_hint()

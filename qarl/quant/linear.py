@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from qarl.errors import UserError
 from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
@@ -64,7 +65,7 @@ class QuantLinear(nn.Linear):
             scheme.name, linear.weight.device, (linear.out_features, linear.in_features), force=kernel
         )
         self.generation = 0
-        self._key: tuple[int, int] | None = None
+        self._made_from: tuple[torch.Tensor, int, int] | None = None
         self._quantized: QuantizedTensor | None = None
         self._dequantized: torch.Tensor | None = None
         self.prepared: Any = None
@@ -75,12 +76,12 @@ class QuantLinear(nn.Linear):
 
     def quantized(self) -> QuantizedTensor:
         """The low-bit tensors of the weight as it is now: what the forward multiplies by and the publisher sends."""
-        key = (self.weight.data_ptr(), self.weight._version)
-        if self._quantized is None or key != self._key:
+        if self._quantized is None or self._weight_changed():
             with torch.no_grad():
                 self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
                 self.prepared = self.kernel.prepare(self._quantized.tensors)
-            self._key, self._dequantized = key, None
+            self._made_from = (self.weight, self.weight.data_ptr(), self.weight._version)
+            self._dequantized = None
             self.generation += 1
         return self._quantized
 
@@ -93,7 +94,14 @@ class QuantLinear(nn.Linear):
 
     def invalidate(self) -> None:
         """Forget the quantized tensors; the next use makes them again."""
-        self._key = self._quantized = self._dequantized = self.prepared = None
+        self._made_from = self._quantized = self._dequantized = self.prepared = None
+
+    def _weight_changed(self) -> bool:
+        # The parameter itself is held on to: a new one may get the freed address and start at the same version.
+        if self._made_from is None:
+            return True
+        weight, address, version = self._made_from
+        return weight is not self.weight or address != weight.data_ptr() or version != weight._version
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
@@ -101,6 +109,12 @@ class QuantLinear(nn.Linear):
         return {**self.__dict__, **dict.fromkeys(made)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype != torch.bfloat16:
+            raise UserError(
+                f"{self.qualified_name} got {input.dtype} activations",
+                why="the low-bit kernels multiply BF16 activations, as the rollout engine does",
+                fix="run the model in bfloat16, without autocast to another dtype",
+            )
         self.quantized()
         x = input.reshape(-1, self.in_features)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)

@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float = 1.0
     enforce_eager: bool = True
-    load_format: str = "dummy"
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,10 @@ class RolloutEngine:
         import torch._dynamo
         from vllm import LLM
 
+        self._dynamo_was_disabled: bool | None = None
         if config.enforce_eager and not torch.cuda.is_available():
             # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
-            torch._dynamo.config.disable = True
+            self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         self.config = config
         self.weight_version: int | None = None
         self._stale_because = "nothing has been published to it yet"
@@ -91,8 +90,6 @@ class RolloutEngine:
             raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
         self.expected: Manifest = expected_manifest(self.hf_config, config.scheme, config.ignore)
         check_same_layers(self.model(), self.expected)
-        if config.load_format != "dummy":
-            self.weight_version, self._stale_because = 0, ""
 
     @property
     def hf_config(self) -> Any:
@@ -157,10 +154,12 @@ class RolloutEngine:
         self.weight_version, self._stale_because = None, reason
 
     def close(self) -> None:
-        """Free the engine; it cannot be used afterwards."""
+        """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on."""
         self.mark_stale("it was closed")
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+        if self._dynamo_was_disabled is not None:
+            torch._dynamo.config.disable = self._dynamo_was_disabled
         gc.collect()
 
     def __enter__(self) -> RolloutEngine:
@@ -178,7 +177,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
         "dtype": "bfloat16",
-        "load_format": config.load_format,
+        "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -187,16 +186,10 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
-    if config.scheme.quantized and not _has_quantization_config(config.model):
+    if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     return arguments
-
-
-def _has_quantization_config(model: str) -> bool:
-    from transformers import AutoConfig
-
-    return Path(model).is_dir() and hasattr(AutoConfig.from_pretrained(model), "quantization_config")

@@ -42,7 +42,7 @@ def check_engine_installed() -> None:
         raise UserError(
             "vLLM, which makes the rollouts, is not installed",
             where=f"the Python environment {sys.prefix}",
-            fix="install one of the two stacks: pip install 'qarl[cpu]' or pip install 'qarl[gpu]'",
+            fix="make setup (requirements/cpu.lock), or make setup STACK=gpu",
         )
 
 

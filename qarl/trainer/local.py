@@ -15,6 +15,7 @@ step: nothing is sampled in between.
 from __future__ import annotations
 
 import hashlib
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -33,9 +34,11 @@ from qarl.rewards import score_responses
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.manifest import PublishReport
 from qarl.tbpo import reduce_metrics, tbpo_loss
-from qarl.tracking import Tracker, write_summary, write_versions
+from qarl.tracking import Tracker, read_metrics, write_summary, write_versions
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
+
+_BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 
 
 class LocalTrainer:
@@ -102,7 +105,7 @@ class LocalTrainer:
         return torch.cat(parts)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
-        """`ppo_epochs` passes over the mini-batches, an optimizer step each."""
+        """`ppo_epochs` passes over the mini-batches, an optimizer step each; none where the gradient is not finite."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         statistics: list[dict[str, float]] = []
@@ -116,15 +119,19 @@ class LocalTrainer:
                 if epoch or start:
                     later += gathered
                 norms.append(self.optimizer.clip_grad_norm(actor.grad_clip))
-                if torch.isfinite(torch.tensor(norms[-1])):
+                if math.isfinite(norms[-1]):
                     self.optimizer.step()
                 self.optimizer.zero_grad()
-        metrics = reduce_metrics(statistics)
-        # The first mini-batch is on-policy by construction, r = 1; whether bands fit shows from the second on.
-        if "actor/inside_band_frac" in (after_first := reduce_metrics(later)):
-            metrics["actor/inside_band_frac_after_first"] = after_first["actor/inside_band_frac"]
-        metrics |= {"actor/lr": self.optimizer.lr, "actor/grad_norm": sum(norms) / len(norms)}
-        metrics["actor/skipped_steps"] = sum(not torch.isfinite(torch.tensor(norm)) for norm in norms)
+        skipped = sum(not math.isfinite(norm) for norm in norms)
+        metrics = reduce_metrics(statistics) | {
+            "actor/pg_loss": sum(one["sum/loss"] for one in statistics) / len(norms),
+            "actor/grad_norm": sum(norms) / len(norms),
+            "actor/lr": self.optimizer.lr,
+            "actor/skipped_steps": skipped,
+        }
+        # The first mini-batch is on-policy, r = 1 by construction: whether the bands fit shows from the second on.
+        after_first = reduce_metrics(later)
+        metrics |= {f"{name}_after_first": after_first[name] for name in _BAND_METRICS if name in after_first}
         self.optimizer.scheduler_step()
         return metrics
 
@@ -157,7 +164,7 @@ class LocalTrainer:
             return self.engine.publish(tensors, version=self.step)
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of greedy responses to the held-out prompts."""
+        """Mean reward of greedy responses to the held-out prompts (with a 0/1 reward, the accuracy)."""
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
@@ -192,49 +199,50 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     run_dir = config.run_dir
     write_versions(run_dir)
     trainer = LocalTrainer(config, parts)
-    with trainer.engine:
-        summary = run_to_the_end(trainer, start)
-    write_summary(run_dir, summary)
-    if config.trainer.plots:
-        plot_run(run_dir)
-    return summary
+    with trainer.engine, finish_step_on_interrupt() as stop:
+        return run_and_keep(trainer, stop, start)
 
 
-def run_to_the_end(trainer: LocalTrainer, start: float) -> dict[str, Any]:
-    """First publish, training, final checkpoint; returns the summary."""
+def run_and_keep(trainer: LocalTrainer, stop: list[bool], start: float) -> dict[str, Any]:
+    """First publish and training; then, also after an error, summary, plots and the final checkpoint are written."""
     config, run_dir = trainer.config, trainer.config.run_dir
+    failure: BaseException | None = None
     report = trainer.publish()
     total = config.trainer.total_training_steps
     with Tracker(run_dir, config.trainer.logger, total_steps=total, config_dict=config.model_dump()) as tracker:
         tracker.message(str(trainer.policy.report or f"trainer's linears: BF16 (quant.align={config.quant.align})"))
-        with finish_step_on_interrupt() as stop:
-            history = list(run_steps(trainer, tracker, stop, start))
-    summary = summarize(history) | {
+        try:
+            run_steps(trainer, tracker, stop, start)
+        except BaseException as error:
+            failure = error
+    summary = summarize(read_metrics(run_dir)) | {
         "interrupted": bool(stop),
+        "failed": None if failure is None else f"{type(failure).__name__}: {failure}",
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
+    write_summary(run_dir, summary)
     if config.trainer.save_final:
         summary["checkpoint"] = str(trainer.policy.save(run_dir / "export", trainer.tokenizer))
+        write_summary(run_dir, summary)
+    if config.trainer.plots:
+        plot_run(run_dir)
+    if failure is not None:
+        raise failure
     return summary
 
 
-def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: float) -> Iterator[dict[str, float]]:
-    """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled.
-
-    Yields each step's metrics after they are written.
-    """
+def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: float) -> None:
+    """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled."""
     settings = trainer.config.trainer
     test_freq, total = settings.test_freq, settings.total_training_steps
     if settings.val_before_train:
-        before = trainer.evaluate()
-        tracker.log(before, step=0)
-        yield before
+        tracker.log(trainer.evaluate(), step=0)
     trainer.timer.pop()
     while trainer.step < total and not stop:
         metrics = trainer.train_step()
         if trainer.step == 1:
-            metrics["timing_s/to_first_step"] = time.perf_counter() - start
+            metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
         last = trainer.step == total or bool(stop)
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
@@ -242,7 +250,8 @@ def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: 
         tracker.log(metrics, step=trainer.step)
         if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
             tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
-        yield metrics
+        if metrics["actor/skipped_steps"]:
+            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {_SKIPPED}")
 
 
 _BANDS_TOO_NARROW = (
@@ -250,6 +259,8 @@ _BANDS_TOO_NARROW = (
     "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need more than the paper's) "
     "or lower optim.lr"
 )
+
+_SKIPPED = "their gradient was NaN or Inf; if it goes on, lower optim.lr or look at mismatch/abs_max"
 
 
 @contextmanager
@@ -270,7 +281,7 @@ def finish_step_on_interrupt() -> Iterator[list[bool]]:
 
 
 def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The run in a few numbers; `history` is what `run_steps` yielded, means are over the training steps."""
+    """The run in a few numbers; `history` is its metrics, a mapping a step; means are over the training steps."""
 
     def values(key: str) -> list[float]:
         return [metrics[key] for metrics in history if key in metrics]
@@ -287,7 +298,8 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         "mismatch_abs_mean": mean("mismatch/abs_mean"),
         "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
         "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
-        "seconds_to_first_step": mean("timing_s/to_first_step"),
+        "skipped_optimizer_steps": sum(values("actor/skipped_steps")),
+        "seconds_to_first_step": mean("startup/seconds_to_first_step"),
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),
     }

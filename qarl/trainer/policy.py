@@ -47,8 +47,12 @@ class Policy:
 
         quant = config.quant
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path, dtype=torch.bfloat16, attn_implementation="sdpa", attention_dropout=0.0
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                config.model.path,
+                dtype=torch.bfloat16,
+                attn_implementation="sdpa",
+                attention_dropout=0.0,
+                output_loading_info=True,
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -57,6 +61,14 @@ class Policy:
                 why=str(error).splitlines()[0],
                 fix="give a Hugging Face folder with config.json and safetensors",
             ) from error
+        model, loading = loaded
+        if loading["missing_keys"]:
+            raise UserError(
+                f"the checkpoint lacks {len(loading['missing_keys'])} tensors of the model",
+                where=f"{config.model.path}: {', '.join(sorted(loading['missing_keys'])[:4])}",
+                why="transformers would start them from random numbers",
+                fix="give the whole checkpoint",
+            )
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
@@ -69,8 +81,7 @@ class Policy:
         return next(self.model.parameters()).device
 
     def response_log_probs(self, batch: Batch, rows: slice, *, temperature: float) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where there is no
-        token.
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
 
         The logits are BF16, as the engine's; they are upcast before the temperature and the softmax.
         """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config import ActorConfig, Config
-from qarl.data import PromptDataset, PromptSampler, check_vocabulary, load_prompts
+from qarl.data import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
 from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 from qarl.rewards import RewardFn, check_reward_fn, get_reward_fn
@@ -71,12 +71,23 @@ def prepare_run(config: Config) -> RunParts:
     val_prompts: PromptDataset | list[Any] = []
     if wants_val:
         val_prompts = load_prompts(data.val_files, limit=config.trainer.val_max_prompts, **prompt_options)
+    report_data(train_prompts, val_prompts)
     check_reward_fn(reward_fn, train_prompts)
     sampler = PromptSampler(len(train_prompts), data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     policy = load_policy(config)
     return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
+
+
+def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:
+    """Say on stderr what was filtered out, and whether held-out prompts are trained on."""
+    if train_prompts.num_filtered:
+        left_out = f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out"
+        print(f"note: {left_out}", file=sys.stderr)
+    shared = check_disjoint(train_prompts, val_prompts)
+    if shared:
+        print(f"warning: {shared} of the held-out prompts are in the training data too", file=sys.stderr)
 
 
 def load_tokenizer(path: str) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.errors import UserError
+from qarl.process import limit_threads
 
 _STARTED = time.perf_counter()
 
@@ -35,13 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def limit_threads(num_threads: int | None) -> None:
-    """One OpenMP pool of this size for trainer and engine alike; must run before torch is imported."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": 4, and 2 in nested regions
-    wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(wanted)
 
 
 def run(config: Config) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_w4a16_cpu, save_random_model
+from conftest import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import AlignReport, align_model

@@ -23,11 +23,11 @@ from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl.errors import UserError
+from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.train import main
 from qarl.trainer import checks
 from qarl.trainer.setup import fresh_run_dir
-from qarl.vllm_process import configure_vllm_process
 
 CONFIG = """\
 name: bad

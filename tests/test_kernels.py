@@ -18,8 +18,8 @@ from qarl.kernels import cpu, vllm_ops
 from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, choose_linear_kernel
+from qarl.process import configure_vllm_process
 from qarl.quant import QuantizedTensor, get_scheme, quantize
-from qarl.vllm_process import configure_vllm_process
 
 CPU = torch.device("cpu")
 ROWS = [0, 1, 7, 64, 513]

@@ -19,6 +19,7 @@ from qarl.quant import (
     get_scheme,
     invalidate_quantized,
     packed_state_dict,
+    quantize,
     quantize_model,
 )
 

@@ -14,6 +14,7 @@ when they come out of a key-value cache, which has one dtype for both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,13 +64,18 @@ def fp32_attention(
 class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        module: nn.Module,
+        scaling: float,
+        prompt_lengths: Sequence[int],
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.module, ctx.scaling = module, scaling
-        return vllm_attention.causal_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling
-        )
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return vllm_attention.causal_attention(query, key, value, scaling, prompt_lengths)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -77,7 +83,7 @@ class _EngineAttention(torch.autograd.Function):
         with torch.enable_grad():
             query, key, value = inputs
             output, _ = fp32_attention(ctx.module, query, key, value, None, ctx.scaling)
-        return (None, *torch.autograd.grad(output, inputs, grad_outputs), None)
+        return (*torch.autograd.grad(output, inputs, grad_outputs), None, None, None)
 
 
 def engine_attention(
@@ -88,12 +94,19 @@ def engine_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    prompt_lengths: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `fp32_attention`. Rows padded on the right, positions from 0: no mask, no key-value cache, no dropout."""
+    """As `fp32_attention`. Rows padded on the right, positions from 0: no mask, no key-value cache, no dropout.
+
+    `prompt_lengths` [B]: tokens of each row that the engine prefilled (give it to the model's forward, which hands it
+    on); without it, the tokens of a row are taken as decoded one by one.
+    """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
             "quant.align=exact takes whole rows padded on the right, without attention_mask, packed sequences, "
             "key-value cache or attention dropout"
         )
-    return _EngineAttention.apply(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), scaling), None
+    prefilled = [0] * len(query) if prompt_lengths is None else prompt_lengths.tolist()
+    output = _EngineAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), module, scaling, prefilled)
+    return output, None

@@ -5,9 +5,9 @@
     model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch
     exact     and attention through the engine's own operator
 
-`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against vLLM
-on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What remains at
-level `model` is the order in which attention's FP32 sums run.
+`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against
+vLLM on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What
+remains at level `model` is the order in which attention's FP32 sums run.
 """
 
 from __future__ import annotations

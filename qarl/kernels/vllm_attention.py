@@ -1,21 +1,27 @@
 """vLLM's attention on CPU, callable from the trainer: the same operator on the same operands, so the same bits.
 
 The engine writes keys and values into a paged cache and reads them back block by block; here the cache is made for
-one call. Every token is its own request of one query, as it is when the engine decodes: the operator then sums over
-the keys in an order that depends on nothing but the token's position. (A prefill of the whole row is 1.4 times
-faster, but its tiles are of another width: at head size 128 the results of the two differ from the 334th key on.)
-For the same reason the keys of one query are never split among threads, which would make a row depend on the rows
-beside it. The operator knows no autograd; `qarl.align.attention` wraps it.
+one row. The order in which the operator sums over the keys depends on how many queries a request brings, from 334 keys
+on at head size 128 (its tiles fit the L2 cache). So a row is laid out as the engine computed it: the prompt as one
+request, as in a prefill, and every token of the response as a request of one query, as in decoding.
+
+Batch-invariant: on several threads the tiles of a long prompt depend on what else is in the call, so each row is a call
+of its own; and the keys of one query are never split among threads (`enable_kv_split`). The engine itself is not
+batch-invariant in these two respects: on several threads its own bits vary with its batch once there are that many
+keys.
+
+The operator knows no autograd; `qarl.align.attention` wraps it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from qarl.vllm_process import configure_vllm_process
+from qarl.process import configure_vllm_process
 
 BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do not depend on it
 
@@ -39,30 +45,40 @@ def unavailable(device_type: str, head_size: int) -> str | None:
     return None
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D]."""
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_lengths: Sequence[int]
+) -> torch.Tensor:
+    """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D].
+
+    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 where all were decoded.
+    """
+    rows = zip(query, key, value, prompt_lengths, strict=True)
+    return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])
+
+
+def _row_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_length: int
+) -> torch.Tensor:
     from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    rows, length, heads, head_size = query.shape
-    kv_heads = key.shape[2]
-    isa = _isa(head_size)
-    blocks_per_row = -(-length // BLOCK_SIZE)
+    length, heads, head_size = query.shape
+    kv_heads = key.shape[1]
+    isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
+    blocks = -(-length // BLOCK_SIZE)
     # Zeros, not empty: the operator multiplies masked places too, and NaN times zero is NaN.
-    cache_shape = (rows * blocks_per_row, kv_heads, 2 * BLOCK_SIZE, head_size)
-    key_cache, value_cache = query.new_zeros(cache_shape).chunk(2, dim=2)
-    positions = torch.arange(length)
-    slots = (torch.arange(rows)[:, None] * blocks_per_row * BLOCK_SIZE + positions).flatten()
-    ops.cpu_attn_reshape_and_cache(key.flatten(0, 1), value.flatten(0, 1), key_cache, value_cache, slots, isa)
+    key_cache, value_cache = query.new_zeros(blocks, kv_heads, 2 * BLOCK_SIZE, head_size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(length), isa)
 
-    blocks = torch.arange(rows * blocks_per_row, dtype=torch.int32).view(rows, blocks_per_row)
-    starts = torch.arange(rows * length + 1, dtype=torch.int32)
-    seen = (positions + 1).to(torch.int32).repeat(rows)
+    # Where each request's queries end, which is also how many keys its last query sees.
+    ends = torch.arange(max(prompt_length, 1), length + 1, dtype=torch.int32)
+    starts = torch.cat([ends.new_zeros(1), ends])
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=rows * length,
+        num_reqs=len(ends),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_size,
-        seq_lens=seen,
+        seq_lens=ends,
         dtype=query.dtype,
         query_start_loc=starts,
         causal=True,
@@ -70,29 +86,21 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         isa=isa,
         enable_kv_split=False,
     )
-    flat = query.flatten(0, 1).contiguous()
-    output = torch.empty_like(flat)
+    output = query.new_empty(query.shape)
     ops.cpu_attention_with_kv_cache(
-        query=flat,
+        query=query.contiguous(),
         key_cache=key_cache,
         value_cache=value_cache,
         output=output,
         query_start_loc=starts,
-        seq_lens=seen,
+        seq_lens=ends,
         scale=scale,
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
-        block_table=blocks.repeat_interleave(length, dim=0),
+        block_table=torch.arange(blocks, dtype=torch.int32).expand(len(ends), -1).contiguous(),
         softcap=0.0,
         scheduler_metadata=schedule,
         s_aux=None,
     )
-    return output.view(query.shape)
-
-
-def _isa(head_size: int) -> str:
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    isa: str = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
-    return isa
+    return output

@@ -26,7 +26,7 @@ import torch
 from qarl.kernels.activations import dequantize
 from qarl.kernels.cpu import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32, unpack_int4
-from qarl.vllm_process import configure_vllm_process
+from qarl.process import configure_vllm_process
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 

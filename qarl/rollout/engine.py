@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish import publish_weights
-from qarl.vllm_process import configure_vllm_process
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """`temperature` 0 is greedy. `max_tokens`: response length limit, tokens."""
+    """`temperature` 0 is greedy. `max_tokens`: response length limit. `top_tokens`: return the likeliest tokens too."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RolloutBatch:
     rollout_log_probs: list[list[float]]
     finish_reasons: list[str]
     weight_version: int
+    top_token_ids: list[list[int]] | None = None
 
 
 class RolloutEngine:
@@ -124,7 +126,7 @@ class RolloutEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 seed=None if seeds is None or sampling.temperature == 0 else seeds[i],
-                logprobs=0,
+                logprobs=int(sampling.top_tokens),
                 detokenize=False,
             )
             for i in range(len(prompts))
@@ -143,6 +145,7 @@ class RolloutEngine:
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=self.weight_version,
+            top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
         )
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
@@ -171,6 +174,10 @@ class RolloutEngine:
 
 def _sampled_log_probs(completion: Any) -> list[float]:
     return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def _top_tokens(completion: Any) -> list[int]:
+    return [next(token for token, entry in position.items() if entry.rank == 1) for position in completion.logprobs]
 
 
 def _llm_arguments(config: EngineConfig) -> dict[str, Any]:

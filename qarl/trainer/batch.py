@@ -19,7 +19,8 @@ _PAD_MULTIPLE = 8
 @dataclass
 class Batch:
     """`input_ids` int64 [B, T], prompt then response then padding; `responses` int64, `response_mask` bool and
-    `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B]."""
+    `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B];
+    `rollout_top_tokens` int64 [B, R] or None, the engine's likeliest tokens."""
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor
@@ -29,6 +30,7 @@ class Batch:
     rewards: torch.Tensor
     advantages: torch.Tensor
     weight_version: int
+    rollout_top_tokens: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with every tensor on `device`."""
@@ -57,6 +59,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
     mask = torch.arange(width)[None, :] < response_lengths[:, None]
+    top = rollout.top_token_ids
     return Batch(
         input_ids=_pad(sequences, total, pad_token_id, torch.int64),
         prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompt_token_ids]),
@@ -66,6 +69,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
         rewards=rewards,
         advantages=advantages,
         weight_version=rollout.weight_version,
+        rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
     )
 
 

@@ -36,6 +36,7 @@ from qarl.rollout.manifest import PublishReport
 from qarl.tbpo import reduce_metrics, tbpo_loss
 from qarl.tracking import Tracker, read_metrics, write_summary, write_versions
 from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.policy import Policy
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
 
 _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
@@ -46,17 +47,22 @@ class LocalTrainer:
 
     def __init__(self, config: Config, parts: RunParts) -> None:
         self.config, self.parts = config, parts
-        self.policy, self.tokenizer = parts.policy, parts.tokenizer
+        self.tokenizer = parts.tokenizer
         self.step = 0
-        self.optimizer = MasterOptimizer(
-            self.policy.model.named_parameters(),
-            config.optim,
-            total_training_steps=config.trainer.total_training_steps,
-            seed=config.seed,
-        )
+        self.replace_policy(parts.policy)
         self.engine = RolloutEngine(engine_config(config))
         self.tbpo = tbpo_config(config.actor)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
+
+    def replace_policy(self, policy: Policy) -> None:
+        """Train `policy` from here on, with a new optimizer."""
+        self.policy = policy
+        self.optimizer = MasterOptimizer(
+            policy.model.named_parameters(),
+            self.config.optim,
+            total_training_steps=self.config.trainer.total_training_steps,
+            seed=self.config.seed,
+        )
 
     def train_step(self) -> dict[str, float]:
         """One step, and its metrics."""
@@ -70,13 +76,15 @@ class LocalTrainer:
         metrics |= publish_metrics(self.publish())
         return metrics
 
-    def rollout(self) -> tuple[Batch, dict[str, float]]:
-        """Sample, score and pad: the batch of this step."""
+    def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
+        """Sample, score and pad: the batch of this step; with `top_tokens` also the engine's likeliest tokens."""
         config = self.config
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler)]
         repeated = [prompt for prompt in prompts for _ in range(config.rollout.n)]
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(repeated))]
-        sampling = SamplingConfig(config.data.max_response_length, config.rollout.temperature, config.rollout.top_p)
+        sampling = SamplingConfig(
+            config.data.max_response_length, config.rollout.temperature, config.rollout.top_p, top_tokens
+        )
         with self.timer.phase("rollout"):
             responses = self.engine.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
         if responses.weight_version != self.step:
@@ -210,7 +218,7 @@ def run_and_keep(trainer: LocalTrainer, stop: list[bool], start: float) -> dict[
     report = trainer.publish()
     total = config.trainer.total_training_steps
     with Tracker(run_dir, config.trainer.logger, total_steps=total, config_dict=config.model_dump()) as tracker:
-        tracker.message(str(trainer.policy.report or f"trainer's linears: BF16 (quant.align={config.quant.align})"))
+        tracker.message(trainer.policy.report)
         try:
             run_steps(trainer, tracker, stop, start)
         except BaseException as error:

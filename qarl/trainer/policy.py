@@ -81,21 +81,30 @@ class Policy:
         return next(self.model.parameters()).device
 
     def response_log_probs(self, batch: Batch, rows: slice, *, temperature: float) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is."""
+        return self.response_log_probs_and_top(batch, rows, temperature=temperature)[0]
+
+    def response_log_probs_and_top(
+        self, batch: Batch, rows: slice, *, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`response_log_probs`, and the likeliest token at each place: int64, zero where no token is.
 
         The logits are BF16, as the engine's; they are upcast before the temperature and the softmax.
         """
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
-        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep).logits
+        # The engine's attention sums a prompt, which it prefills, in another order than the tokens it decodes.
+        exact = {"prompt_lengths": batch.prompt_lengths[rows]} if self.align == "exact" else {}
+        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
         # The logits at position t predict token t + 1; response token j of row i sits at prompt_lengths[i] + j.
         offsets = torch.arange(mask.shape[1], device=mask.device)
         positions = (batch.prompt_lengths[rows, None] - 1 - first + offsets).clamp(max=keep - 1)
         row_index = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(positions)
         chosen = logits[row_index[mask], positions[mask]].float() / temperature
         log_probs = chosen.log_softmax(-1).gather(1, batch.responses[rows][mask][:, None])[:, 0]
-        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, log_probs)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, chosen.argmax(-1))
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor to publish by checkpoint name; quantized layers as what the next forward multiplies by."""

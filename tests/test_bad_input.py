@@ -499,7 +499,7 @@ def test_logger_that_is_not_installed(refusal: Refusal, monkeypatch: pytest.Monk
 
 def test_engine_that_is_not_installed(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_package(monkeypatch, "vllm")
-    refusal(words=["vLLM", "qarl[cpu]"])
+    refusal(words=["vLLM", "make setup"])
 
 
 @pytest.mark.parametrize("taken", ["out", "out/bad"])

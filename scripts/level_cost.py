@@ -2,9 +2,9 @@
 
     python scripts/level_cost.py --schemes w4a16 w8a8 fp8 bf16
 
-One process and one engine a scheme; the levels take steps in turn, so that a machine whose speed drifts slows all alike.
-The first round warms up and is not counted. Cells are ratios of medians over the rounds: the whole step, and in brackets
-old log-probs and update, the only phases a level changes.
+One process and one engine a scheme; the levels take steps in turn, so that a machine whose speed drifts slows all
+alike. The first round warms up and is not counted. Cells are ratios of medians over the rounds: the whole step, and in
+brackets old log-probs and update, the only phases a level changes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # vLLM's own binding pins one thread to each core it finds; here its threads are the trainer's threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads share out requests and heads, not the keys of one query: its bits would depend on what else is decoded.
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }

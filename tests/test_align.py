@@ -146,7 +146,8 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
         assert torch.equal(exact[row], expected)
-        assert (close[row] != expected).float().mean() < 1e-3
+        # PyTorch's own order, the scale after the product, would leave 4e-4 of them different.
+        assert (close[row] != expected).float().mean() < 2e-4
         torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-6)
 
 
@@ -162,7 +163,7 @@ def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_fol
     assert torch.equal(short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70])
 
 
-def half_rounded(layer: Any, dtype: torch.dtype) -> Any:
+def unaligned_twin(layer: Any, dtype: torch.dtype) -> Any:
     """transformers' own unaligned layer in `dtype`, eager attention: its norms compute in FP32 whatever the dtype."""
     twin = copy.deepcopy(layer).to(dtype)
     twin.self_attn.config = copy.deepcopy(twin.self_attn.config)
@@ -175,7 +176,7 @@ def half_rounded(layer: Any, dtype: torch.dtype) -> Any:
 def test_gradients_of_an_aligned_layer_match_float64(folders, family, level):
     """Relative error of each gradient, in norm, at most 2^-6: a few BF16 roundings of relative size 2^-9 each."""
     model, plain = load(folders[family], level), load(folders[family])
-    truth = half_rounded(plain.model.layers[1], torch.float64)
+    truth = unaligned_twin(plain.model.layers[1], torch.float64)
     torch.manual_seed(3)
     hidden = torch.randn(2, 40, 128).bfloat16().float().requires_grad_()
     grad = torch.randn(2, 40, 128).bfloat16()

@@ -5,10 +5,10 @@ one row. The order in which the operator sums over the keys depends on how many 
 on at head size 128 (its tiles fit the L2 cache). So a row is laid out as the engine computed it: the prompt as one
 request, as in a prefill, and every token of the response as a request of one query, as in decoding.
 
-Batch-invariant: on several threads the tiles of a long prompt depend on what else is in the call, so each row is a call
-of its own; and the keys of one query are never split among threads (`enable_kv_split`). The engine itself is not
-batch-invariant in these two respects: on several threads its own bits vary with its batch once there are that many
-keys.
+Batch-invariant: the keys of one query are never split among threads (`enable_kv_split`; `qarl.process` tells the engine
+the same), and each row is a call of its own, because on several threads the tiles of a long prompt depend on what else
+is in the call. In that respect the engine's prefill is not batch-invariant; nor is it where it prefills a long prompt
+in pieces.
 
 The operator knows no autograd; `qarl.align.attention` wraps it.
 """

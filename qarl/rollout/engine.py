@@ -50,6 +50,7 @@ class SamplingConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_tokens: bool = False
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class RolloutEngine:
                 seed=None if seeds is None or sampling.temperature == 0 else seeds[i],
                 logprobs=int(sampling.top_tokens),
                 detokenize=False,
+                ignore_eos=sampling.ignore_eos,
             )
             for i in range(len(prompts))
         ]
@@ -199,4 +201,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        # A prompt prefilled in chunks gets other bits than one prefilled whole, and in vLLM 0.29 on CPU a request with
+        # a seed of its own crashes when its prefill is chunked ("CPU Generator does not use offset").
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
     return arguments

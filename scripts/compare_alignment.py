@@ -1,6 +1,7 @@
 """The paper's claim in one table: how far trainer and rollout engine drift apart, with and without alignment.
 
     python scripts/compare_alignment.py        three runs of the quickstart, a table, a plot
+    python scripts/compare_alignment.py --variants bf16-off w4a16-off w4a16-model --set trainer.total_training_steps=50
     python scripts/compare_alignment.py --seeds 0 1 2 --variants w4a16-linears w4a16-linears-paper-bands
 
 Each run is `python -m qarl.train config=quickstart.yaml` in a process of its own, differing from the others in the
@@ -54,6 +55,8 @@ def run(variant: str, seed: int, overrides: Sequence[str], output: Path) -> dict
     print(f"--- {name}: {' '.join(command[1:])}", flush=True)
     subprocess.run(command, check=True)
     summary: dict[str, Any] = json.loads((output / name / "summary.json").read_text())
+    if summary["quant_align"] != (level := variant.split("-")[1]):
+        raise SystemExit(f"{name} ran at level {summary['quant_align']}, not {level}: see what it printed at its start")
     return summary
 
 
@@ -81,7 +84,9 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]
     lines = []
     for variant, key, other, limit in limits:
-        if variant in results and (reference := mean(results.get(other, []), key)):
+        if variant in results and not (reference := mean(results.get(other, []), key)):
+            lines.append(f"not judged: {variant} against {other}, which did not run")
+        elif variant in results and reference:
             share = (mean(results[variant], key) or 0.0) / reference
             outcome = "PASS" if share <= limit else "FAIL"
             lines.append(f"{outcome}: {variant}: {key} is {share:.3g} of {other}'s, at most {limit:.3g} is wanted")
@@ -94,7 +99,7 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def spread(summaries: Sequence[dict[str, Any]], key: str, form: str) -> str:
     """Lowest and highest over the seeds, where there are several."""
-    values = [summary[key] for summary in summaries]
+    values = [summary[key] for summary in summaries if summary.get(key) is not None]
     return f" ({form.format(min(values))} to {form.format(max(values))})" if len(values) > 1 else ""
 
 

@@ -14,6 +14,8 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 
+import torch
+
 from qarl.config import Config, load_config
 from qarl.trainer.diagnosis import with_quant
 from qarl.trainer.local import LocalTrainer
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--schemes", nargs="+", default=["w4a16", "w8a8", "fp8", "bf16"])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)
     lines = ["| scheme | `off`, s | " + " | ".join(f"`{level}`" for level in LEVELS[1:]) + " |"]
     lines.append("|---" * (len(LEVELS) + 1) + "|")
     for scheme in args.schemes:

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--responses", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1000)
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)
     print("| scheme | rollout s | " + " | ".join(f"`{level}`" for level in LEVELS) + " |")
     print("|---" * (len(LEVELS) + 2) + "|")
     with tempfile.TemporaryDirectory() as parent:

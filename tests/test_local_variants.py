@@ -9,6 +9,7 @@ import torch
 from conftest import needs_w4a16_cpu
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
+from qarl.quant import linear
 from qarl.trainer.local import LocalTrainer, train
 from qarl.trainer.setup import prepare_run
 
@@ -36,6 +37,25 @@ def test_variants_take_a_step_and_change_the_weights(tmp_path, overrides):
     assert metrics["actor/grad_norm"] > 0
     assert metrics["mismatch/k3"] < (0.05 if "quant.align=off" in overrides else 1e-3)
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_layer_is_quantized_once_an_optimizer_step(tmp_path, monkeypatch):
+    """Two mini-batches of two micro-batches each, old log-probs and a publish: 28 layers, two quantizations each."""
+    settings = config(tmp_path, "actor.ppo_micro_batch_size_per_gpu=24", "trainer.val_max_prompts=16")
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    made = []
+    original = linear.quantize
+
+    def counted(weight, scheme, *, name):
+        made.append(name)
+        return original(weight, scheme, name=name)
+
+    with trainer.engine:
+        trainer.publish()
+        monkeypatch.setattr(linear, "quantize", counted)
+        trainer.train_step()
+    assert len(set(made)) == 28 and len(made) == 2 * 28
+    assert trainer.timer.pop()["timing_s/quantize"] > 0
 
 
 def test_with_learning_rate_zero_nothing_moves_though_the_passes_batch_differently(tmp_path):

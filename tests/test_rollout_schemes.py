@@ -14,6 +14,7 @@ import torch
 from conftest import greedy_in_a_fresh_vllm, needs_w4a16_cpu, save_random_model
 
 from qarl.checkpoint import save_compressed
+from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict, quantize_model
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
@@ -110,3 +111,9 @@ def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(ru
     )
     tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     assert (tokens, log_probs) == running.greedy()
+
+
+def test_w4a8_is_refused_by_the_engine_itself(tmp_path):
+    folder = save_random_model(tmp_path / "qwen3")
+    with pytest.raises(UserError, match="w4a8 rollouts are refused"):
+        RolloutEngine(EngineConfig(str(folder), get_scheme("w4a8", group_size=32), ("lm_head",), max_model_len=64))

@@ -14,6 +14,7 @@ the CPU that was measured, and δ 0; beyond, about one output in 10,000 of each 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,4 +103,8 @@ def exact_unavailable(model: Any) -> str | None:
     kernels = {module.kernel.name for module in model.modules() if isinstance(module, QuantLinear)}
     if "reference" in kernels:
         return "some linears run the reference kernel, not the one of the engine"
+    if torch.cpu._is_amx_tile_supported():
+        return "was built against vLLM's vector kernels, and on this CPU vLLM picks those for AMX tiles"
+    if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
+        return "VLLM_CPU_ATTN_SPLIT_KV is set, with which vLLM's own attention varies with its batch"
     return vllm_attention.unavailable(next(model.parameters()).device.type, model.model.layers[0].self_attn.head_dim)

@@ -39,8 +39,8 @@ class _StraightThroughLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,), (x,), layer = grad_outputs, ctx.saved_tensors, ctx.layer
-        if layer.generation != ctx.generation:
-            raise RuntimeError(f"{layer.qualified_name}.weight was requantized between its forward and its backward")
+        if layer.generation != ctx.generation or layer.stale:
+            raise RuntimeError(f"{layer.qualified_name}.weight changed between its forward and its backward")
         need_x, need_weight, need_bias, _ = cast(FunctionCtx, ctx).needs_input_grad  # type: ignore[attr-defined]
         return (
             grad @ layer.dequantized if need_x else None,
@@ -76,7 +76,7 @@ class QuantLinear(nn.Linear):
 
     def quantized(self) -> QuantizedTensor:
         """The low-bit tensors of the weight as it is now: what the forward multiplies by and the publisher sends."""
-        if self._quantized is None or self._weight_changed():
+        if self._quantized is None or self.stale:
             with torch.no_grad():
                 self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
                 self.prepared = self.kernel.prepare(self._quantized.tensors)
@@ -96,7 +96,9 @@ class QuantLinear(nn.Linear):
         """Forget the quantized tensors; the next use makes them again."""
         self._made_from = self._quantized = self._dequantized = self.prepared = None
 
-    def _weight_changed(self) -> bool:
+    @property
+    def stale(self) -> bool:
+        """Whether the weight was changed, or replaced, since its quantized tensors were made."""
         # The parameter itself is held on to: a new one may get the freed address and start at the same version.
         if self._made_from is None:
             return True
@@ -105,7 +107,7 @@ class QuantLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
-        made = ("_key", "_quantized", "_dequantized", "prepared")
+        made = ("_made_from", "_quantized", "_dequantized", "prepared")
         return {**self.__dict__, **dict.fromkeys(made)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -77,8 +77,14 @@ class RolloutEngine:
                 why="a publish hands tensors over within the process",
                 fix="unset it",
             )
+        if config.scheme.name == "w4a8":
+            raise UserError(
+                "w4a8 rollouts are refused",
+                where="quant.scheme",
+                why="vLLM takes such a checkpoint and runs other arithmetic: W4A16 on CPU, FP8 activations on GPU",
+                fix="use w4a16 or w8a8",
+            )
         import torch._dynamo
-        from vllm import LLM
 
         self._dynamo_was_disabled: bool | None = None
         if config.enforce_eager and not torch.cuda.is_available():
@@ -88,10 +94,20 @@ class RolloutEngine:
         self.weight_version: int | None = None
         self._stale_because = "nothing has been published to it yet"
         num_threads = torch.get_num_threads()
-        self.llm = LLM(**_llm_arguments(config))
-        if torch.get_num_threads() != num_threads:
-            raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
-        self.expected: Manifest = expected_manifest(self.hf_config, config.scheme, config.ignore)
+        self._poisoned = False
+        try:
+            self._start()
+            if torch.get_num_threads() != num_threads:
+                raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**_llm_arguments(self.config))
+        self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
         check_same_layers(self.model(), self.expected)
 
     @property
@@ -139,6 +155,7 @@ class RolloutEngine:
         log_probs = [_sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
             if not all(map(math.isfinite, values)):
+                self._poisoned = True
                 self.mark_stale(f"response {i} of the last call had a log-prob that is not finite")
                 raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
         return RolloutBatch(
@@ -152,6 +169,12 @@ class RolloutEngine:
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
         """Replace the engine's weights by `tensors` (checkpoint names), which are checked before it is touched."""
+        if self._poisoned:
+            raise UserError(
+                "this engine cannot be published to any more",
+                why="it answered NaN, which stays in its KV cache even under good weights",
+                fix="close it and start another",
+            )
         return publish_weights(self, list(tensors), version=version)
 
     def mark_stale(self, reason: str) -> None:
@@ -161,8 +184,9 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on."""
         self.mark_stale("it was closed")
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
         if self._dynamo_was_disabled is not None:
             torch._dynamo.config.disable = self._dynamo_was_disabled
         gc.collect()
@@ -203,6 +227,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A prompt prefilled in chunks gets other bits than one prefilled whole, and in vLLM 0.29 on CPU a request with
         # a seed of its own crashes when its prefill is chunked ("CPU Generator does not use offset").
+        # Requests that share a cached prefix prefill only the rest, which is another tiling too.
         arguments["enable_chunked_prefill"] = False
+        arguments["enable_prefix_caching"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
     return arguments

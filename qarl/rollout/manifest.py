@@ -106,8 +106,7 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 
     Raises:
         UserError: names every tensor (up to eight of each kind) that is missing, unexpected, doubled, or has another
-        dtype
-            or shape, or holds a value that is not finite.
+            dtype or shape, or holds a value that is not finite.
     """
     problems: list[str] = []
     seen: set[str] = set()

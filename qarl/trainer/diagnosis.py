@@ -6,7 +6,7 @@ everything else following the engine as closely as is built:
 
     quantization   the trainer's linears are BF16, the engine's low-bit
     kernel floor   linears as the engine's; norms, rotary embedding and attention as transformers computes them
-    staleness      the trainer is one update ahead of the engine
+    staleness      the trainer is one update ahead of the engine (none where the schedule's first rate is 0)
     none           nothing: what is left at the closest level
 
 The causes do not add up: activations quantized per token amplify what happens before them. The table for one response
@@ -78,11 +78,10 @@ def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
     config = trainer.config
     plain = Policy.load(with_quant(config, scheme="bf16", align="exact"))
     linears = Policy.load(with_quant(config, align="linears"))
-    comparisons = [
-        compare("as configured", trainer.policy, batch, config),
-        compare("quantization", plain, batch, config),
-        compare("kernel floor", linears, batch, config),
-    ]
+    comparisons = [compare("as configured", trainer.policy, batch, config)]
+    if trainer.policy.scheme.quantized:
+        comparisons.append(compare("quantization", plain, batch, config))
+    comparisons.append(compare("kernel floor", linears, batch, config))
     trainer.replace_policy(Policy.load(with_quant(config, align="exact")))
     comparisons.append(compare("none", trainer.policy, batch, config))
     trainer.update(batch, comparisons[-1].log_probs)
@@ -134,5 +133,6 @@ def diagnose(config: Config) -> dict[str, Any]:
         "comparisons": [{"differs": one.name, "level": one.level, **one.metrics} for one in comparisons],
     }
     write_json(config.run_dir / "diagnose.json", report)
-    write_versions(config.run_dir)
+    if not (config.run_dir / "versions.json").exists():
+        write_versions(config.run_dir)
     return report

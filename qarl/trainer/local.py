@@ -129,6 +129,8 @@ class LocalTrainer:
                 norms.append(self.optimizer.clip_grad_norm(actor.grad_clip))
                 if math.isfinite(norms[-1]):
                     self.optimizer.step()
+                    with self.timer.phase("quantize"):
+                        self.policy.requantize()
                 self.optimizer.zero_grad()
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = reduce_metrics(statistics) | {
@@ -224,6 +226,8 @@ def run_and_keep(trainer: LocalTrainer, stop: list[bool], start: float) -> dict[
         except BaseException as error:
             failure = error
     summary = summarize(read_metrics(run_dir)) | {
+        "quant_scheme": config.quant.scheme,
+        "quant_align": trainer.policy.align,
         "interrupted": bool(stop),
         "failed": None if failure is None else f"{type(failure).__name__}: {failure}",
         "quantized_ratio": report.quantized_ratio,

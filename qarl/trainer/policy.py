@@ -114,6 +114,11 @@ class Policy:
         scheme = self.scheme if self.align == "off" else None
         return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore)
 
+    def requantize(self) -> None:
+        """Make the low-bit tensors of every quantized layer whose weight has changed."""
+        for layer in self.quantized_layers().values():
+            layer.quantized()
+
     def quantized_layers(self) -> dict[str, QuantLinear]:
         return {name: module for name, module in self.model.named_modules() if isinstance(module, QuantLinear)}
 

@@ -139,3 +139,7 @@ def test_every_package_is_packaged() -> None:
     assert sorted(pyproject["tool"]["setuptools"]["packages"]) == sorted(packages | {"qarl.configs"})
     bare = {path.parent for path in FILES if not (path.parent / "__init__.py").is_file()}
     assert bare == set(), "folders with sources and without __init__.py"
+
+
+def test_the_readme_has_no_figure_left_to_fill_in() -> None:
+    assert "@@" not in (ROOT / "README.md").read_text(encoding="utf-8")

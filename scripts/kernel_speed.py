@@ -29,7 +29,7 @@ def candidates(weight: torch.Tensor, x: torch.Tensor) -> dict[str, Callable[[], 
         for kernel in kernels:
             if kernel.unavailable(scheme, weight.device, (weight.shape[0], weight.shape[1])) is None:
                 prepared = kernel.prepare(tensors)
-                calls[f"{scheme} {kernel.name}"] = lambda k=kernel, p=prepared: k.linear(x, p, None)  # type: ignore[misc]
+                calls[f"{scheme} {kernel.name}"] = lambda k=kernel, p=prepared: k.linear(x, p, None)
     return calls
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
-from qarl.quant.matcher import is_ignored
+from qarl.quant.matcher import is_ignored, resolve_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -100,7 +100,7 @@ def quantize_model(
         model.set_submodule(name, layer)
         kernels[name] = layer.choice.reason
     names = [*selected, *skipped]
-    unmatched = tuple(entry for entry in ignore if scheme.quantized and not any(is_ignored(n, [entry]) for n in names))
+    unmatched = tuple(resolve_ignored(names, ignore).unmatched) if scheme.quantized else ()
     return QuantReport(scheme, kernels, skipped, unmatched)
 
 

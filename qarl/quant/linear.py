@@ -16,11 +16,10 @@ counter, which every in-place update advances. Writing through `weight.data` byp
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel
@@ -41,7 +40,7 @@ class _StraightThroughLinear(torch.autograd.Function):
         (grad,), (x,), layer = grad_outputs, ctx.saved_tensors, ctx.layer
         if layer.generation != ctx.generation or layer.stale:
             raise RuntimeError(f"{layer.qualified_name}.weight changed between its forward and its backward")
-        need_x, need_weight, need_bias, _ = cast(FunctionCtx, ctx).needs_input_grad  # type: ignore[attr-defined]
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         return (
             grad @ layer.dequantized if need_x else None,
             grad.t() @ layer.kernel.dequantized_input(x) if need_weight else None,

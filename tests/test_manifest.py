@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.manifest import check_complete, expected_manifest
+from qarl.rollout.manifest import check_complete, expected_manifest, is_finite
 from qarl.rollout.publish import _report
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
@@ -76,3 +77,15 @@ def test_an_fp8_nan_is_refused(model, bits):
     weight.view(torch.uint8)[3, 5] = bits
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight: holds NaN or Inf"):
         check_complete(tensors, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_finite_means_what_it_means_in_torch(dtype):
+    finite = torch.finfo(dtype)
+    values = torch.tensor([0.0, -0.0, finite.max, finite.min, finite.tiny, 1.0], dtype=torch.float64).to(dtype)
+    assert is_finite(values) and is_finite(torch.empty(0, dtype=dtype))
+    for bad in (math.nan, -math.nan) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf):
+        spoilt = values.clone()
+        spoilt[3] = torch.tensor(bad, dtype=torch.float64).to(dtype)
+        assert not is_finite(spoilt) and not is_finite(spoilt.view(2, 3).t())
+    assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32))

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import greedy_in_a_fresh_vllm, needs_w4a16_cpu, save_random_model
 
-from qarl.checkpoint import save_compressed
 from qarl.errors import UserError
 from qarl.quant import QuantLinear, Scheme, get_scheme, packed_state_dict, quantize_model
+from qarl.quant.export import ModelFiles, save_model
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
@@ -106,9 +106,8 @@ def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(ru
     model = running.load_model(noise_seed=3)
     running.engine.publish(packed_state_dict(model), version=9)
     tokenizer = AutoTokenizer.from_pretrained(running.folder)
-    saved = save_compressed(
-        tmp_path / "export", model, packed_state_dict(model), running.scheme, ("lm_head",), tokenizer
-    )
+    files, tensors = ModelFiles.of(model, tokenizer), packed_state_dict(model)
+    saved = save_model(tmp_path / "export", files, tensors, scheme=running.scheme, ignore=("lm_head",))
     tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
     assert (tokens, log_probs) == running.greedy()
 

@@ -11,6 +11,8 @@ not, for a third of the time. Three things make that exact: non-negative floats 
 constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits; clamping commutes
 with rounding, the bounds being integers. Eager only: a compiler that keeps BF16 intermediates in FP32 would change the
 grid. Views of wider integers assume a little-endian machine, as `weight_packed` read as bytes does everywhere.
+
+On GPUs one fused kernel takes the place of these steps where it was found equal to them (`qarl.quant.fused`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.quant.scheme import Scheme
+from qarl.quant.fused import fused_quantizer
+from qarl.quant.phases import phase
+from qarl.quant.scheme import QuantArgs, Scheme
 from qarl.quant.tensor import QuantizedTensor
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
@@ -70,17 +74,21 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
             fix="add the layer to quant.ignore"
             + (", or set quant.group_size to a divisor of the input features" if args.group_size else ""),
         )
-    groups = weight.detach().contiguous().view(rows, -1, args.group_size or cols)
-    scale = _scale(groups, _HALF_RANGE[args.num_bits, args.type], name)
+    weight = weight.detach()
+    values, scale, nonfinite = fused_quantizer(weight, args, _eager)(weight, args)
+    if nonfinite.item():
+        count = int((~torch.isfinite(weight)).sum())
+        raise UserError(
+            f"{name} holds {count} values that are NaN or Inf, of {weight.numel()}",
+            where=f"parameter {name}",
+            why="such a weight has no scale, and one NaN in the engine stays in its KV cache",
+            fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
+        )
     if args.num_bits == 4:
-        tensors = {
-            "weight_packed": _pack(_codes(groups, scale).view(rows, cols)),
-            "weight_scale": scale,
-            "weight_shape": torch.tensor([rows, cols], dtype=torch.int64, device="cpu"),
-        }
+        shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
+        tensors = {"weight_packed": values, "weight_scale": scale, "weight_shape": shape}
     else:
-        codes = _int8_codes if args.type == "int" else _e4m3_codes
-        tensors = {"weight": codes(groups.view(rows, cols), scale), "weight_scale": scale.float()}
+        tensors = {"weight": values, "weight_scale": scale}
     return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors)
 
 
@@ -89,19 +97,31 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
     return quantized.dequantize(dtype)
 
 
-def _scale(groups: Tensor, half_range: float, name: str) -> Tensor:
-    """[N, K/g] in the dtype of `groups` [N, K/g, g]. The magnitudes are compared as integers; NaN sorts above Inf."""
+def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and scales as on the wire, and int32 [1]: 1 where a number is NaN or Inf, and the others mean nothing."""
+    rows, cols = weight.shape
+    with phase("quantize"):
+        groups = weight.contiguous().view(rows, -1, args.group_size or cols)
+        absmax = _absmax(groups)
+        nonfinite = (~torch.isfinite(absmax)).any().to(torch.int32).view(1)
+        scale = _scale(absmax, _HALF_RANGE[args.num_bits, args.type])
+        if args.num_bits == 8:
+            to_codes = _int8_codes if args.type == "int" else _e4m3_codes
+            return to_codes(groups.view(rows, cols), scale), scale.float(), nonfinite
+        codes = _codes(groups, scale).view(rows, cols)
+    with phase("pack"):
+        return _pack(codes), scale, nonfinite
+
+
+def _absmax(groups: Tensor) -> Tensor:
+    """[N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers; NaN sorts above Inf."""
     bits = _BITS[groups.dtype]
-    absmax = (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
-    if not torch.isfinite(absmax).all():
-        count = int((~torch.isfinite(groups)).sum())
-        raise UserError(
-            f"{name} holds {count} values that are NaN or Inf, of {groups.numel()}",
-            where=f"parameter {name}",
-            why="such a weight has no scale, and one NaN in the engine stays in its KV cache",
-            fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
-        )
-    scale = absmax.div_(half_range)
+    return (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
+
+
+def _scale(absmax: Tensor, half_range: float) -> Tensor:
+    """The divisor is a tensor because CUDA multiplies by the reciprocal of a Python number, one bit off in FP32."""
+    scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 

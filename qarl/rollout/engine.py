@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,15 @@ from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish import publish_weights
+from qarl.rollout.receive import WeightReceiver, flatten_kv_caches
+from qarl.rollout.wire import NamedTensor
+from qarl.rollout.writers import ReloadFailed
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU."""
+    """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU.
+    `direct_writes`: publish into vLLM's storage where we can, not through its layerwise reload."""
 
     model: str
     scheme: Scheme
@@ -40,6 +44,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float = 1.0
     enforce_eager: bool = True
+    direct_writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,10 @@ class RolloutBatch:
     top_token_ids: list[list[int]] | None = None
 
 
+class EngineFailed(ReloadFailed):
+    """vLLM itself failed or is gone: only `rebuild` helps."""
+
+
 class RolloutEngine:
     """An in-process vLLM whose weights come from `publish`."""
 
@@ -77,42 +86,44 @@ class RolloutEngine:
                 why="a publish hands tensors over within the process",
                 fix="unset it",
             )
-        if config.scheme.name == "w4a8":
-            raise UserError(
-                "w4a8 rollouts are refused",
-                where="quant.scheme",
-                why="vLLM takes such a checkpoint and runs other arithmetic: W4A16 on CPU, FP8 activations on GPU",
-                fix="use w4a16 or w8a8",
-            )
+        check_served(config.scheme.name)
+        self.config = config
+        self.receiver: WeightReceiver | None = None
+        self._start()
+
+    def _start(self) -> None:
         import torch._dynamo
+        from vllm import LLM
 
         self._dynamo_was_disabled: bool | None = None
-        if config.enforce_eager and not torch.cuda.is_available():
+        if self.config.enforce_eager and not torch.cuda.is_available():
             # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
-        self.config = config
-        self.weight_version: int | None = None
-        self._stale_because = "nothing has been published to it yet"
         num_threads = torch.get_num_threads()
-        self._poisoned = False
         try:
-            self._start()
+            self.llm = LLM(**_llm_arguments(self.config))
+            self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
+            check_same_layers(self.model(), self.expected)
+            (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(**_llm_arguments(self.config))
-        self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
-        check_same_layers(self.model(), self.expected)
+    def rebuild(self) -> None:
+        """Close vLLM and start it anew, with dummy weights: what is left to do after `ReloadFailed`."""
+        self.close()
+        self._start()
 
     @property
     def hf_config(self) -> Any:
         return self.llm.llm_engine.model_config.hf_config
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the last complete publish; None while the engine is stale."""
+        return self.receiver.version if self.receiver else None
 
     @property
     def stale(self) -> bool:
@@ -131,10 +142,13 @@ class RolloutEngine:
 
         Raises:
             UserError: the engine holds no complete set of published weights.
+            EngineFailed: vLLM raised; no publish helps any more, `rebuild` does.
             FloatingPointError: a log-prob is not finite (the weights or the KV cache are spoilt).
         """
-        if self.weight_version is None:
-            raise UserError("the rollout engine refuses to generate", why=self._stale_because, fix="publish first")
+        version = self.weight_version
+        if version is None:
+            why = self.receiver.stale_because if self.receiver else "it was closed"
+            raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
         from vllm import SamplingParams
 
         params = [
@@ -150,40 +164,63 @@ class RolloutEngine:
             for i in range(len(prompts))
         ]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))
         completions = [output.outputs[0] for output in outputs]
         log_probs = [_sampled_log_probs(c) for c in completions]
         for i, values in enumerate(log_probs):
             if not all(map(math.isfinite, values)):
-                self._poisoned = True
-                self.mark_stale(f"response {i} of the last call had a log-prob that is not finite")
+                self.mark_stale(f"response {i} of the last call had a log-prob that is not finite", nan=True)
                 raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
         return RolloutBatch(
             prompt_token_ids=[list(prompt) for prompt in prompts],
             response_token_ids=[list(c.token_ids) for c in completions],
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
-            weight_version=self.weight_version,
+            weight_version=version,
             top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
         )
 
-    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PublishReport:
-        """Replace the engine's weights by `tensors` (checkpoint names), which are checked before it is touched."""
-        if self._poisoned:
-            raise UserError(
-                "this engine cannot be published to any more",
-                why="it answered NaN, which stays in its KV cache even under good weights",
-                fix="close it and start another",
-            )
-        return publish_weights(self, list(tensors), version=version)
+    def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
+        """Replace the engine's weights by `tensors` (checkpoint names, in layer order); all or nothing.
 
-    def mark_stale(self, reason: str) -> None:
-        """From here on `generate` refuses, with `reason`, until a complete publish."""
-        self.weight_version, self._stale_because = None, reason
+        Raises:
+            UserError: the tensors do not fit; TransferFailed: they were damaged on the way. A later publish works.
+            ReloadFailed, EngineFailed: vLLM failed, now or before: `rebuild` first.
+            Whatever `tensors` raises. After each of these the engine is stale.
+        """
+        if self.receiver is None:
+            raise UserError("the rollout engine is gone", why="it was closed", fix="start another, or call rebuild()")
+        return publish_weights(self, self.receiver, tensors, version=version)
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """`call` into vLLM; but for a request it refuses (ValueError), an exception of its means that it is lost."""
+        try:
+            return call()
+        except ValueError:
+            raise
+        except Exception as error:
+            reason = f"vLLM failed: {type(error).__name__}: {error}"
+            self.mark_stale(reason)
+            if self.receiver:
+                self.receiver.broken = True
+            raise EngineFailed("the rollout engine is lost", why=reason) from error
+
+    def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """What carries a publish to the engine: here nothing, it is in this process."""
+        return stream
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._run(self.llm.reset_prefix_cache))
+
+    def mark_stale(self, reason: str, *, nan: bool = False) -> None:
+        """From here on `generate` refuses, with `reason`, until a complete publish. `nan`: it answered NaN."""
+        if self.receiver:
+            self.receiver.mark_stale(reason)
+            self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on."""
-        self.mark_stale("it was closed")
+        self.receiver = None
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
@@ -196,6 +233,29 @@ class RolloutEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
+    """Runs in vLLM's worker, which is in this process."""
+    runner = worker.model_runner
+    return WeightReceiver(
+        worker.get_model(),
+        worker.vllm_config,
+        expected,
+        kv_caches=lambda: flatten_kv_caches(runner.kv_caches),
+        direct=direct,
+    )
+
+
+def check_served(scheme_name: str) -> None:
+    """UserError for a scheme that vLLM would take and then not compute."""
+    if scheme_name == "w4a8":
+        raise UserError(
+            "w4a8 rollouts are refused",
+            where="quant.scheme",
+            why="vLLM takes such a checkpoint and runs other arithmetic: W4A16 on CPU, FP8 activations on GPU",
+            fix="use w4a16 or w8a8",
+        )
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

@@ -1,0 +1,88 @@
+"""A 64-bit checksum of a tensor's bytes that every device computes alike, and computes fast.
+
+The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower), multiplied by an odd weight of
+its place, mixed again, and added up modulo 2**64; so are the sums of blocks, where there are several. Every step of a
+word's way is one-to-one: damage within one word, such as a flipped bit, always shows. Damage to several words shows but
+for a chance of about 2**-32: without the mixing, two flipped signs at the top of their words would cancel. It tells
+accidents, not attackers: for that, `QuantizedTensor.digest` is SHA-256, which no GPU computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+
+_BLOCK = 4096  # words that share the weights of `_weights(1, ...)`
+_CHUNK = 1 << 16  # words at a time on CPU: what is made of them stays in the cache
+_LOWER = 0xFFFFFFFF
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The checksum of each tensor (any dtype, shape, strides and device): one transfer for all that share a device."""
+    sums = [_checksum(tensor.detach()) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(i)
+    result = [0] * len(sums)
+    for indices in by_device.values():
+        for i, number in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+            result[i] = number
+    return result
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """0-d int64. The number of bytes counts too, so that a tail of zeros does."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    size = flat.numel()
+    whole = size // 8 * 8
+    words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    total = _words(words.view(torch.int64), size)
+    if size > whole:
+        tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+        tail[: size - whole] = flat[whole:]
+        total = total + _mixed(tail.view(torch.int64), _weights(3, 1, flat.device)).sum()
+    return total
+
+
+def _words(words: torch.Tensor, size: int) -> torch.Tensor:
+    count, device = words.numel(), words.device
+    inner = _weights(1, _BLOCK, device)
+    if count <= _BLOCK:
+        return _mixed(words, inner[:count]).sum() + size
+    total = torch.full((), size, dtype=torch.int64, device=device)
+    step = _CHUNK if device.type == "cpu" else max(_CHUNK, count)
+    outer = _weights(2, 1 << (count // _BLOCK).bit_length(), device)
+    for start in range(0, count, step):
+        chunk = words[start : start + step]
+        first, rows = start // _BLOCK, chunk.numel() // _BLOCK
+        if rows:
+            sums = _mixed(chunk[: rows * _BLOCK].view(rows, _BLOCK), inner).sum(1)
+            total = total + _mixed(sums, outer[first : first + rows]).sum()
+        rest = chunk[rows * _BLOCK :]
+        if rest.numel():
+            total = total + _mixed(_mixed(rest, inner[: rest.numel()]).sum(), outer[first + rows])
+    return total
+
+
+def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A one-to-one function of each word; shifts are logical, which torch's are not: hence the mask."""
+    mixed = words >> 32
+    mixed = mixed.bitwise_and_(_LOWER).bitwise_xor_(words).mul_(weights)
+    return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)
+
+
+@lru_cache(maxsize=64)
+def _weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
+    """`count` odd int64 numbers without pattern (the finalizer of splitmix64, over consecutive numbers)."""
+    if device.type != "cpu":
+        return _weights(seed, count, torch.device("cpu")).to(device)
+    numbers = (torch.arange(count, dtype=torch.int64) + seed * (1 << 40)) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> shift)) * _signed(factor)
+    return numbers | 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

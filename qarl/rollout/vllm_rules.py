@@ -1,0 +1,71 @@
+"""What vLLM itself would decide for a model, asked of its own functions without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from qarl.process import configure_vllm_process
+from qarl.quant.scheme import Scheme
+
+
+def unavailable() -> str | None:
+    """Why vLLM cannot be asked, or None."""
+    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
+
+
+def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether vLLM keeps its layer `name` in high precision under this ignore list.
+
+    `fused`: names of the layers that vLLM loads from several, with their parts.
+    Raises:
+        ValueError: the list covers a part of a fused layer only.
+    """
+    configure_vllm_process()
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    mapping = {whole: list(parts) for whole, parts in fused.items()}
+    return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
+
+
+def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
+    """Name of the class that vLLM runs on this machine for a weight of `shape` [N, K], one GPU's part of `full_shape`.
+
+    Raises:
+        ValueError: no kernel of vLLM takes it; says for each why not.
+        Exception: whatever another vLLM than the supported ones raises where these functions are elsewhere.
+    """
+    configure_vllm_process()
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels import linear as kernels
+
+    if scheme.format == "pack-quantized":
+        from vllm.scalar_type import scalar_types
+
+        layer = kernels.MPLinearLayerConfig(
+            full_weight_shape=full_shape[::-1],
+            partition_weight_shape=shape[::-1],
+            weight_type=scalar_types.uint4b8,
+            act_type=torch.bfloat16,
+            group_size=scheme.group_size or -1,
+            zero_points=False,
+            has_g_idx=False,
+        )
+        return str(kernels.choose_mp_linear_kernel(layer).__name__)
+    with set_current_vllm_config(VllmConfig()):
+        if scheme.name == "w8a8":
+            chosen: object = kernels.init_int8_linear_kernel(
+                is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
+            )
+        else:
+            from vllm.model_executor.layers.quantization.utils import quant_utils
+
+            chosen = kernels.init_fp8_linear_kernel(
+                activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+                weight_quant_key=quant_utils.kFp8StaticChannelSym,
+                input_dtype=torch.bfloat16,
+                out_dtype=torch.bfloat16,
+                weight_shape=shape,
+            )
+    return type(chosen).__name__

@@ -1,0 +1,96 @@
+"""The checksum of a publish, against the same sum in Python's integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qarl.rollout import checksum
+from qarl.rollout.checksum import checksums
+
+
+def one(tensor: torch.Tensor) -> int:
+    return checksums([tensor])[0]
+
+
+def by_hand(data: bytes) -> int:
+    """The definition, word by word, in Python's integers."""
+    block, mask = checksum._BLOCK, (1 << 64) - 1
+
+    def mixed(word: int, weight: int) -> int:
+        word = (word ^ (word >> 32)) * weight & mask
+        return word ^ (word >> 32)
+
+    inner = checksum._weights(1, block, torch.device("cpu")).tolist()
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
+    outer = checksum._weights(2, len(words) // block + 1, torch.device("cpu")).tolist()
+    total = len(data)
+    for number in range(0, len(words), block):
+        row = sum(mixed(word, inner[i]) for i, word in enumerate(words[number : number + block])) & mask
+        total += mixed(row, outer[number // block]) if len(words) > block else row
+    if len(data) % 8:
+        tail = int.from_bytes(data[len(data) // 8 * 8 :], "little")
+        total += mixed(tail, checksum._weights(3, 1, torch.device("cpu")).item())
+    total &= mask
+    return total - (1 << 64) if total >= 1 << 63 else total
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096 * 8, 4096 * 8 + 8, 4096 * 8 + 13, 3 * 4096 * 8 + 24])
+def test_it_is_the_sum_that_it_says(size, monkeypatch):
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    assert one(data) == by_hand(data.numpy().tobytes())
+    monkeypatch.setattr(checksum, "_CHUNK", 4096)
+    assert one(data) == by_hand(data.numpy().tobytes()), "in chunks"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_every_flipped_bit_shows(dtype):
+    tensor = torch.randn(7, 11).to(dtype)
+    before = one(tensor)
+    raw = tensor.view(torch.uint8).view(-1)
+    for place in range(raw.numel()):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            assert one(tensor) != before, (place, bit)
+            raw[place] ^= 1 << bit
+    assert one(tensor) == before
+
+
+@pytest.mark.parametrize("bit", [0, 7, 31, 32, 47, 62, 63])
+def test_the_same_bit_flipped_in_several_words_shows(bit):
+    """Signs above all: an odd multiple of 2**63 is 2**63, and two of them are nothing."""
+    words = torch.randint(-(2**62), 2**62, (3 * checksum._BLOCK + 77,), dtype=torch.int64)
+    before, flip = one(words), torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    for places in ([0, 1], [5, 4096 + 5], [3, 9000, 9001, 12300], list(range(0, 4096, 4)), list(range(12365))):
+        damaged = words.clone()
+        damaged[places] ^= flip
+        assert one(damaged) != before, places
+    signs = torch.randn(256, 256).bfloat16()
+    negated = signs.clone()
+    negated.view(-1)[3::4] *= -1
+    assert one(negated) != one(signs)
+
+
+def test_swapped_words_and_zeros_at_the_end_show():
+    tensor = torch.arange(10000, dtype=torch.int64)
+    swapped = tensor.clone()
+    swapped[[3, 4000]] = tensor[[4000, 3]]
+    blocks = tensor.clone()
+    blocks[:4096], blocks[4096:8192] = tensor[4096:8192].clone(), tensor[:4096].clone()
+    longer = torch.cat([tensor, torch.zeros(1, dtype=torch.int64)])
+    assert len({one(tensor), one(swapped), one(blocks), one(longer)}) == 4
+
+
+def test_strides_and_alignment_do_not_matter():
+    tensor = torch.randn(32, 24).bfloat16()
+    assert one(tensor.t()) == one(tensor.t().contiguous())
+    shifted = torch.cat([torch.zeros(3), torch.randn(50)]).bfloat16()
+    assert one(shifted[3:]) == one(shifted[3:].clone())
+    raw = torch.randint(0, 256, (101,), dtype=torch.uint8)
+    assert one(raw[3:]) == one(raw[3:].clone())
+
+
+def test_several_at_once_are_each_alone():
+    tensors = [torch.randn(3), torch.zeros(0), torch.randint(-8, 8, (5, 9), dtype=torch.int8)]
+    assert checksums(tensors) == [one(t) for t in tensors]
+    assert checksums([]) == []

@@ -1,62 +1,226 @@
-"""Checkpoints on disk: a compressed-tensors folder that vLLM and transformers load as they are.
+"""Checkpoints that a run goes on from: on disk whole or not at all, and checked by digest before they are used.
 
-The low-bit tensors are those that were published. A folder appears whole or not at all: it is
-written beside its final place and renamed.
+`checkpoints/step_N/` is a Hugging Face folder with the BF16 weights the forward sees, loadable as it is, plus
+
+    optimizer.pt   FP32 masters where they exist, moments, generator of the stochastic rounding, place in the schedule
+    rng.pt         global generators of torch, CUDA, NumPy and Python
+    state.json     step, weight version, config, versions, data position, metrics of the step, digest of what was
+                   published, and size and SHA-256 of every other file; at its end a digest of itself
+
+TBPO has no state. verl deletes the oldest checkpoint before it writes the next one; here the next one is whole on disk
+before an older one goes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
-from qarl.quant.scheme import Scheme
+from qarl.errors import UserError
+from qarl.quant.export import ModelFiles, write_model
+from qarl.quant.scheme import get_scheme
+from qarl.storage import StorageError, file_sha256, remove_folder, whole_folder
+from qarl.tracking import json_safe
+
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+RNG_FILE = "rng.pt"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d+)")
 
 
-def save_compressed(
+class CheckpointError(UserError):
+    """A checkpoint that is incomplete, damaged or none at all."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were found whole; `state` is what its state.json holds."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step after which it was written."""
+        return {name: float(value) for name, value in self.state["metrics"].items()}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config, nested, in JSON types."""
+        config: dict[str, Any] = self.state["config"]
+        return config
+
+    def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
+        """`MasterOptimizer.state_dict()`; with `mmap` its tensors are read from disk when they are used."""
+        path = str(self.folder / OPTIMIZER_FILE)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return state
+
+    def rng(self) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(self.folder / RNG_FILE, map_location="cpu", weights_only=True)
+        return state
+
+
+def save_checkpoint(
     folder: Path,
-    model: nn.Module,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    scheme: Scheme,
-    ignore: Sequence[str],
-    tokenizer: Any,
-) -> Path:
-    """Write `tensors` (checkpoint names) with `model`'s config and `tokenizer` to `folder`, replacing what is there."""
-    partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    config: Any = model.config
-    config.save_pretrained(partial)
-    if scheme.quantized:
-        _add_quantization_config(partial / "config.json", scheme.quantization_config(list(ignore)))
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-    save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
-    replace_folder(folder, partial)
-    return folder
+    *,
+    files: ModelFiles,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    optimizer: Mapping[str, Any],
+    rng: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> int:
+    """Write a checkpoint to `folder` and return its bytes. `state`: what state.json holds besides `format` and `files`.
+
+    Raises:
+        StorageError: the disk did not take it; `folder` is as it was before.
+    """
+    weights = list(weights)
+    needed = sum(tensor.nbytes for _, tensor in weights) + _tensor_bytes(optimizer)
+    with whole_folder(folder, needed_bytes=needed) as partial:
+        write_model(partial, files, weights, scheme=get_scheme("bf16"))
+        _save(partial / OPTIMIZER_FILE, optimizer)
+        _save(partial / RNG_FILE, rng)
+        parts: dict[str, dict[str, Any]] = {
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+        content = json_safe({"format": FORMAT, **state, "files": parts})
+        content["digest"] = _digest(content)
+        (partial / STATE_FILE).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return sum(part["bytes"] for part in parts.values())
 
 
-def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`; what was there is moved aside first and removed last."""
-    old = folder.with_name(folder.name + f".old-{os.getpid()}")
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, every byte of it read and compared with its digest.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+        UserError: it is of another format.
+    """
+    try:
+        return _open(folder)
+    except OSError as error:
+        raise _damaged(folder, f"it cannot be read: {error.filename}: {error.strerror}") from error
 
 
-def _add_quantization_config(path: Path, quantization_config: dict[str, Any]) -> None:
-    config = json.loads(path.read_text())
-    config["quantization_config"] = quantization_config
-    path.write_text(json.dumps(config, indent=2) + "\n")
+def _open(folder: Path) -> Checkpoint:
+    state = _read_state(folder)
+    for name, part in state["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise _damaged(folder, f"{name} is missing")
+        if (size := path.stat().st_size) != part["bytes"]:
+            raise _damaged(folder, f"{name} has {size} bytes, {part['bytes']} were written")
+        if file_sha256(path) != part["sha256"]:
+            raise _damaged(folder, f"the bytes of {name} are not those that were written (SHA-256 differs)")
+    return Checkpoint(folder, state)
+
+
+def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every `step_N` in `parent`, newest first; nothing is checked."""
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+def newest_good(parent: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    """The newest checkpoint in `parent` that is whole, and what is wrong with each newer one."""
+    problems: list[CheckpointError] = []
+    for _, folder in list_checkpoints(parent):
+        try:
+            return open_checkpoint(folder), problems
+        except CheckpointError as error:
+            problems.append(error)
+    return None, problems
+
+
+def prune(parent: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints of `parent` (None: keep all)."""
+    for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            raise StorageError(f"{folder} could not be removed", why=error.strerror) from error
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names and `tensor_digest`s, in order of name."""
+    whole = hashlib.sha256()
+    for name, digest in sorted((name, tensor_digest(tensor)) for name, tensor in tensors):
+        whole.update(f"{name}:{digest};".encode())
+    return whole.hexdigest()
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
+    digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}",
+            why=f"it has no {STATE_FILE}" if folder.is_dir() else "there is no such folder",
+            fix="give a folder that trainer.save_freq wrote, OUTPUT_DIR/NAME/checkpoints/step_N",
+        )
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        digest = state.pop("digest")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, f"{STATE_FILE} is cut short or not JSON") from error
+    if _digest(state) != digest:
+        raise _damaged(folder, f"{STATE_FILE} is not as it was written (its digest differs)")
+    if state["format"] != FORMAT:
+        raise UserError(  # it is whole: no reason to pass it over
+            f"the checkpoint in {folder} has format {state['format']}, this version reads {FORMAT}",
+            fix="resume with the version of QaRL that wrote it; its versions are in state.json",
+        )
+    return dict(state)
+
+
+def _damaged(folder: Path, why: str) -> CheckpointError:
+    fix = "use an earlier checkpoint (trainer.resume_mode=auto does so by itself), or copy this one again"
+    return CheckpointError(f"the checkpoint in {folder} is damaged", why=why, fix=fix)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _save(path: Path, content: Any) -> None:
+    """`torch.save`, with the operating system's own error where the disk refuses: torch hides it in a RuntimeError."""
+    with path.open("wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+def _tensor_bytes(content: Any) -> int:
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    if isinstance(content, Mapping):
+        return sum(map(_tensor_bytes, content.values()))
+    return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0

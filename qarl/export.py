@@ -1,0 +1,252 @@
+"""`python -m qarl.export run=runs/NAME output=DIR key=value ...`: a checkpoint of a run as a model folder of its own.
+
+    run=runs/NAME         the run's folder
+    output=DIR            where the model goes; must not exist or be empty, unless overwrite=true
+    step=N                which checkpoint; default: the latest
+    format=quantized      compressed-tensors by the run's quant.scheme, group_size and ignore (default): the bytes that
+                          were published at that step
+           bf16           the weights the forward saw, as an ordinary checkpoint
+           fp32           the optimizer's FP32 masters (optim.master_dtype=fp32)
+    max_shard_size=5GB    larger models are split into files of at most this size
+    overwrite=true        replace an earlier export
+
+The checkpoint is checked by its digests first, and only read. Tensors are streamed, a shard at a time. The folder
+appears whole or not at all; a full disk is an error with nothing left behind. Exit codes: 0; 2 where something will not
+do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qarl.config_errors import nearest
+from qarl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from qarl.checkpoint import Checkpoint
+    from qarl.quant.scheme import Scheme
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite")
+FORMATS = ("quantized", "bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What the command line asks for; `step` None is the latest."""
+
+    run: Path
+    output: Path
+    step: int | None = None
+    format: str = "quantized"
+    max_shard_bytes: int = 5 * 10**9
+    overwrite: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Export as `argv` says; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or set(arguments) & {"-h", "--help"}:
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        print(export(read_request(arguments)))
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def export(request: ExportRequest) -> str:
+    """Write the model folder; returns a line that says what was written.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged; the output is in the way; the disk has no room.
+    """
+    from qarl.checkpoint import open_checkpoint
+    from qarl.quant.export import ModelFiles, write_model
+    from qarl.quant.scheme import get_scheme
+    from qarl.storage import recover, whole_folder
+
+    folder = find_checkpoint(request)
+    check_output(request.output, folder, overwrite=request.overwrite)
+    checkpoint = open_checkpoint(folder)
+    quant = checkpoint.config["quant"]
+    scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
+    if request.format != "quantized":
+        scheme = get_scheme("bf16")
+    with reading(folder):
+        needed, tensors = source(checkpoint, request.format, scheme, quant["ignore"])
+        files = ModelFiles.from_folder(folder)
+    output = request.output.resolve()
+    if output.parent.is_dir():
+        recover(output.parent, output.name)
+    with whole_folder(output, needed_bytes=needed) as partial:
+        write_model(
+            partial,
+            files,
+            _read(folder, tensors),
+            scheme=scheme,
+            ignore=quant["ignore"],
+            max_shard_bytes=request.max_shard_bytes,
+            dtype=_torch_dtype(request.format),
+        )
+    kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
+    return f"{request.output}: step {checkpoint.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """What goes wrong inside is said of `folder`, which is read, and not of what is written."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        fix = "look at the disk it is on, or export another step"
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=str(error), fix=fix) from error
+
+
+def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    with reading(folder):
+        yield from tensors
+
+
+def source(
+    checkpoint: Checkpoint, format: str, scheme: Scheme, ignore: Sequence[str]
+) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+    """Bytes of the tensors to write, and the tensors, read as they are used."""
+    from qarl.quant.export import packed_bytes, packed_from_folder, tensor_shapes
+
+    folder = checkpoint.folder
+    if format != "fp32":
+        return packed_bytes(folder, scheme, ignore), packed_from_folder(folder, scheme, ignore)
+    masters = checkpoint.optimizer(mmap=True)["masters"]
+    if not masters:
+        raise UserError(
+            "the checkpoint has no FP32 masters",
+            where=str(folder),
+            why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
+            fix="use format=bf16: the BF16 weights are the masters",
+        )
+    elements = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+    return 4 * elements, _fp32(folder, masters)
+
+
+def _fp32(folder: Path, masters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Masters, and what has none (frozen parameters, buffers) upcast."""
+    from qarl.quant.export import read_tensors
+
+    for name, tensor in read_tensors(folder):
+        master = masters.get(name, tensor)
+        yield name, master.float() if master.is_floating_point() else master
+
+
+def find_checkpoint(request: ExportRequest) -> Path:
+    """The folder of the checkpoint asked for. UserError, which lists what there is, where there is none."""
+    from qarl.checkpoint import list_checkpoints
+
+    if not request.run.is_dir():
+        raise UserError(f"there is no run {request.run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
+    found = dict(list_checkpoints(request.run / "checkpoints"))
+    if not found:
+        raise UserError(
+            f"the run {request.run} has no checkpoints",
+            why="trainer.save_freq writes them, and is -1 (never) by default",
+            fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
+        )
+    step = max(found) if request.step is None else request.step
+    if step not in found:
+        raise UserError(f"the run {request.run} has no checkpoint of step {step}", fix=f"choose from {_list(found)}")
+    return found[step]
+
+
+def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
+    """UserError where writing to `output` would touch the source or what is not ours to replace."""
+    target, origin = output.resolve(), checkpoint.resolve()
+    if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
+        raise UserError(f"output={output} would touch the checkpoints {checkpoint.parent}", fix="choose another folder")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not output.is_dir():
+        raise UserError(f"output={output} is a file", fix="choose the name of a folder")
+    if not overwrite:
+        raise UserError(f"output={output} exists and is not empty", fix="choose another folder, or add overwrite=true")
+    if not (output / "config.json").is_file():
+        raise UserError(
+            f"output={output} is not a model folder",
+            why="overwrite=true replaces the whole folder, and this one has no config.json",
+            fix="choose another folder, or empty it yourself",
+        )
+
+
+def read_request(arguments: Sequence[str]) -> ExportRequest:
+    """The request in `arguments`, key=value each. UserError for the first that is wrong."""
+    values: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in _KEYS:
+            guess = nearest(key.lstrip("-"), _KEYS)
+            hint = f"did you mean {guess}=...? " if guess else ""
+            raise UserError(f"{argument!r} is not one of {', '.join(_KEYS)}", fix=f"{hint}write key=value")
+        if key in values or not value:
+            problem = "is given twice" if key in values else "has no value"
+            raise UserError(f"{key} {problem}", fix=f"write {key}=VALUE")
+        values[key] = value
+    missing = [key for key in ("run", "output") if key not in values]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} missing", fix="python -m qarl.export run=runs/NAME output=DIR")
+    return ExportRequest(
+        run=Path(values["run"]),
+        output=Path(values["output"]),
+        step=_step(values["step"]) if "step" in values else None,
+        format=_one_of("format", values.get("format", "quantized"), FORMATS),
+        max_shard_bytes=_size(values.get("max_shard_size", "5GB")),
+        overwrite=_one_of("overwrite", values.get("overwrite", "false"), ("true", "false")) == "true",
+    )
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"step={text} is not a number of a step", fix="write step=N, or leave it out for the latest")
+    return int(text)
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise UserError(f"{key}={value} is not one of {', '.join(choices)}", fix=f"write {key}={choices[0]}")
+    return value
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text)
+    try:
+        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    except (ValueError, KeyError):
+        size = 0
+    if size < 1:
+        raise UserError(f"max_shard_size={text} is not a size", fix="write bytes, or a number with KB, MB or GB")
+    return size
+
+
+def _torch_dtype(format: str) -> torch.dtype | None:
+    import torch
+
+    return torch.float32 if format == "fp32" else None
+
+
+def _list(steps: dict[int, Path]) -> str:
+    return ", ".join(f"step={step}" for step in sorted(steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Where a run starts: anew, or from a checkpoint. Decided by run folder and config, before anything is loaded.
+
+    trainer.resume_mode=auto         an interrupted run of this name goes on; a finished one is moved aside
+                        disable      whatever has this name is moved aside
+                        resume_path  go on from trainer.resume_from_path, in its own run folder or in a new one; where
+                                     an interrupted run did that already, from its newest checkpoint
+
+A run is finished when its summary says so: reached `total_training_steps`, everything written. One process at a time
+works in a run folder (a lock that the operating system drops with the process). verl has the same three modes; it
+resumes with any config and from any folder of the right name, whole or not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.checkpoint import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.config import Config
+from qarl.config_errors import show
+from qarl.errors import UserError
+from qarl.storage import recover, set_aside
+from qarl.trainer.setup import fresh_run_dir
+
+# What a resume may change without a word about the bits: length and output of the run.
+_FREE = frozenset(
+    f"trainer.{key}"
+    for key in (
+        *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "save_final"),
+        *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
+    )
+) | {"name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"}
+_LENGTH = "trainer.total_training_steps"
+# What bounds memory or picks threads: the same training, with other rounding.
+_ROUNDING = frozenset(
+    {
+        "trainer.num_threads",
+        "model.gradient_checkpointing",
+        "actor.ppo_micro_batch_size_per_gpu",
+        "actor.log_prob_micro_batch_size_per_gpu",
+        "rollout.max_num_seqs",
+        "rollout.max_num_batched_tokens",
+        "rollout.gpu_memory_utilization",
+        "rollout.cpu_kvcache_space_gib",
+        "rollout.enforce_eager",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts. `damaged`: checkpoints that are passed over, with what is wrong; `notes`: worth saying."""
+
+    checkpoint: Checkpoint | None = None
+    damaged: tuple[tuple[Path, CheckpointError], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def stays_in(self, run_dir: Path) -> bool:
+        """Whether the run goes on in `run_dir`; else what is there is moved aside."""
+        return self.checkpoint is not None and _within(self.checkpoint.folder, run_dir)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Checkpoint | None]:
+    """Lock the run folder, and yield the checkpoint to go on from; None for a run that starts anew.
+
+    Earlier runs are moved aside where this one starts anew, and what a killed process left half-written is removed.
+    After the resume call `make_newest`.
+
+    Raises:
+        UserError: another process has the run; there is no good checkpoint where one is asked for; the config changes
+            what is trained.
+    """
+    run_dir = config.run_dir
+    with lock_run(run_dir) as locked:
+        for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
+            _note(done)
+        start = find_start(config)
+        for folder, problem in start.damaged:
+            name = set_aside(folder, "damaged").name
+            _note(f"{problem.what} ({problem.why}); it is now {name}, an earlier one is used")
+        for note in start.notes:
+            _note(note)
+        if not start.stays_in(run_dir):
+            fresh_run_dir(run_dir)
+    with lock_run(run_dir, create=True):
+        yield start.checkpoint
+
+
+def find_start(config: Config) -> Start:
+    """How a run of `config` starts. Nothing is changed; checkpoints are read and compared with their digests.
+
+    Raises:
+        UserError: there is no good checkpoint where one is asked for; the config changes what is trained.
+    """
+    settings, run_dir = config.trainer, config.run_dir
+    if settings.resume_mode == "disable":
+        return Start()
+    if settings.resume_from_path is not None:
+        start = _descendant(config, Path(settings.resume_from_path))
+        start = start or Start(open_checkpoint(Path(settings.resume_from_path)))
+    elif is_finished(run_dir):
+        return Start(notes=_how_to_extend(config))
+    else:
+        start = _newest(run_dir)
+    if start.checkpoint is None:
+        return start
+    return Start(start.checkpoint, start.damaged, _check_resumable(config, start.checkpoint))
+
+
+def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
+    """Once the resume has worked: rename checkpoints of later steps, which belong to a course the run leaves now, and
+    drop the old summary. Nothing where the checkpoint is another run's."""
+    if not _within(checkpoint.folder, run_dir):
+        return
+    for step, folder in list_checkpoints(checkpoints_dir(run_dir)):
+        if step > checkpoint.step:
+            renamed = set_aside(folder, "superseded").name
+            _note(f"{folder} lies after the step the run goes on from; it is now {renamed}")
+    (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def check_free(run_dir: Path) -> None:
+    """UserError where a process works in `run_dir`. Nothing is changed."""
+    try:
+        with (run_dir / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _busy(run_dir) from error
+    except OSError:
+        pass
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether the run in `run_dir` came to its end, by its summary."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return bool(summary["finished"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _within(folder: Path, run_dir: Path) -> bool:
+    return folder.resolve().is_relative_to(run_dir.resolve())
+
+
+def _how_to_extend(config: Config) -> tuple[str, ...]:
+    found = list_checkpoints(checkpoints_dir(config.run_dir))
+    if not found or found[0][0] >= config.trainer.total_training_steps:
+        return ()
+    how = "trainer.resume_mode=resume_path trainer.resume_from_path=.../checkpoints"
+    return (f"{config.name} is finished, so this run starts anew; to go on from its end: {how}/step_{found[0][0]}",)
+
+
+def _newest(run_dir: Path) -> Start:
+    """The newest good checkpoint, and each newer one that is damaged."""
+    checkpoint, problems = newest_good(checkpoints_dir(run_dir))
+    if problems and checkpoint is None:
+        raise UserError(
+            f"none of the {len(problems)} checkpoints of the run is whole",
+            where=str(checkpoints_dir(run_dir)),
+            why=f"{problems[0].what}: {problems[0].why}",
+            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts anew",
+        )
+    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
+    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
+
+
+def _descendant(config: Config, origin: Path) -> Start | None:
+    """The newest checkpoint of an interrupted run in the run folder that began at `origin` itself; None if there is
+    none. A checkpoint's config says where its run began, and that it did not begin there under another command."""
+    run_dir = config.run_dir
+    checkpoint, problems = newest_good(checkpoints_dir(run_dir))
+    if checkpoint is None or is_finished(run_dir):
+        return None
+    began = checkpoint.config["trainer"].get("resume_from_path")
+    if began is None or Path(began).resolve() != origin.resolve():
+        return None
+    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
+    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
+
+
+def _check_resumable(config: Config, checkpoint: Checkpoint) -> tuple[str, ...]:
+    return check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+
+
+def check_changes(
+    config: Config,
+    folder: Path,
+    step: int,
+    saved: Mapping[str, Any],
+    *,
+    also: Mapping[str, tuple[Any, Any]] | None = None,
+) -> tuple[str, ...]:
+    """Whether a run of `config` may go on from the checkpoint of `step` in `folder`, which a run of `saved` wrote.
+
+    `also`: further keys that changed, with the old and the new value. Returns what is worth saying; UserError where it
+    may not.
+    """
+    changed = changed_keys(saved, config)
+    other = {key: values for key, values in changed.items() if key not in _FREE | _ROUNDING} | dict(also or {})
+    if other:
+        raise UserError(
+            f"the run cannot go on from {folder}: the config changes what is trained",
+            where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()),
+            why="the rest of the run would belong to another experiment than its beginning",
+            fix="give these keys their old values; or start anew with another name=..., or trainer.resume_mode=disable",
+        )
+    if step > config.trainer.total_training_steps:
+        raise UserError(
+            f"the checkpoint is of step {step}, past the end of the run",
+            where=f"trainer.total_training_steps={config.trainer.total_training_steps}",
+            fix="raise trainer.total_training_steps, or resume from an earlier checkpoint (resume_mode=resume_path)",
+        )
+    notes = []
+    if rounding := sorted(changed.keys() & _ROUNDING):
+        notes.append(
+            f"changed {', '.join(rounding)}: the same training, no longer bit for bit that of an uninterrupted run"
+        )
+    if _LENGTH in changed and config.optim.lr_scheduler_type == "cosine":
+        before, now = changed[_LENGTH]
+        notes.append(
+            f"{_LENGTH} was {before}, now {now}: with lr_scheduler_type=cosine every later learning rate is "
+            f"another one, that of a run of {now} steps"
+        )
+    return tuple(notes)
+
+
+def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in the checkpoint, value now), of the keys that both know."""
+    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
+    return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= {f"{key}.{child}": v for child, v in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+@contextmanager
+def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
+    """Hold the run folder's lock; yields whether it is held: not where there is no folder, or its disk has no locks."""
+    try:
+        if create:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / ".lock").open("a")
+    except OSError:  # writing the config comes next, and says what is wrong with the folder
+        yield False
+        return
+    with file:
+        held = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _busy(run_dir) from error
+        except OSError:
+            held = False
+        yield held
+
+
+def _busy(run_dir: Path) -> UserError:
+    return UserError(
+        f"another process is working on the run {run_dir.name!r}",
+        where=str(run_dir),
+        why="two runs that write to one folder would spoil both",
+        fix="wait for it or end it, or choose another name=...",
+    )
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,162 @@
+"""Exported checkpoints against the trainer: the same log-probs from vLLM and from transformers, per scheme.
+
+    python scripts/export_check.py --output result.json
+
+For each scheme: two steps of the quickstart at learning rates that move the weights, a checkpoint, `qarl.export`, and
+then the greedy responses of a vLLM of its own process on the exported folder. On those tokens, log-probs of
+
+    vllm           that vLLM itself
+    exact, model   our trainer's forward at these alignment levels, from the checkpoint's BF16 weights
+    transformers   the exported folder in stock transformers with compressed-tensors
+
+A row gives mean and largest |difference| to vLLM's in nats a token. The weights in transformers are the engine's,
+bit for bit; its arithmetic is not: it multiplies dequantized weights by (for w8a8 and fp8, fake-quantized) activations
+in BF16, and rounds norms, rotary embedding and attention elsewhere. `published`: whether the exported bytes are those
+that were published at that step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.checkpoint import open_checkpoint, tensor_digest
+from qarl.config import Config, load_config
+from qarl.export import export, read_request
+from qarl.process import configure_vllm_process
+from qarl.quant.export import read_tensors
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.diagnosis import with_quant
+from qarl.trainer.local import train
+from qarl.trainer.policy import Policy
+
+SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
+_LENGTHS = (80, 112)  # of the quickstart: response, and prompt with response
+
+_FRESH_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+folder, prompts, max_tokens, max_model_len = json.loads(sys.stdin.read())
+llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28,
+          enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=4096)
+params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False)
+done = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)]
+log_probs = [[p[t].logprob for t, p in zip(c.token_ids, c.logprobs)] for c in done]
+print("RESULT" + json.dumps([[list(c.token_ids) for c in done], log_probs]))
+"""
+
+
+def train_and_export(folder: Path, scheme: str) -> tuple[Config, Path, Path]:
+    """The config of a run of two steps, its checkpoint, and the folder exported of it."""
+    steps = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", "trainer.plots=false"]
+    settings = [f"output_dir={folder}", f"quant.scheme={scheme}", "optim.lr=2e-4", "trainer.val_before_train=false"]
+    config = load_config(["config=quickstart.yaml", "name=run", *settings, *steps, "trainer.logger=[]"])
+    train(config)
+    export(read_request([f"run={config.run_dir}", f"output={folder}/exported"]))
+    return config, config.run_dir / "checkpoints" / "step_2", folder / "exported"
+
+
+def vllm_responses(folder: Path, prompts: list[list[int]]) -> RolloutBatch:
+    """Greedy responses of a vLLM that loads `folder` as it is, in a process of its own."""
+    configure_vllm_process()
+    request = json.dumps([str(folder), prompts, *_LENGTHS])
+    run = subprocess.run([sys.executable, "-c", _FRESH_VLLM], input=request, capture_output=True, text=True)
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
+    if line is None:
+        raise RuntimeError(f"vLLM failed on {folder}: {run.stderr[-2000:]}")
+    tokens, log_probs = json.loads(line.removeprefix("RESULT"))
+    return RolloutBatch(prompts, tokens, log_probs, ["stop"] * len(tokens), weight_version=0)
+
+
+@torch.no_grad()
+def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> list[list[float]]:
+    """Of each response by itself, as its user would: the logits of the whole sequence, upcast before the softmax."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    found = []
+    for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
+    return found
+
+
+@torch.no_grad()
+def trainer_log_probs(config: Config, checkpoint: Path, level: str, batch: Batch) -> torch.Tensor:
+    """[B, R]: the trainer's forward at `level`, with the weights of the checkpoint."""
+    path = config.model.model_copy(update={"path": str(checkpoint)})
+    policy = Policy.load(with_quant(config.model_copy(update={"model": path}), align=level))
+    return policy.response_log_probs(batch, slice(0, len(batch)), temperature=1.0)
+
+
+def same_as_published(checkpoint: Path, exported: Path) -> bool:
+    digests = {name: tensor_digest(tensor) for name, tensor in read_tensors(exported)}
+    return digests == open_checkpoint(checkpoint).state["published"]
+
+
+def check(scheme: str, prompts: int) -> dict[str, Any]:
+    """The row of one scheme."""
+    with tempfile.TemporaryDirectory() as parent:
+        config, checkpoint, exported = train_and_export(Path(parent), scheme)
+        rollout = vllm_responses(exported, prompt_tokens(config, prompts))
+        zeros = torch.zeros(prompts)
+        batch = make_batch(rollout, zeros, zeros, pad_token_id=0)
+        stock = torch.zeros_like(batch.rollout_log_probs)
+        for row, values in enumerate(transformers_log_probs(exported, rollout)):
+            stock[row, : len(values)] = torch.tensor(values)
+        found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
+        row: dict[str, Any] = {"scheme": scheme, "tokens": int(batch.response_mask.sum())}
+        row["published"] = same_as_published(checkpoint, exported)
+    for name, log_probs in {**found, "transformers": stock}.items():
+        delta = (log_probs - batch.rollout_log_probs)[batch.response_mask].abs()
+        row[name] = {"mean": float(delta.mean()), "max": float(delta.max())}
+    return row
+
+
+def prompt_tokens(config: Config, count: int) -> list[list[int]]:
+    from qarl.data import load_prompts
+    from qarl.trainer.setup import load_tokenizer
+
+    tokenizer, _ = load_tokenizer(config.model.path)
+    found = load_prompts(config.data.val_files, tokenizer=tokenizer, max_prompt_length=32, limit=count)
+    return [prompt.prompt_token_ids for prompt in found]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--row", action="store_true", help="of one scheme, in this process")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.row:
+        print("ROW" + json.dumps(check(args.schemes[0], args.prompts)))
+        return
+    rows = []
+    for scheme in args.schemes:
+        command = [sys.executable, __file__, "--row", "--schemes", scheme, "--prompts", str(args.prompts)]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        line = next((line for line in run.stdout.splitlines() if line.startswith("ROW")), None)
+        if line is None:
+            raise SystemExit(f"{scheme}: failed, see above")
+        rows.append(json.loads(line.removeprefix("ROW")))
+        print(line.removeprefix("ROW"), file=sys.stderr, flush=True)
+    text = json.dumps(rows, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

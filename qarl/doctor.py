@@ -1,0 +1,47 @@
+"""`python -m qarl.doctor config=NAME.yaml key=value ...`: what would go wrong with a run, before it starts.
+
+Takes the arguments of `qarl.train`, starts no engine and loads no weights, and prints findings by topic (see
+`qarl.preflight`). `doctor.device=h100 doctor.gpu_memory_gib=80` judges for such GPUs instead of this machine;
+`doctor.json=PATH` also writes the findings as JSON. Exit codes: 0 nothing was found that stops the run; 1 the run would
+fail; 2 the config cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from qarl.config import load_config
+from qarl.errors import UserError
+from qarl.preflight.target import find_target, split_arguments
+from qarl.process import limit_threads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine the run that `argv` describes; returns the exit code."""
+    try:
+        arguments = split_arguments(sys.argv[1:] if argv is None else list(argv))
+        config = load_config(arguments.run)
+        threads_given = os.environ.get("OMP_NUM_THREADS")
+        limit_threads(config.trainer.num_threads)
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        from qarl.preflight.run import run_checks
+        from qarl.tracking import write_json
+
+        report = run_checks(config, find_target(arguments.options), threads_given=threads_given)
+        print(report)
+        if path := arguments.options.get("json"):
+            try:
+                write_json(path, report.to_json())
+            except OSError as error:
+                fix = "give a file in a folder that can be written to"
+                raise UserError(f"doctor.json={path} cannot be written", why=error.strerror, fix=fix) from error
+        return report.exit_code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,15 +1,23 @@
-"""Activations to 8 bits, one scale a token, with vLLM's arithmetic on CPU: every value multiplied by the reciprocal of
-the scale (dividing by it rounds about one value in 100,000 otherwise).
+"""Activations to 8 bits, one scale a token, with vLLM's arithmetic, which is not the same on CPU and on CUDA; and what
+comes before: RMSNorm and SiLU times up. Exact PyTorch, the truth of the fused kernels in qarl.kernels.triton.
 
-int8: s = amax / 127, q = round-half-even(x * (1 / s)), as its oneDNN operator `dynamic_scaled_int8_quant`.
-fp8:  s = max(amax / 448, 1 / (448 * 512)), q = e4m3(clamp(x * (1 / s), -448, 448)), as `QuantFP8.forward_native`.
-A row of zeros gives zeros, in int8 with a scale of 0. compressed-tensors computes scales in the dtype of the
-activations and int8 ones as amax / 127.5: it is not what the engine runs.
+       on CPU (`quantize_int8`, `quantize_fp8`)         on CUDA (`..._cuda`)
+int8   s = amax / 127, q = rint(x * (1 / s))            q = rint(x * (127 / amax))
+fp8    s = max(amax / 448, 1 / (448 * 512)),            q = e4m3(clamp(x / s))
+       q = e4m3(clamp(x * (1 / s), -448, 448))
+
+CPU: its oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`; dividing by s instead rounds about
+one value in 100,000 otherwise. CUDA: csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu. A row of
+zeros gives zeros, in int8 with a scale of 0. compressed-tensors computes scales in the dtype of the activations and
+int8 ones as amax / 127.5: it is not what the engine runs.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 INT8_MAX = 127.0
 FP8 = torch.float8_e4m3fn
@@ -37,3 +45,59 @@ def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(-1, keepdim=True).float()
+
+
+def quantize_int8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> int8 [M, K] and FP32 scales [M, 1]. Rows below 4e-37 differ from vLLM's, whose reciprocal is Inf."""
+    amax = _amax(x)
+    top = torch.full_like(amax, INT8_MAX)  # a Python number would be multiplied by its reciprocal on CUDA
+    reciprocal = torch.where(amax == 0, 0.0, top / amax).clamp_(max=torch.finfo(torch.float32).max)
+    return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), amax / top
+
+
+def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] -> float8_e4m3fn [M, K] and FP32 scales [M, 1]."""
+    amax = _amax(x)
+    scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_(min=FP8_MIN_SCALE)
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+class NormRounding(NamedTuple):
+    """Where RMSNorm rounds to BF16, besides its result: the sum with the residual before it is normalised, and the
+    normalised value before it is multiplied by the weight."""
+
+    sum: bool
+    normalised: bool
+
+
+NATIVE = NormRounding(sum=False, normalised=True)
+"""vLLM's definition (vllm/ir/ops/layernorm.py), which runs on CPU and under torch.compile."""
+CUDA_OPERATOR = NormRounding(sum=True, normalised=False)
+"""vLLM's CUDA operators `rms_norm` and `fused_add_rms_norm` (csrc/libtorch_stable/layernorm_kernels.cu)."""
+CUDA_OPERATOR_BEFORE_STABLE = NormRounding(sum=True, normalised=True)
+"""The same two while they were in csrc/layernorm_kernels.cu; transformers rounds so too."""
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    rounding: NormRounding = NATIVE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] BF16 or FP32, weight [K] and residual [M, K] BF16 -> the norm BF16 [M, K], the sum rounded to BF16
+    [M, K] (the next residual), and the reciprocal root mean squares FP32 [M, 1], which a backward needs."""
+    total = x.float() if residual is None else x.float() + residual.float()
+    if rounding.sum:
+        total = total.bfloat16().float()
+    variance = total.square().sum(-1, keepdim=True)
+    rstd = torch.rsqrt(variance / torch.full_like(variance, x.shape[-1]) + eps)
+    normalised = total * rstd
+    if rounding.normalised:
+        normalised = normalised.bfloat16().float()
+    return (normalised * weight.float()).bfloat16(), total.bfloat16(), rstd
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) rounded to BF16, times up: BF16 [M, K] from BF16 [M, K], as vLLM's `silu_and_mul` on every device."""
+    return F.silu(gate) * up

@@ -90,3 +90,10 @@ class ReferenceW4A8Linear(ReferenceW8A8Linear):
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return dequantize_int4(tensors["weight_packed"], tensors["weight_scale"].double(), torch.float64)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [M, K] sorted by expert, weight [E, N, K], ends [E] -> [M, N]: rows ends[e-1]..ends[e]-1 by weight[e]."""
+    starts = [0, *ends.tolist()]
+    parts = [F.linear(x[starts[e] : starts[e + 1]], weight[e]) for e in range(weight.shape[0])]
+    return torch.cat(parts)

@@ -2,12 +2,12 @@
 
 The choice depends on scheme, machine and shape alone and is never timed at run time, so a resumed run multiplies with
 the kernels it started with. First the operator the rollout engine itself uses on that machine, then PyTorch's, then
-the exact reference.
+ours in Triton, on GPUs, then the exact reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +21,29 @@ from qarl.kernels.reference import (
     ReferenceW4A16Linear,
     ReferenceW8A8Linear,
 )
+from qarl.kernels.triton.linears import (
+    TritonFP8Linear,
+    TritonInvariantFP8Linear,
+    TritonInvariantW4A16Linear,
+    TritonInvariantW8A8Linear,
+    TritonW4A16Linear,
+    TritonW8A8Linear,
+)
+from qarl.kernels.vllm_cuda import (
+    VllmCutlassFP8Linear,
+    VllmCutlassInt8Linear,
+    VllmMacheteLinear,
+    VllmMarlinLinear,
+)
 from qarl.kernels.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
 
 
 class LinearKernel(Protocol):
-    """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward."""
+    """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
+
+    A kernel may also have `backward_input`, as `InputGradientKernel` says, and `group_sizes`, the only ones it can
+    multiply by.
+    """
 
     name: str
 
@@ -50,13 +68,47 @@ class LinearKernel(Protocol):
         ...
 
 
+class InputGradientKernel(LinearKernel, Protocol):
+    """A kernel with its own dX = dY W, so that the backward needs no BF16 copy of the weight."""
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """grad [M, N] BF16, any strides -> [M, K] BF16: the product with what `linear` multiplied by."""
+        ...
+
+
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
-    "w4a16": (VllmCpuWNA16Linear, ReferenceW4A16Linear),
-    "w8a8": (VllmCpuInt8Linear, TorchInt8Linear, ReferenceW8A8Linear),
-    "fp8": (VllmCpuFP8Linear, ReferenceFP8Linear),
+    "w4a16": (
+        VllmCpuWNA16Linear,
+        VllmMacheteLinear,
+        VllmMarlinLinear,
+        TritonW4A16Linear,
+        TritonInvariantW4A16Linear,
+        ReferenceW4A16Linear,
+    ),
+    "w8a8": (
+        VllmCpuInt8Linear,
+        VllmCutlassInt8Linear,
+        TorchInt8Linear,
+        TritonW8A8Linear,
+        TritonInvariantW8A8Linear,
+        ReferenceW8A8Linear,
+    ),
+    "fp8": (
+        VllmCpuFP8Linear,
+        VllmCutlassFP8Linear,
+        TritonFP8Linear,
+        TritonInvariantFP8Linear,
+        ReferenceFP8Linear,
+    ),
     "w4a8": (ReferenceW4A8Linear,),
 }
 """For every scheme its kernels, in order of preference."""
+
+
+def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+    """The kernel's `backward_input`, or None: then dX is the product with the dequantized weight."""
+    return getattr(kernel, "backward_input", None)
 
 
 @dataclass(frozen=True)
@@ -72,11 +124,17 @@ class Choice:
 
 
 def choose_linear_kernel(
-    scheme_name: str, device: torch.device, shape: tuple[int, int], *, force: str | None = None
+    scheme_name: str,
+    device: torch.device,
+    shape: tuple[int, int],
+    *,
+    group_size: int | None = None,
+    force: str | None = None,
 ) -> Choice:
     """The first kernel in order of preference that can serve `scheme_name` weights of `shape` [N, K] on `device`.
 
     Args:
+        group_size: of the weights; None where they have no groups, or where it shall not matter.
         force: the name of the only kernel to consider.
 
     Raises:
@@ -87,7 +145,7 @@ def choose_linear_kernel(
     for kernel in kernels:
         if force is not None and kernel.name != force:
             continue
-        why_not = kernel.unavailable(scheme_name, device, shape)
+        why_not = kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size)
         if why_not is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append(f"{kernel.name}: {why_not}")
@@ -97,3 +155,10 @@ def choose_linear_kernel(
         why="; ".join(passed_over) or f"kernels for {scheme_name}: {', '.join(k.name for k in kernels) or 'none'}",
         fix="choose another kernel" if force else "choose another quant.scheme or device",
     )
+
+
+def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | None:
+    sizes: tuple[int, ...] | None = getattr(kernel, "group_sizes", None)
+    if sizes is None or group_size is None or group_size in sizes:
+        return None
+    return f"has groups of {', '.join(map(str, sizes))}, not of {group_size}"

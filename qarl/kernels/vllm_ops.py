@@ -1,7 +1,7 @@
 """The rollout engine's own operators, callable from the trainer: same operation, same operands, same bits.
 
-vLLM registers them as `torch.ops._C.*`. They know no autograd; `qarl.quant.linear` wraps them. This file and
-`qarl.rollout` are the only places that import vllm.
+vLLM registers them as `torch.ops._C.*`. They know no autograd; `qarl.quant.linear` wraps them. This file,
+`vllm_cuda.py` for GPUs, `vllm_attention.py` and `qarl.rollout` are the only places that import vllm.
 
 W4A16 on CPU is `cpu_gemm_wna16`: each weight becomes `bf16(float(q - 8) * float(scale))`, products are summed in
 FP32 in order of K without split, and rounded once, so a row's result depends neither on the number of rows nor on
@@ -25,7 +25,7 @@ import torch
 
 from qarl.kernels.activations import dequantize
 from qarl.kernels.cpu import int8_linear, int8_unavailable
-from qarl.kernels.int4 import VALUES_PER_INT32, unpack_int4
+from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import configure_vllm_process
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
@@ -76,11 +76,13 @@ class VllmCpuWNA16Linear:
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
         """The kernel's layout, equal to what vLLM's `process_weights_after_loading` makes of the same tensors."""
-        values = unpack_int4(tensors["weight_packed"]).add_(8).view(torch.uint8)
-        out_features, in_features = values.shape
-        pairs = values.view(out_features // _CHANNELS_PER_BLOCK, _CHANNELS_PER_BLOCK // 2, 2, in_features)
-        packed = pairs[:, :, 0].bitwise_or(pairs[:, :, 1] << 4).transpose(1, 2).contiguous()
-        weight = packed.view(torch.int32).view(-1, in_features * _CHANNELS_PER_BLOCK // VALUES_PER_INT32)
+        pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
+        out_features, half = pairs.shape  # a byte holds two neighbours along K of one output channel
+        even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
+        packed = pairs.new_empty(out_features // _CHANNELS_PER_BLOCK, half, 2, _CHANNELS_PER_BLOCK // 2)
+        packed[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
+        packed[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
+        weight = packed.view(-1).view(torch.int32).view(-1, 2 * half * _CHANNELS_PER_BLOCK // VALUES_PER_INT32)
         return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod

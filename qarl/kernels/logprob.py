@@ -1,0 +1,123 @@
+"""Log-probs of chosen tokens from hidden states and lm_head, a block of rows at a time: no [tokens, vocabulary] tensor.
+
+    logits = bf16(hidden @ weight.T)      what the engine samples from is BF16 too
+    y = log_softmax(fp32(logits) / temperature)[token]
+
+The forward runs the very operations of the path that holds all logits, on fewer rows at once, so y and the gradient of
+`hidden` have its bits wherever the BF16 product of a row does not depend on the rows beside it (PyTorch on CPU from 17
+rows on; cuBLAS picks kernels by shape and promises nothing). The backward makes the logits of a block again, by the
+same product. The gradient of `weight` is summed over blocks in FP32 and rounded once: it differs from one product over
+all rows in the last BF16 bit, and is no farther from float64.
+
+Memory beyond inputs and outputs, in bytes: 10 for each logit of a block (`LOGITS_AT_A_TIME` of them), 18 in the
+backward, and four for each weight where `weight` needs a gradient and there are several blocks. The path without blocks
+takes 10 and 12 for every logit.
+
+Looked at first, and why not used (Liger-Kernel at ead96b6, verl 0.9.1):
+    verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
+           in BF16, which rounds them once more, adds the blocks' weight gradients in BF16, and always makes entropies.
+    verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32: the engine's are rounded.
+    Liger  `LigerFusedLinearScaledCrossEntropyFunction`: on Hopper logits are staged as FP16 (through CuTe DSL, another
+           dependency; FP16 ends at 65504) and weight gradients added in BF16; elsewhere it is verl's first.
+    Liger  `LigerFusedLinearCrossEntropyFunction` takes its gradients in the forward, from a loss that is a plain sum
+           over tokens: TBPO's is known only when all log-probs are.
+None returns the likeliest token, which the mismatch report counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+LOGITS_AT_A_TIME = 2**27
+"""Logits of one block, whose backward takes 2.3 GiB for them."""
+_ROW_MULTIPLE = 64  # blocks of whole tiles
+_WEIGHT_ROWS = 16384  # rows of the weight's gradient that are multiplied at a time
+
+
+def rows_at_a_time(vocabulary: int) -> int:
+    """Rows of a block: as many as `LOGITS_AT_A_TIME` allows, in whole tiles."""
+    return max(LOGITS_AT_A_TIME // vocabulary // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
+
+
+def chosen_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, *, temperature: float, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 log-probs [T] of `tokens`, and int64 [T], the likeliest token at each place (no gradient).
+
+    Args:
+        hidden: [T, H], in the dtype of `weight`: BF16, for the engine's arithmetic.
+        weight: lm_head's [V, H].
+        tokens: int64 [T].
+        rows: of a block; by default `rows_at_a_time(V)`.
+    """
+    chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
+        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0])
+    )
+    return chosen
+
+
+def log_probs_of_logits(
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from logits [T, V]: upcast before the temperature and the softmax."""
+    scaled = logits.float() / temperature
+    return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0], scaled.argmax(-1)
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float, rows: int
+    ) -> Any:
+        ctx.save_for_backward(hidden, weight, tokens)
+        ctx.temperature, ctx.rows = temperature, rows
+        log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        top = torch.empty_like(tokens)
+        for block in _blocks(len(hidden), rows):
+            logits = F.linear(hidden[block], weight)
+            log_probs[block], top[block] = log_probs_of_logits(logits, tokens[block], temperature=temperature)
+        ctx.mark_non_differentiable(top)
+        return log_probs, top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, tokens = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        blocks = _blocks(len(hidden), ctx.rows)
+        total = torch.zeros_like(weight, dtype=torch.float32) if need_weight and len(blocks) != 1 else None
+        grad_weight = None
+        for block in blocks:
+            logits = F.linear(hidden[block], weight).requires_grad_()
+            with torch.enable_grad():
+                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature)
+            (grad,) = torch.autograd.grad(log_probs, logits, grad_outputs[0][block])
+            del logits, log_probs
+            if grad_hidden is not None:
+                grad_hidden[block] = grad @ weight
+            if total is not None:
+                _add_product(total, grad, hidden[block])
+            elif need_weight:
+                grad_weight = grad.t() @ hidden
+        return grad_hidden, grad_weight if total is None else total.to(weight.dtype), None, None, None
+
+
+def _blocks(length: int, rows: int) -> list[slice]:
+    """Slices of at most `rows`, alike in length: a last one of very few rows would go to another BF16 kernel."""
+    size = -(-length // max(-(-length // rows), 1))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total [V, H] FP32 += grad [T, V]ᵀ @ hidden [T, H], summed in FP32 and not rounded."""
+    for start in range(0, total.shape[0], _WEIGHT_ROWS):
+        part = slice(start, start + _WEIGHT_ROWS)
+        if total.is_cuda:
+            total[part] += torch.mm(grad[:, part].t(), hidden, out_dtype=torch.float32)
+        else:  # PyTorch multiplies BF16 into FP32 on GPUs only
+            total[part].addmm_(grad[:, part].t().float(), hidden.float())

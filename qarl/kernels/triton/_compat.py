@@ -1,0 +1,130 @@
+"""Rounding, casts and dot products that give the same bits on a GPU and under Triton's interpreter.
+
+With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. There, in
+Triton 3.6 to 3.9, these differ from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
+(triton-lang/triton#11584), FP32 to BF16 truncates, subnormal BF16 numbers are cast wrongly both ways, FP32 to FP8
+rounds otherwise, and libdevice functions fail. The functions here give a GPU its own instruction and the interpreter
+integer arithmetic with the same result. Kernels never compute on BF16 tensors: `to_fp32` on load, `to_bf16` on store.
+
+Two rules for bits that do not depend on the Triton release: launch with `**LAUNCH` (whether a * b + c fuses is a
+default that changes with 3.10), and write `tl.div_rn` and `tl.sqrt_rn`, since `/` and `tl.sqrt` are approximate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
+
+INTERPRETED: bool = knobs.runtime.interpret
+"""Whether the kernels of this process run under the interpreter."""
+
+LAUNCH: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
+"""Options of every launch."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_ROUND_EVEN = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def round_bf16(x):
+    """FP32 -> FP32, rounded half to even to a BF16 value. Under the interpreter NaN may turn into another NaN."""
+    if _INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
+        return (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def to_bf16(x):
+    """FP32 -> BF16, half to even."""
+    if _INTERPRETED:
+        bits = round_bf16(x).to(tl.uint32, bitcast=True)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_fp32(x):
+    """Any of the types that kernels load -> FP32, exact."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def round_even(x):
+    """FP32 -> FP32, to the nearest whole number, half to even, for |x| below 2**22: the sum has a unit of one."""
+    return (x + _ROUND_EVEN) - _ROUND_EVEN
+
+
+@triton.jit
+def exp(x):
+    """FP32 -> FP32, CUDA's `expf` (`tl.exp` is an approximation by a power of two)."""
+    if _INTERPRETED:
+        return tl.exp(x)
+    return libdevice.exp(x)
+
+
+@triton.jit
+def e4m3_bits(x, HARDWARE: tl.constexpr):
+    """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
+
+    `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 have none, and the
+    interpreter's rounds otherwise: there, normal numbers are rounded as integers with 20 bits to drop, and below
+    2**-6 the sum with 2**14, whose unit is 2**-9, leaves the code in its low bits.
+    """
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < (121 << 23), subnormal, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_value(code, HARDWARE: tl.constexpr):
+    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact: shifted into an FP32 they are 2**120 too small."""
+    if HARDWARE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = code.to(tl.uint32)
+    value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with FP32 accumulation (int32 for int8 operands), for BF16, int8 or e4m3 operands."""
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        return tl.dot(to_fp32(a), to_fp32(b), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, out_dtype=acc.dtype)
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether kernels on `device` may convert to and from float8_e4m3fn in hardware."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message): what every wrapper checks before it launches, so that no kernel reads astray."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_device(*tensors: torch.Tensor) -> None:
+    """All on one GPU, or on the CPU under the interpreter."""
+    devices = {tensor.device for tensor in tensors}
+    require(len(devices) == 1, f"tensors are on different devices: {sorted(map(str, devices))}")
+    require(
+        INTERPRETED or tensors[0].is_cuda,
+        f"Triton kernels need a GPU, not {tensors[0].device} (TRITON_INTERPRET=1 runs them on CPU, for tests)",
+    )

@@ -1,0 +1,198 @@
+"""One output tile of the W4A16 products, straight from the packed weight: what the dense and grouped kernels share.
+
+An int32 of the wire format is read as two int16, each holding the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits
+first. A tile of int16 is loaded once and gives four planes, one for each position j in the int16; plane j is
+multiplied by the activations at k = 4h + j. Why planes, and not the codes in their order along K:
+
+- Nothing moves between threads. A tensor core takes its BF16 operand as 32-bit registers of two values adjacent along
+  the summed dimension. Two int16 adjacent there are one 32-bit register too, and `(r >> 4j) & 0x000F000F` are their two
+  codes where the operand wants them. Order along K is order of summation: the activations follow it.
+- Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too,
+  and one multiplication by the scale rounds: `bf16(float(code - 8) * float(scale))`, the operand of vLLM's CPU kernel
+  and of Marlin. Compiled for sm_90 the loop has 2.9 instructions a weight; with the codes in their order it had 9, for
+  shuffles and conversions. 4.3 TB/s are 37 weights a clock and SM, which can issue 3.5 instructions for each.
+- The weight is the first operand (acc is [N, M]): Hopper's tensor cores read the first from registers, so the
+  dequantized tile never touches shared memory, and few activations fill the other side, which may be as small as 8.
+
+Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16; GROUP the group
+size. Offsets inside a tile are 32 bits wide: whatever can be further off is in the pointer.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qarl.kernels.triton._compat import dot, to_bf16, to_fp32
+
+
+def _assembly(position: int) -> str:
+    """Two weights from the codes at `position` of two int16 ($1) and their scales ($2)."""
+    shift = f"shr.b32 r, $1, {4 * position};" if position else "mov.b32 r, $1;"
+    return f"""{{
+    .reg .b32 r, one, bias, zero;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 bias, 0xC308C308;
+    mov.b32 zero, 0x80008000;
+    {shift}
+    lop3.b32 r, r, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 r, r, one, bias;
+    fma.rn.bf16x2 $0, r, $2, zero;
+    }}"""
+
+
+_ASSEMBLY_0 = tl.constexpr(_assembly(0))
+_ASSEMBLY_1 = tl.constexpr(_assembly(1))
+_ASSEMBLY_2 = tl.constexpr(_assembly(2))
+_ASSEMBLY_3 = tl.constexpr(_assembly(3))
+
+
+@triton.jit
+def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
+    """BF16 weights of the codes at POSITION (0..3) of `packed` int16; `scale` BF16 of the same shape.
+
+    PTX: use NVIDIA's instructions (sm_80 and later); else the same value by Triton's own arithmetic.
+    """
+    if not PTX:
+        code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
+        return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
+    if POSITION == 0:
+        return tl.inline_asm_elementwise(_ASSEMBLY_0, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    if POSITION == 1:
+        return tl.inline_asm_elementwise(_ASSEMBLY_1, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    if POSITION == 2:
+        return tl.inline_asm_elementwise(_ASSEMBLY_2, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(_ASSEMBLY_3, "=r,r,r", [packed, scale], tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def by_position(tile, ROWS: tl.constexpr, BH: tl.constexpr):
+    """[ROWS, 4 BH] -> four [ROWS, BH], the columns 4h + j for j = 0..3."""
+    even, odd = tl.split(tl.reshape(tile, (ROWS, BH, 2, 2)))
+    tile_0, tile_2 = tl.split(even)
+    tile_1, tile_3 = tl.split(odd)
+    return tile_0, tile_1, tile_2, tile_3
+
+
+@triton.jit
+def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexpr):
+    """The inverse of `by_position`."""
+    return tl.reshape(tl.join(tl.join(tile_0, tile_2), tl.join(tile_1, tile_3)), (ROWS, 4 * BH))
+
+
+@triton.jit
+def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
+    """BF16 scales of block `step` of K: [BN] where a group spans the block, else [BN, BK / GROUP].
+
+    `rows` [BN]: offsets of the channels' first scales. Beyond the last group zeros.
+    """
+    if BK <= GROUP:
+        scale = tl.load(scale_ptr + rows + step * BK // GROUP)
+    else:
+        group = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
+        offsets = rows[:, None] + group[None, :]
+        if EVEN_K:
+            scale = tl.load(scale_ptr + offsets)
+        else:
+            scale = tl.load(scale_ptr + offsets, mask=(group < groups)[None, :], other=0.0)
+    return scale
+
+
+@triton.jit
+def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
+    """Scales first..first+COUNT-1 of the channels `rows` [BN], [BN] or [BN, COUNT]; beyond the last group the last."""
+    if COUNT == 1:
+        scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
+    else:
+        group = tl.minimum(first + tl.arange(0, COUNT), groups - 1)
+        scale = tl.load(scale_ptr + rows[:, None] * groups + group[None, :])
+    return scale
+
+
+@triton.jit
+def spread_scales(scale, ROWS: tl.constexpr, BH: tl.constexpr, COUNT: tl.constexpr):
+    """[ROWS] or [ROWS, COUNT] -> [ROWS, BH], each scale for the int16 of its group."""
+    if COUNT == 1:
+        spread = tl.broadcast_to(scale[:, None], (ROWS, BH))
+    else:
+        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, COUNT, BH // COUNT)), (ROWS, BH))
+    return spread
+
+
+@triton.jit
+def forward_tile(
+    x_ptr, x_rows, packed_ptr, scale_ptr, channels, K, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """FP32 [BN, BM]: the transposed product over the blocks first..last-1 of K.
+
+    `x_ptr`, `packed_ptr` (int16), `scale_ptr`: the first row of this tile. `x_rows` [BM]: offsets of the rows of x, in
+    elements; `channels` [BN]: rows of the weight counted from its first here. All of them must exist.
+    """
+    BH: tl.constexpr = BK // 4
+    COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    groups = K // GROUP
+    halves = tl.arange(0, BH)
+    columns = tl.arange(0, BK)
+    packed_rows = channels * (groups * (GROUP // 4))  # K / 4, and known to be a multiple of what one copy takes
+    scale_rows = channels * groups
+    acc = tl.zeros((BN, BM), tl.float32)
+    # Scales are too narrow for asynchronous copies: loaded a step ahead, they arrive while the step before is computed.
+    scale = load_scales(scale_ptr, scale_rows, first, groups, BK, GROUP, EVEN_K)
+    for step in range(first, last):
+        offsets = packed_rows[:, None] + (step * BH + halves)[None, :]
+        x_offsets = x_rows[:, None] + (step * BK + columns)[None, :]
+        if EVEN_K:
+            packed = tl.load(packed_ptr + offsets)
+            x = tl.load(x_ptr + x_offsets)
+        else:
+            packed = tl.load(packed_ptr + offsets, mask=(step * BH + halves < K // 4)[None, :], other=0)
+            x = tl.load(x_ptr + x_offsets, mask=(step * BK + columns < K)[None, :], other=0.0)
+        spread = spread_scales(scale, BN, BH, COUNT)
+        scale = load_scales(scale_ptr, scale_rows, tl.minimum(step + 1, last - 1), groups, BK, GROUP, EVEN_K)
+        x_0, x_1, x_2, x_3 = by_position(x, BM, BH)
+        acc = dot(plane(packed, spread, 0, PTX), tl.trans(x_0), acc)
+        acc = dot(plane(packed, spread, 1, PTX), tl.trans(x_1), acc)
+        acc = dot(plane(packed, spread, 2, PTX), tl.trans(x_2), acc)
+        acc = dot(plane(packed, spread, 3, PTX), tl.trans(x_3), acc)
+    return acc
+
+
+@triton.jit
+def backward_tile(
+    grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Four FP32 [BH, BM], the columns start + 4h + j of dX = dY W, over the blocks first..last-1 of N.
+
+    `grad_ptr`: the first row of this tile; `grad_rows` [BM]: offsets of the rows of dY, which must exist.
+    """
+    BH: tl.constexpr = BK // 4
+    COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    groups = K // GROUP
+    stride = groups * (GROUP // 4)  # K / 4, and known to be a multiple of what one copy takes
+    halves = start // 4 + tl.arange(0, BH)
+    inside = halves < stride
+    channels = tl.arange(0, BN)
+    acc_0 = tl.zeros((BH, BM), tl.float32)
+    acc_1 = tl.zeros((BH, BM), tl.float32)
+    acc_2 = tl.zeros((BH, BM), tl.float32)
+    acc_3 = tl.zeros((BH, BM), tl.float32)
+    scale = load_row_scales(scale_ptr, tl.minimum(first * BN + channels, N - 1), start // GROUP, groups, COUNT)
+    for step in range(first, last):
+        rows = step * BN + channels
+        existing = rows if EVEN_N else tl.minimum(rows, N - 1)
+        packed = tl.load(packed_ptr + existing[:, None] * stride + halves[None, :], mask=inside[None, :], other=0)
+        if EVEN_N:
+            grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :])
+        else:
+            grad = tl.load(grad_ptr + grad_rows[:, None] + rows[None, :], mask=(rows < N)[None, :], other=0.0)
+        spread = tl.trans(spread_scales(scale, BN, BH, COUNT))
+        scale = load_row_scales(scale_ptr, tl.minimum(rows + BN, N - 1), start // GROUP, groups, COUNT)
+        grad = tl.trans(grad)
+        packed = tl.trans(packed)
+        acc_0 = dot(plane(packed, spread, 0, PTX), grad, acc_0)
+        acc_1 = dot(plane(packed, spread, 1, PTX), grad, acc_1)
+        acc_2 = dot(plane(packed, spread, 2, PTX), grad, acc_2)
+        acc_3 = dot(plane(packed, spread, 3, PTX), grad, acc_3)
+    return acc_0, acc_1, acc_2, acc_3

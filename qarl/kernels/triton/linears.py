@@ -1,0 +1,154 @@
+"""The Triton kernels as `LinearKernel`s of qarl.kernels.registry, with their own dX: no BF16 copy of a weight is held.
+
+`unavailable` imports nothing of Triton on a machine without a GPU, and the kernels are imported at the first use: they
+are compiled or interpreted as the process was started. Under the interpreter (TRITON_INTERPRET=1) they serve the CPU
+too, for tests.
+
+dX of 8-bit weights dequantizes the weight to a transient BF16 buffer (3 bytes of traffic a weight) and multiplies with
+cuBLAS: the gradients are BF16, and there is no product of BF16 and 8 bits that would be faster when bound by compute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
+"""The lowest CUDA compute capability with the tensor-core instructions of a scheme, as Triton 3.6 emits them."""
+
+
+class PackedWeight(NamedTuple):
+    """The wire tensors: `packed` int32 [N, K/8], `scale` BF16 [N, K/g]."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+
+class ScaledWeight(NamedTuple):
+    """The wire tensors: `weight` int8 or float8_e4m3fn [N, K], `scale` FP32 [N, 1]."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+def unavailable(scheme_name: str, device: torch.device) -> str | None:
+    """Why Triton cannot serve the scheme on `device`, or None."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"runs on GPUs, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "there is no GPU in this machine"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    needed = MIN_CAPABILITY[scheme_name]
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < needed:
+        return f"needs compute capability {needed[0]}.{needed[1]}"
+    if torch.version.hip is not None and scheme_name == "fp8":
+        return "AMD GPUs have other FP8 types"
+    return None
+
+
+class TritonW4A16Linear:
+    """int4 weights dequantized in registers, or past the ridge into a transient buffer (w4a16.py)."""
+
+    name = "triton"
+    batch_invariant = False
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return unavailable(scheme_name, device)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
+        """The wire tensors themselves."""
+        return PackedWeight(tensors["weight_packed"], tensors["weight_scale"])
+
+    @classmethod
+    def linear(cls, x: torch.Tensor, prepared: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        from qarl.kernels.triton.w4a16 import w4a16_linear
+
+        return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
+
+    @classmethod
+    def backward_input(cls, grad: torch.Tensor, prepared: PackedWeight) -> torch.Tensor:
+        """grad [M, N] BF16 -> [M, K] BF16."""
+        from qarl.kernels.triton.w4a16 import w4a16_backward_input
+
+        return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class TritonW8A8Linear:
+    """int8 weights and activations, the activations quantized by our kernel (activations.py, scaled_mm.py)."""
+
+    name = "triton"
+    dtype = torch.int8
+    batch_invariant = False
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        return unavailable(scheme_name, device)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
+        """The wire tensors themselves."""
+        return ScaledWeight(tensors["weight"], tensors["weight_scale"])
+
+    @classmethod
+    def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16. FP8 sums stay in the tensor cores, as the rollout engine's do."""
+        from qarl.kernels.triton.activations import quantize_tokens
+        from qarl.kernels.triton.scaled_mm import scaled_mm
+
+        values, scale = quantize_tokens(x, cls.dtype)
+        return scaled_mm(values, scale, *prepared, bias, fast_accumulation=True, batch_invariant=cls.batch_invariant)
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
+        """grad [M, N] BF16 -> [M, K] BF16."""
+        from qarl.kernels.triton.quantize import dequantize_rows
+
+        return grad @ dequantize_rows(*prepared)
+
+    @classmethod
+    def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
+        from qarl.kernels.triton.activations import quantize_tokens
+        from qarl.kernels.triton.quantize import dequantize_rows
+
+        return dequantize_rows(*quantize_tokens(x, cls.dtype))
+
+
+class TritonFP8Linear(TritonW8A8Linear):
+    """float8_e4m3fn weights and activations."""
+
+    dtype = torch.float8_e4m3fn
+
+
+class TritonInvariantW4A16Linear(TritonW4A16Linear):
+    """One tile and one order of summation for every number of rows; never chosen unless it is named."""
+
+    name = "triton_batch_invariant"
+    batch_invariant = True
+
+
+class TritonInvariantW8A8Linear(TritonW8A8Linear):
+    """As TritonInvariantW4A16Linear; its dX is cuBLAS's, whose order of summation may depend on the rows."""
+
+    name = "triton_batch_invariant"
+    batch_invariant = True
+
+
+class TritonInvariantFP8Linear(TritonFP8Linear):
+    """As TritonInvariantW8A8Linear."""
+
+    name = "triton_batch_invariant"
+    batch_invariant = True

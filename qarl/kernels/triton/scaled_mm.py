@@ -1,0 +1,248 @@
+"""W8A8 and FP8 on a GPU: y = (x_q W_q^T * s_w) * s_x + b, int8 or e4m3 operands, one scale a token and one a channel.
+
+int8 products are summed in int32, exactly, so every tile and every split gives the same bits; e4m3 products in FP32.
+The epilogue scales the sum by the channel and then by the token, and adds the bias in a fused multiply-add, the order
+of vLLM's CUTLASS epilogue (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
+
+Hopper's e4m3 instructions keep about 14 bits of a sum. As in `torch._scaled_mm`, the sum of every BK products is
+therefore added to FP32 registers; `fast_accumulation` leaves it in the tensor core, as vLLM's CUTLASS kernels do.
+
+Tiling. The weight is the first operand (acc is [N, M]): tensor cores want 64 rows or more of it, and few tokens fill
+the other side. Flops 2 M N K, bytes K (M + N) + 2 M N. Ridge on an H200 (4.3 TB/s, 1580 TFLOP/s): M = 184. Below it the
+weight is read once, by programs among which K is split where there are few tiles. Above, M = 8192, K = 4096, N = 12288
+is 0.52 ms, and the L2 cache is the next bound: a 128 by 256 tile brings 48 KiB a step, 12 TB/s at the peak of all the
+tensor cores, so tiles are as large as the registers hold. Loads go through the tensor memory accelerator where there
+is one (`TMA`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qarl.kernels.triton._aot import AotConfig, AotKernel
+from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16, to_fp32
+from qarl.kernels.triton._split import leave_part, split, sum_parts
+from qarl.kernels.triton.tables import Tile, architecture, choose, processors, shipped
+
+
+@triton.jit
+def tile_place(tile, tiles_m, tiles_n):
+    """(row, column) of tile number `tile`: bands of 8 rows, column after column in a band, for the L2 cache."""
+    band = tile // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    inside = tile % (8 * tiles_n)
+    return band * 8 + inside % height, inside // height
+
+
+@triton.jit
+def multiply_8bit(w, x, acc, BK: tl.constexpr, FAST: tl.constexpr):
+    """acc [BN, BM] + w [BN, BK] @ x [BM, BK]^T."""
+    if FAST or acc.dtype == tl.int32:
+        acc = tl.dot(w, tl.trans(x), acc, out_dtype=acc.dtype)
+    else:
+        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=BK, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """(acc * s_w) * s_x + bias -> y [M, N], from acc [BN, BM]."""
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    w_scale = tl.load(w_scale_ptr + columns, mask=columns < N, other=0.0)
+    x_scale = tl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)
+    y = acc.to(tl.float32) * w_scale[:, None]
+    x_scale = tl.broadcast_to(x_scale[None, :], (BN, BM))
+    if bias_ptr is not None:
+        bias = to_fp32(tl.load(bias_ptr + columns, mask=columns < N, other=0.0))
+        y = tl.fma(y, x_scale, tl.broadcast_to(bias[:, None], (BN, BM)))
+    else:
+        y = y * x_scale
+    mask = (rows < M)[None, :] & (columns < N)[:, None]
+    tl.store(y_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None], to_bf16(y), mask=mask)
+
+
+@triton.jit
+def scaled_tile(
+    x_ptr, w_ptr, row, column, M, N, K, stride_xm, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """[BN, BM] over the blocks first..last-1 of K. With `TMA`, x_ptr and w_ptr are tensor descriptors."""
+    acc = tl.zeros((BN, BM), ACC)
+    if TMA:
+        for step in range(first, last):
+            x = x_ptr.load([row, step * BK])
+            w = w_ptr.load([column, step * BK])
+            acc = multiply_8bit(w, x, acc, BK, FAST)
+    else:
+        columns = tl.arange(0, BK)
+        x_ptr += row.to(tl.int64) * stride_xm
+        w_ptr += column.to(tl.int64) * K
+        x_rows = tl.minimum(tl.arange(0, BM), M - 1 - row)[:, None] * stride_xm
+        w_rows = tl.minimum(tl.arange(0, BN), N - 1 - column)[:, None] * K
+        for step in range(first, last):
+            places = (step * BK + columns)[None, :]
+            if EVEN_K:
+                x = tl.load(x_ptr + x_rows + places)
+                w = tl.load(w_ptr + w_rows + places)
+            else:
+                x = tl.load(x_ptr + x_rows + places, mask=places < K, other=0 if acc.dtype == tl.int32 else 0.0)
+                w = tl.load(w_ptr + w_rows + places, mask=places < K, other=0 if acc.dtype == tl.int32 else 0.0)
+            acc = multiply_8bit(w, x, acc, BK, FAST)
+    return acc
+
+
+@triton.jit
+def scaled_mm_kernel(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, workspace_ptr, counter_ptr, M, N, K, stride_xm, parts,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    ACC: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, parts), or with PERSISTENT (programs, 1): then a program computes every `programs`-th tile."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    blocks = tl.cdiv(K, BK)
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n)
+            row = tile_m * BM
+            column = tile_n * BN
+            acc = scaled_tile(
+                x_ptr, w_ptr, row, column, M, N, K, stride_xm, 0, blocks, BM, BN, BK, EVEN_K, TMA, FAST, ACC
+            )
+            store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
+    else:
+        tile = tl.program_id(0)
+        part = tl.program_id(1)
+        share = tl.cdiv(blocks, parts)
+        last = tl.minimum(part * share + share, blocks)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n)
+        row = tile_m * BM
+        column = tile_n * BN
+        acc = scaled_tile(
+            x_ptr, w_ptr, row, column, M, N, K, stride_xm, part * share, last, BM, BN, BK, EVEN_K, TMA, FAST, ACC
+        )
+        if workspace_ptr is None:
+            store_scaled(acc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
+        else:
+            tiles = tl.num_programs(0)
+            if leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, BN, BM):
+                total = sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, BN, BM)
+                store_scaled(total, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, M, N, BM, BN)
+
+
+def scaled_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    fast_accumulation: bool = False,
+    batch_invariant: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight of the same dtype [N, K] with scales [N, 1], bias
+    BF16 [N] -> BF16 [M, N].
+
+    Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant` matters to e4m3 alone.
+    Raises ValueError for other shapes, dtypes and strides.
+    """
+    operation = check_8bit(x, x_scale, weight, weight_scale, bias)
+    (m, k), n, device = x.shape, weight.shape[0], x.device
+    if operation == "fp8":
+        operation = "fp8_fast" if fast_accumulation else "fp8"
+    tile = tile or choose(operation + "_invariant" * batch_invariant, device, m, n, k)
+    require(tile is not None, f"the table of {operation} has no rule for {m} rows")
+    assert tile is not None
+    y = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    if not y.numel():
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tiles = triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN)
+    programs, persistent = tiles, tile.persistent(tiles, device)
+    if persistent:
+        programs, count, workspace, counter = tile.per_sm * processors(device), 1, None, None
+    else:
+        dtype = torch.int32 if operation == "w8a8" else torch.float32
+        count, workspace, counter = split(tile, tiles, triton.cdiv(k, tile.BK), tile.BM * tile.BN, device, dtype)
+    tma = takes_tma(x, weight)
+    scaled_mm_kernel[(programs, count)](
+        TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]) if tma else weight,
+        x_scale, weight_scale, bias, y, workspace, counter, m, n, k, x.stride(0), count,
+        tile.BM, tile.BN, tile.BK, k % tile.BK == 0, tma, fast_accumulation,
+        tl.int32 if operation == "w8a8" else tl.float32, persistent, **tile.launch, **LAUNCH,
+    )  # fmt: skip
+    return y
+
+
+def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can load both: Hopper and later, everything a multiple of 16 bytes."""
+    if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
+        return False
+    strides = (*x.stride()[:-1], *weight.stride()[:-1])
+    return all(stride % 16 == 0 for stride in strides) and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+
+
+def check_8bit(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> str:
+    """"w8a8" or "fp8", for a weight [..., N, K]."""
+    require(x.dtype == weight.dtype, f"activations are {x.dtype} and weights {weight.dtype}")
+    require(x.dtype in (torch.int8, torch.float8_e4m3fn), f"operands must be int8 or float8_e4m3fn, not {x.dtype}")
+    require(x.ndim == 2 and x.shape[1] == weight.shape[-1], f"expected [M, {weight.shape[-1]}], got {list(x.shape)}")
+    require(weight.is_contiguous(), "the weight must be contiguous")
+    for name, scale, shape in (("x_scale", x_scale, (x.shape[0], 1)), ("w", weight_scale, (*weight.shape[:-1], 1))):
+        fits = scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous()
+        require(fits, f"the scale of {name} must be contiguous float32 {list(shape)}")
+    tensors = [x, x_scale, weight, weight_scale]
+    if bias is not None:
+        fits = bias.dtype == torch.bfloat16 and bias.shape == weight.shape[-2:-1] and bias.is_contiguous()
+        require(fits, f"bias must be contiguous bfloat16 [{weight.shape[-2]}]")
+        tensors.append(bias)
+    require_device(*tensors)
+    return "w8a8" if x.dtype == torch.int8 else "fp8"
+
+
+def _aot() -> list[AotKernel]:
+    """Every tile with the tensor memory accelerator, as each program count needs it, and once with plain loads."""
+    entries = []
+    once: dict[str, Any] = {"PERSISTENT": False, "workspace_ptr": None, "counter_ptr": None, "parts": 1}
+    for operation, kind in (("w8a8", "i8"), ("fp8", "fp8e4nv"), ("fp8_fast", "fp8e4nv")):
+        types = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+                 "workspace_ptr": "*i32" if kind == "i8" else "*fp32", "counter_ptr": "*i32",
+                 "M": "i32", "N": "i32", "K": "i32", "stride_xm": "i32", "parts": "i32"}  # fmt: skip
+        for tile, targets in shipped(operation, f"{operation}_invariant"):
+            constants = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "FAST": operation == "fp8_fast",
+                         "ACC": tl.int32 if kind == "i8" else tl.float32}  # fmt: skip
+            split_or_persistent = [{"PERSISTENT": False}, {**once, "PERSISTENT": True}] if tile.per_sm else [once]
+            with_tma = tuple(target for target in targets if target >= 90)
+            for tma, on, variants in (
+                (True, with_tma, split_or_persistent), (False, targets, split_or_persistent[:1])
+            ):  # fmt: skip
+                descriptors = {
+                    name: f"tensordesc<{kind}[{rows}, {tile.BK}]>"
+                    for name, rows in (("x_ptr", tile.BM), ("w_ptr", tile.BN))
+                }
+                pointers = descriptors if tma else {"x_ptr": f"*{kind}", "w_ptr": f"*{kind}"}
+                configs = tuple(
+                    AotConfig({**constants, "TMA": tma, "EVEN_K": tma, **variant}, targets=on, **tile.launch)
+                    for variant in variants
+                )
+                if on:
+                    entries.append(AotKernel(scaled_mm_kernel, types | pointers, configs, ("K", "stride_xm")))
+    return entries
+
+
+AOT = _aot()

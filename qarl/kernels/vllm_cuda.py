@@ -1,0 +1,354 @@
+"""vLLM's CUDA operators as linear kernels: what the rollout engine itself multiplies with on NVIDIA GPUs.
+
+    vllm_machete        W4A16 on capability 9.0, K % 64 = 0, N % 128 = 0, groups of 64 or 128
+    vllm_marlin         W4A16 elsewhere from capability 8.0 on, groups of 32, 64 or 128
+    vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
+    vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
+
+Each prepares weights and calls operators as vLLM's class of that name does (MacheteLinearKernel, MarlinLinearKernel,
+CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/), and serves only
+what vLLM's own chooser gives to that class on this machine. Read in vLLM 0.24.0 and 0.29.0, where the functions called
+here take the same arguments; `changed_functions` refuses a vLLM in which they do not, and this file is the only place
+to mend.
+
+Three ways left for engine and trainer to differ, none of them visible from here:
+    fused layers     the engine multiplies q, k and v (gate and up) at once. A projection alone may miss N % 128 where
+                     the fused one has it, and tiles and splits over K are picked by N: the same numbers to a rounding.
+    linear_backend   an engine argument of vLLM 0.29 that overrides its chooser; QaRL does not set it.
+    compilation      with vLLM's torch.compile on, activations are quantized by compiled PyTorch, not by the operators.
+
+dX is the Triton kernels', from the wire tensors, which the layer holds anyway: no BF16 copy of a weight is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from qarl.kernels.activations import dequantize
+from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
+from qarl.process import configure_vllm_process
+
+_OPS = "vllm._custom_ops"
+_MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
+    (_OPS, "machete_prepack_B"): ("b_q_weight", "a_type", "b_type", "group_scales_type"),
+    (_OPS, "machete_mm"): ("a", "b_q", "b_type", "b_group_scales", "b_group_size"),
+    (_OPS, "gptq_marlin_repack"): ("b_q_weight", "perm", "size_k", "size_n", "num_bits"),
+    (_OPS, "scaled_int8_quant"): ("input", "scale", "azp", "symmetric"),
+    (_OPS, "scaled_fp8_quant"): ("input", "use_per_token_if_dynamic"),
+    (_OPS, "cutlass_scaled_mm"): ("a", "b", "scale_a", "scale_b", "out_dtype", "bias"),
+    (_MARLIN, "marlin_padded_nk"): ("size_n", "size_k", "group_size"),
+    (_MARLIN, "marlin_pad_qweight"): ("qweight", "size_n", "size_k", "padded_n", "padded_k"),
+    (_MARLIN, "marlin_pad_scales"): ("scales", "size_n", "size_k", "padded_n", "padded_k", "group_size"),
+    (_MARLIN, "marlin_pad_dim"): ("x", "size", "padded"),
+    (_MARLIN, "marlin_permute_scales"): ("s", "size_k", "size_n", "group_size"),
+    (_MARLIN, "marlin_permute_bias"): ("s",),
+    (_MARLIN, "marlin_make_workspace_new"): ("device",),
+    (_MARLIN, "apply_gptq_marlin_linear"): (
+        "input", "weight", "weight_scale", "weight_zp", "g_idx", "g_idx_sort_indices", "workspace", "wtype",
+        "output_size_per_partition", "input_size_per_partition", "is_k_full", "bias",
+    ),
+}  # fmt: skip
+"""vLLM's functions that are called here, and the parameters that are given by name."""
+
+
+class PreparedPacked(NamedTuple):
+    """`weight`, `scales`: in the operator's layout; `workspace`: Marlin's; `wire`: what dX is made from."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    workspace: torch.Tensor | None
+    wire: PackedWeight
+
+
+def changed_functions() -> tuple[str, ...]:
+    """What this file calls that the installed vLLM lacks or gives other parameters, in words."""
+    found = []
+    for (module, name), parameters in FUNCTIONS.items():
+        function = getattr(importlib.import_module(module), name, None)
+        if function is None:
+            found.append(f"no {name}")
+        elif missing := set(parameters) - inspect.signature(function).parameters.keys():
+            found.append(f"{name} without {', '.join(sorted(missing))}")
+    return tuple(found)
+
+
+@cache
+def _unusable(operator: str) -> str | None:
+    """Why the operator cannot be called in this process, or None."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed"
+    configure_vllm_process()
+    importlib.import_module(_OPS)  # registers torch.ops._C
+    if not hasattr(torch.ops._C, operator):
+        return f"this vLLM build has no {operator}"
+    if changed := changed_functions():
+        return f"this vLLM is another than the 0.24 to 0.29 that were read: {'; '.join(changed)}"
+    return None
+
+
+def _why_not(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"runs on NVIDIA GPUs, not on {'AMD' if device.type == 'cuda' else device.type}"
+    if not torch.cuda.is_available():
+        return "there is no GPU in this machine"
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}"
+    return _unusable(operator)
+
+
+def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
+    """None where vLLM multiplies int4 weights [N, K] in such groups with its class `kernel`; else what it does."""
+    chosen = _engines_choice(shape, group_size)
+    return None if chosen == kernel else f"here vLLM itself runs {chosen}"
+
+
+@cache
+def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
+    from vllm.model_executor.kernels import linear as kernels
+
+    in_out = shape[::-1]
+    layer = kernels.MPLinearLayerConfig(
+        full_weight_shape=in_out,
+        partition_weight_shape=in_out,
+        weight_type=_uint4b8(),
+        act_type=torch.bfloat16,
+        group_size=group_size,
+        zero_points=False,
+        has_g_idx=False,
+    )
+    try:
+        return str(kernels.choose_mp_linear_kernel(layer).__name__)
+    except ValueError as error:
+        return f"nothing ({' '.join(str(error).split())})"
+
+
+def _uint4b8() -> Any:
+    """vLLM's name of our int4: unsigned, stored with an offset of 8."""
+    from vllm.scalar_type import scalar_types
+
+    return scalar_types.uint4b8
+
+
+def _group_size(tensors: Mapping[str, torch.Tensor]) -> int:
+    return tensors["weight_packed"].shape[1] * 8 // tensors["weight_scale"].shape[1]
+
+
+class _PackedLinear:
+    """What the two W4A16 kernels share."""
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
+        """grad [M, N] BF16 -> [M, K] BF16."""
+        return TritonW4A16Linear.backward_input(grad, prepared.wire)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class VllmMacheteLinear(_PackedLinear):
+    """`machete_prepack_B` and `machete_mm`."""
+
+    name = "vllm_machete"
+    group_sizes = (64, 128)
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        why_not = _why_not(device, "machete_mm", capability=(9, 0))
+        return why_not or _not_the_engines("MacheteLinearKernel", shape, 64)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
+        """int32 [K/8, N], columns contiguous, repacked; scales [K/g, N]."""
+        from vllm import _custom_ops as ops
+
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        weight = ops.machete_prepack_B(
+            packed.contiguous().t(), a_type=scale.dtype, b_type=_uint4b8(), group_scales_type=scale.dtype
+        )
+        return PreparedPacked(weight, scale.t().contiguous(), None, PackedWeight(packed, scale))
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16; the bias is added to the rounded product."""
+        from vllm import _custom_ops as ops
+
+        if not len(x):
+            return x.new_empty(0, prepared.scales.shape[1])
+        y: torch.Tensor = ops.machete_mm(
+            a=x.contiguous(),
+            b_q=prepared.weight,
+            b_type=_uint4b8(),
+            b_group_scales=prepared.scales,
+            b_group_size=x.shape[1] // prepared.scales.shape[0],
+        )
+        return y if bias is None else y.add_(bias)
+
+
+class VllmMarlinLinear(_PackedLinear):
+    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions; shapes off its tiles are padded with zeros."""
+
+    name = "vllm_marlin"
+    group_sizes = (32, 64, 128)
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
+            return "VLLM_MARLIN_INPUT_DTYPE is set: vLLM quantizes the activations"
+        why_not = _why_not(device, "marlin_gemm", capability=(8, 0))
+        # Machete, which vLLM prefers, stands before this kernel in the registry, and has no groups of 32.
+        return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
+        """The weight in Marlin's tiles of 16 by 64, scales [K/g, N] permuted alike."""
+        from vllm import _custom_ops as ops
+
+        marlin = importlib.import_module(_MARLIN)
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        group = _group_size(tensors)
+        n, k = packed.shape[0], packed.shape[1] * 8
+        padded_n, padded_k = marlin.marlin_padded_nk(n, k, group)
+        weight = ops.gptq_marlin_repack(
+            marlin.marlin_pad_qweight(packed.t().contiguous(), n, k, padded_n, padded_k),
+            perm=_nothing(packed.device),
+            size_k=padded_k,
+            size_n=padded_n,
+            num_bits=4,
+        )
+        scales = marlin.marlin_permute_scales(
+            marlin.marlin_pad_scales(scale.t().contiguous(), n, k, padded_n, padded_k, group),
+            size_k=padded_k,
+            size_n=padded_n,
+            group_size=group,
+        )
+        workspace = marlin.marlin_make_workspace_new(packed.device)
+        return PreparedPacked(weight, scales, workspace, PackedWeight(packed, scale))
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16; the bias is added in the epilogue."""
+        marlin = importlib.import_module(_MARLIN)
+        n, k = prepared.wire.packed.shape[0], x.shape[1]
+        if not len(x):
+            return x.new_empty(0, n)
+        nothing = _nothing(x.device)
+        if bias is not None:
+            bias = marlin.marlin_permute_bias(marlin.marlin_pad_dim(bias, n, prepared.scales.shape[1]))
+        y: torch.Tensor = marlin.apply_gptq_marlin_linear(
+            input=x.contiguous(),
+            weight=prepared.weight,
+            weight_scale=prepared.scales,
+            weight_zp=nothing,
+            g_idx=nothing,
+            g_idx_sort_indices=nothing,
+            workspace=prepared.workspace,
+            wtype=_uint4b8(),
+            output_size_per_partition=n,
+            input_size_per_partition=k,
+            is_k_full=True,
+            bias=bias,
+        )
+        return y
+
+
+class _CutlassLinear:
+    """What the two 8-bit kernels share: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
+        """The wire tensors themselves: the operator reads the weight as [K, N], columns contiguous."""
+        return ScaledWeight(tensors["weight"].contiguous(), tensors["weight_scale"])
+
+    @staticmethod
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] BF16 -> 8 bits [M, K] and FP32 scales [M, 1]."""
+        raise NotImplementedError
+
+    @classmethod
+    def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        from vllm import _custom_ops as ops
+
+        if not len(x):
+            return x.new_empty(0, len(prepared.weight))
+        values, scale = cls.quantize(x)
+        y: torch.Tensor = ops.cutlass_scaled_mm(
+            values, prepared.weight.t(), scale_a=scale, scale_b=prepared.scale, out_dtype=x.dtype, bias=bias
+        )
+        return y
+
+    @staticmethod
+    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
+        """grad [M, N] BF16 -> [M, K] BF16."""
+        return TritonW8A8Linear.backward_input(grad, prepared)
+
+    @classmethod
+    def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*cls.quantize(x)) if len(x) else x
+
+
+class VllmCutlassInt8Linear(_CutlassLinear):
+    """What CutlassInt8ScaledMMLinearKernel runs."""
+
+    name = "vllm_cutlass_int8"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if why_not := _why_not(device, "cutlass_scaled_mm", capability=(8, 0)):
+            return why_not
+        if torch.cuda.get_device_capability(device) >= (10, 0):
+            return "vLLM's CUTLASS has int8 products up to capability 9.0"
+        return _off_the_tiles(shape) or _disabled("CutlassInt8ScaledMMLinearKernel")
+
+    @staticmethod
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from vllm import _custom_ops as ops
+
+        values, scale, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
+        return values, scale
+
+
+class VllmCutlassFP8Linear(_CutlassLinear):
+    """What CutlassFP8ScaledMMLinearKernel runs on weights with a scale per channel."""
+
+    name = "vllm_cutlass_fp8"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "0") != "0":
+            return "VLLM_TEST_FORCE_FP8_MARLIN is set"
+        why_not = _why_not(device, "cutlass_scaled_mm", capability=(8, 9))
+        return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")
+
+    @staticmethod
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from vllm import _custom_ops as ops
+
+        values, scale = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
+        return values, scale
+
+
+def _off_the_tiles(shape: tuple[int, int]) -> str | None:
+    """vLLM pads such FP8 weights, and gives such int8 ones to another kernel."""
+    return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
+
+
+def _disabled(kernel: str) -> str | None:
+    names = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    return f"VLLM_DISABLED_KERNELS names {kernel}" if kernel in names else None
+
+
+@cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    """What Marlin takes for tensors that there are not: zero points, the order of columns."""
+    return torch.empty(0, dtype=torch.int32, device=device)

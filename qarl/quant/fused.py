@@ -1,0 +1,92 @@
+"""The fused quantizers of qarl.kernels.triton in place of the eager steps, where they are equal to them.
+
+`fused_quantizer` compares the two once for each kind of weight, on the device itself, byte for byte: over every BF16
+number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. Where a byte differs the eager steps
+go on serving, with a warning: a grid that changes with the device or with a release would put a checkpoint, the wire
+and the forward apart. Nothing here runs on CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qarl.quant.phases import phase
+from qarl.quant.scheme import QuantArgs
+
+Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
+"""weight [N, K], arguments -> (values, scale, int32 [1] that is not 0 where the weight holds a NaN or an Inf)."""
+
+
+def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
+    """The quantizer to call for `weight`: the fused one on a GPU where it equals `eager`, else `eager`."""
+    if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
+        return eager
+    equal = _checked(weight.dtype, weight.device, args, eager)
+    return _run_fused if equal else eager
+
+
+@cache
+def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Quantizer) -> bool:
+    difference = find_difference(_run_fused, eager, dtype, device, args)
+    if difference is not None:
+        warnings.warn(
+            f"the fused quantizer is not used on {device}: for {args.num_bits}-bit {args.type} of {dtype} {difference}",
+            stacklevel=2,
+        )
+    return difference is None
+
+
+def find_difference(
+    fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
+) -> str | None:
+    """What first differs between the two, or None when every byte agrees on the weights of `check_weights`."""
+    for what, weight in check_weights(dtype, device, args.group_size or 64):
+        for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
+            same = a.dtype == b.dtype and a.shape == b.shape
+            if not same or not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+                return f"the {name} of {what} differ"
+    return None
+
+
+def check_weights(dtype: torch.dtype, device: torch.device, group_size: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    numbers = bits.to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite()]
+    shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
+    if dtype == torch.float32:
+        shuffled = shuffled.float() * (1 + torch.rand(len(shuffled), generator=generator) / 256)
+        numbers, shuffled = numbers.float(), shuffled.clamp(-3.3e38, 3.3e38)
+    width = 24 * group_size
+    rows = len(numbers) // width
+    normal = torch.randn(67, 3 * group_size, generator=generator).mul_(0.02)
+    normal[5:7] = 0
+    halves = torch.arange(-15, 16).div(2).repeat(group_size // 31 + 1)[:group_size].expand(4, -1)
+    return [
+        (what, weight.to(dtype).contiguous().to(device))
+        for what, weight in (
+            ("all numbers in order", numbers[: rows * width].view(rows, width)),
+            ("all numbers shuffled", shuffled[: rows * width].view(rows, width)),
+            ("normal numbers", normal),
+            ("ties", halves),
+        )
+    ]
+
+
+def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
+    from qarl.kernels.triton import quantize as kernels
+
+    with phase("quantize"):
+        if args.num_bits == 4:
+            made = kernels.quantize_int4(weight, args.group_size or weight.shape[1], grid=weight.dtype)
+        elif args.type == "int":
+            made = kernels.quantize_int8(weight, grid=weight.dtype)
+        else:
+            made = kernels.quantize_e4m3(weight, grid=weight.dtype)
+    return made.values, made.scale, made.nonfinite

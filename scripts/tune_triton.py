@@ -1,0 +1,186 @@
+"""Times the Triton products on this GPU and writes the tables that choose their tiles.
+
+    python scripts/tune_triton.py --output qarl/kernels/triton/tables.json --minutes 30
+
+For every operation and class of M the candidates run on the layer shapes below, each checked against the shipped tile
+before it is timed; the one with the smallest geometric mean of time wins. For W4A16 the dequantized path runs too, and
+the classes from which it wins for good are left out of the table: that is the ridge. Only this GPU's table changes. The
+caches are emptied before every run, and medians are taken. The batch-invariant tiles are not tuned.
+
+With --dry-run nothing is timed: prints how many candidates there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from qarl.kernels.triton import grouped, scaled_mm, tables, w4a16
+from qarl.kernels.triton.tables import Tile
+
+SHAPES = ((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 4096), (24576, 4096))
+"""(N, K) of the fused linears of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-8B."""
+EXPERT_SHAPES = ((128, 1536, 2048), (128, 2048, 768))
+"""(E, N, K) of Qwen3-30B-A3B."""
+CLASSES = (16, 32, 64, 128, 256, 512, 1024, 4096)
+GROUP = 128
+
+Call = Callable[[Tile | None], torch.Tensor]
+Measured = dict[Tile | None, float]
+
+
+def candidates(operation: str, m: int) -> Iterator[Tile]:
+    """Tiles worth a try for `m` rows: few, for each is compiled (about 2 s) before it is timed."""
+    blocks = [block for block in (16, 32, 64, 128, 256) if block <= max(16, m)][-2:]
+    per_sm = (0,) if operation.startswith("grouped") else (2, 4) if m <= 128 else (0, 1)
+    for rows in blocks:
+        if operation.endswith("backward"):
+            grid = itertools.product((32, 64), (256,), (4, 8), (3, 4), per_sm)
+        elif "w4a16" in operation:
+            grid = itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4), per_sm)
+        else:
+            grid = itertools.product((64, 128, 256), (128,), (4, 8), (3, 4), per_sm)
+        for tile in (Tile(rows, *rest) for rest in grid):
+            columns = tile.BK if operation.endswith("backward") else tile.BN
+            if 16 <= rows * columns // (32 * tile.num_warps) <= 128:
+                yield tile
+
+
+def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
+    """The product on random operands; m rows, or m rows an expert."""
+    *experts, n, k = shape
+    rows = m * experts[0] if experts else m
+    name, device = operation.removeprefix("grouped_"), "cuda"
+    more: tuple[torch.Tensor, ...] = ()
+    if experts:
+        more = ((torch.arange(1, experts[0] + 1, device=device) * m).to(torch.int32),)
+    if name.startswith("w4a16"):
+        packed = torch.randint(-(2**31), 2**31, (*experts, n, k // 8), device=device).to(torch.int32)
+        scale = torch.rand(*experts, n, k // GROUP, device=device).bfloat16()
+        backward = name.endswith("backward")
+        x = torch.randn(rows, n if backward else k, device=device).bfloat16()
+        dense = w4a16.w4a16_backward_input if backward else w4a16.w4a16_linear
+        many = grouped.grouped_w4a16_backward_input if backward else grouped.grouped_w4a16_linear
+        run: Any = many if experts else dense
+        return lambda tile: run(x, packed, scale, *more, tile=tile)
+    dtype = torch.int8 if name == "w8a8" else torch.float8_e4m3fn
+    x = torch.randn(rows, k, device=device).mul(20).clamp(-127, 127).to(dtype)
+    weight = torch.randn(*experts, n, k, device=device).mul(20).clamp(-127, 127).to(dtype)
+    scales = torch.rand(rows, 1, device=device), torch.rand(*experts, n, 1, device=device)
+    run = grouped.grouped_scaled_mm if experts else scaled_mm.scaled_mm
+    fast = name == "fp8_fast"
+    return lambda tile: run(x, scales[0], weight, scales[1], *more, fast_accumulation=fast, tile=tile)
+
+
+def measure(call: Call, tile: Tile | None, expected: torch.Tensor, milliseconds: int) -> float:
+    """Median milliseconds; infinite where the tile does not fit or its numbers are off."""
+    try:
+        found = call(tile)
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        if not error < 1e-2:
+            print(f"  wrong numbers: {tile}, relative error {float(error):.1e}")
+            return math.inf
+        return triton.testing.do_bench(lambda: call(tile), warmup=5, rep=milliseconds, return_mode="median")
+    except OutOfResources:
+        return math.inf
+    except RuntimeError as error:
+        print(f"  {tile}: {error}")
+        return math.inf
+
+
+def best(operation: str, m: int, deadline: float, milliseconds: int) -> tuple[Tile | None, Measured]:
+    """The winner over the shapes by geometric mean, None for the dequantized path; and the means in ms.
+
+    Candidates that are 1.5 times slower than the best on the first shape are not run on the others.
+    """
+    shapes: tuple[tuple[int, ...], ...] = EXPERT_SHAPES if operation.startswith("grouped") else SHAPES
+    logs: dict[Tile | None, list[float]] = {}
+    first = tables.choose(operation, torch.device("cuda"), m, shapes[0][-2], shapes[0][-1], GROUP)
+    alive: list[Tile | None] = [first, *(tile for tile in candidates(operation, m) if tile != first)]
+    if "w4a16" in operation and first is not None:
+        alive.insert(1, None)
+    for number, shape in enumerate(shapes):
+        call = make_call(operation, m, shape)
+        expected = call(tables.choose(operation, torch.device("cuda"), m, shape[-2], shape[-1], GROUP))
+        for tile in alive:
+            if tile in alive[:2] or time.monotonic() < deadline:
+                logs.setdefault(tile, []).append(math.log(measure(call, tile, expected, milliseconds)))
+        alive = [tile for tile in alive if len(logs.get(tile, ())) == number + 1]
+        fastest = min(logs[tile][-1] for tile in alive)
+        alive = [tile for tile in alive if logs[tile][-1] < fastest + math.log(1.5)]
+    means: Measured = {tile: math.exp(sum(logs[tile]) / len(logs[tile])) for tile in alive}
+    return min(means, key=lambda tile: means[tile]), means
+
+
+def rules(operation: str, deadline: float, milliseconds: int) -> list[dict[str, Any]]:
+    """The table of one operation, as JSON."""
+    winners: list[tuple[int, Tile | None]] = []
+    for m in CLASSES:
+        tile, means = best(operation, m, deadline, milliseconds)
+        winners.append((m, tile))
+        dequantized = f", dequantized {means[None] * 1e3:.1f} us" if None in means else ""
+        print(f"{operation} M <= {m}: {tile} {means[tile] * 1e3:.1f} us{dequantized}, {len(means)} finished")
+        if tile is None:
+            break
+    found = [{"max_m": m, "tile": list(tile)} for m, tile in winners if tile is not None]
+    if winners[-1][1] is not None:
+        found[-1].pop("max_m")
+    merged = [
+        rule for rule, following in itertools.zip_longest(found, found[1:])
+        if following is None or rule["tile"] != following["tile"]
+    ]  # fmt: skip
+    return merged
+
+
+def dump(stored: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """A line a rule."""
+    blocks = []
+    for kind, operations in stored.items():
+        lists = [
+            f'  "{name}": [' + ",".join(f"\n   {json.dumps(rule)}" for rule in found) + "]"
+            for name, found in operations.items()
+        ]
+        blocks.append(f' "{kind}": {{\n' + ",\n".join(lists) + "\n }")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def main() -> None:
+    stored = json.loads(tables.PATH.read_text(encoding="utf-8"))
+    device = torch.device("cuda")
+    kind = tables.architecture(device) if torch.cuda.is_available() else "hopper"
+    operations = [name for name, found in stored[kind].items() if found and not name.endswith("invariant")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", nargs="+", choices=operations, default=operations)
+    parser.add_argument("--output", type=Path, help="where to write the tables; without it they are printed")
+    parser.add_argument("--minutes", type=float, default=30.0, help="in all; when they run out, less is tried")
+    parser.add_argument("--milliseconds", type=int, default=10, help="of repeats for one timing")
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        for name in arguments.operations:
+            print(name, {m: sum(1 for _ in candidates(name, m)) for m in CLASSES})
+        return
+    if not torch.cuda.is_available():
+        parser.error("tuning needs a GPU")
+    start, share = time.monotonic(), arguments.minutes * 60 / len(arguments.operations)
+    for number, name in enumerate(arguments.operations):
+        stored[kind][name] = rules(name, start + share * (number + 1), arguments.milliseconds)
+        if arguments.output:
+            arguments.output.write_text(dump(stored), encoding="utf-8")
+    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}: {time.monotonic() - start:.0f} s")
+    if not arguments.output:
+        print(dump(stored))
+
+
+if __name__ == "__main__":
+    main()

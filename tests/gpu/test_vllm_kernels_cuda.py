@@ -1,0 +1,68 @@
+"""vLLM's CUDA kernels and the blocked log-probs on a device, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qarl.bench.arguments import Arguments
+from qarl.bench.competitors import Layer, linear, quantize_activations
+from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(2048, 1536, 128), (4096, 4096, 64), (192, 256, 32), (64, 128, 128), (8960, 1536, 128)]
+)
+@pytest.mark.parametrize("rows", [1, 5, 64, 1000])
+def test_against_float64(n: int, k: int, group_size: int, rows: int) -> None:
+    pytest.importorskip("vllm")
+    torch.manual_seed(0)
+    weight = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16()
+    layer = Layer(weight, Arguments(device="cuda", model=(), group_size=group_size), {})
+    found = [c for build in (linear, quantize_activations) for c in build(layer, rows) if c.kernel.startswith("vllm")]
+    assert found, "no kernel of vLLM serves here"
+    for competitor in found:
+        assert competitor.error() <= competitor.allowed, competitor.name
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_machete_and_marlin_agree_to_a_rounding(bias: bool) -> None:
+    pytest.importorskip("vllm")
+    from qarl.kernels.vllm_cuda import VllmMacheteLinear, VllmMarlinLinear
+    from qarl.quant import get_scheme, quantize
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Machete needs capability 9.0")
+    torch.manual_seed(0)
+    tensors = quantize(torch.randn(2048, 1024, device="cuda").bfloat16(), get_scheme("w4a16", 128)).tensors
+    x = torch.randn(65, 1024, device="cuda").bfloat16()
+    added = torch.randn(2048, device="cuda").bfloat16() if bias else None
+    machete, marlin = (
+        kernel.linear(x, kernel.prepare(tensors), added) for kernel in (VllmMacheteLinear, VllmMarlinLinear)
+    )
+    torch.testing.assert_close(machete, marlin, rtol=2**-6, atol=0.1)
+
+
+@pytest.mark.parametrize("rows", [64, 832])
+def test_log_probs_in_blocks(rows: int) -> None:
+    """On a GPU the product of a block may round otherwise: log-probs to a BF16 step of the logits, weight gradients to
+    float64 as near as without blocks."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2000, 1024, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(32768, 1024, device="cuda") / 32).bfloat16().requires_grad_()
+    tokens = torch.randint(32768, (2000,), device="cuda")
+    grad = torch.randn(2000, device="cuda")
+    log_probs_of_logits(F.linear(hidden, weight), tokens, temperature=0.7)[0].backward(grad)
+    mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    found, _ = chosen_log_probs(*mine, tokens, temperature=0.7, rows=rows)
+    found.backward(grad)
+    logits = F.linear(hidden, weight).detach().requires_grad_()
+    expected, _ = log_probs_of_logits(logits, tokens, temperature=0.7)
+    expected.backward(grad)
+    assert (found - expected).abs().max() < 0.05 and (found - expected).abs().mean() < 1e-4
+    exact = logits.grad.double().t() @ hidden.detach().double()
+    error, theirs = ((g.double() - exact).norm() / exact.norm() for g in (mine[1].grad, weight.grad))
+    assert error <= 1.01 * theirs + 1e-4

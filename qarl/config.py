@@ -26,27 +26,12 @@ from pydantic_core import PydanticCustomError
 from qarl import config_checks, config_yaml
 from qarl.config_errors import ConfigError, Problem, from_pydantic, key_of, nearest
 from qarl.config_source import read_arguments
+from qarl.config_types import Above, Below, Dotted, Fraction, Pair, Text, TextList, as_list
 from qarl.errors import UserError
 
 __all__ = ["Config", "ConfigError", "Problem", "build_config", "describe_keys", "load_config", "write_resolved"]
 
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Text = Annotated[str, Field(min_length=1)]
-TextList = Annotated[list[Text], BeforeValidator(_as_list)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Above = Annotated[float, Field(gt=0, le=1e6)]
-Below = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Fraction, Fraction], BeforeValidator(_as_tuple)]
 
 
 class Section(BaseModel):
@@ -126,6 +111,10 @@ class RolloutConfig(Section):
     """Nucleus sampling: the probability mass kept. Below 1 the engine samples from a truncated distribution, which the
     trainer's log-probs do not describe."""
 
+    val_temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
+    responses to a problem (scripts/prepare_math_eval.py)."""
+
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences that vLLM decodes at a time."""
 
@@ -140,6 +129,12 @@ class RolloutConfig(Section):
 
     enforce_eager: bool = True
     """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one copy of the rollout model is split over. The local backend has one."""
+
+    rebuild_on_failure: bool = False
+    """Where vLLM itself fails or is gone, start another engine and go on. Local backend only: verl restarts nothing."""
 
 
 class QuantConfig(Section):
@@ -274,6 +269,12 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     """Length of the run, evaluation and output."""
 
+    nnodes: int = Field(default=1, ge=1)
+    """Machines of the run. The local backend has one."""
+
+    n_gpus_per_node: int = Field(default=1, ge=1)
+    """GPUs of each machine, or on CPU the number of trainer processes. The local backend has one."""
+
     total_training_steps: int = Field(ge=1)
     """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
 
@@ -284,26 +285,43 @@ class TrainerConfig(Section):
     """Evaluate before the first step, too: the number that training is compared with."""
 
     val_max_prompts: int | None = Field(default=None, ge=1)
-    """Most prompts of one evaluation, the first ones of val_files; null is all."""
+    """Most prompts of one evaluation, the first ones of val_files (verl: drawn by `seed` where data.shuffle is on, the
+    same ones every time); null is all."""
 
-    logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(_as_list)] = ["console"]
+    logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
     """Where metrics go besides the run folder's metrics.jsonl, which is always written."""
 
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of trainer and engine together; null is OMP_NUM_THREADS, or else the CPUs this process may use."""
+    """CPU threads of a process: backend=local has one for trainer and engine, verl one for each rank. null is
+    OMP_NUM_THREADS, or else the CPUs this process may use, which verl's ranks on a CPU share; on GPUs Ray decides."""
 
     save_final: bool = True
     """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
 
-    @field_validator("test_freq")
+    save_freq: int = Field(default=-1, ge=-1)
+    """Write a checkpoint that a run can go on from every this many steps, and at the end; -1 is never."""
+
+    max_ckpt_to_keep: int | None = Field(default=None, ge=1)
+    """Newest checkpoints that stay; older ones are removed once a newer one is whole on disk. null is all. With
+    backend=verl at least 2: verl removes the oldest before the new one is whole."""
+
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """`auto`: an interrupted run of this name goes on from its last good checkpoint; a finished one is moved aside.
+    `disable`: whatever has this name is moved aside. `resume_path`: go on from resume_from_path."""
+
+    resume_from_path: Text | None = None
+    """With resume_mode=resume_path: a checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl:
+    global_step_N), of this run or another."""
+
+    @field_validator("test_freq", "save_freq")
     @classmethod
-    def _not_zero(cls, test_freq: int) -> int:
-        if test_freq == 0:
-            raise PydanticCustomError("test_freq", "0 is not a number of steps", {"fix": "write -1 for never"})
-        return test_freq
+    def _not_zero(cls, steps: int) -> int:
+        if steps == 0:
+            raise PydanticCustomError("freq", "0 is not a number of steps", {"fix": "write -1 for never"})
+        return steps
 
 
 class Config(Section):
@@ -335,6 +353,11 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig
 
+    verl: Dotted = {}
+    """Keys of verl's own config, dotted or nested, set after everything that is made from the sections above:
+    `verl.actor_rollout_ref.rollout.top_k=50`. A `+` before a key of the YAML mapping adds one that verl does not have,
+    as on verl's command line. Only with backend=verl."""
+
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
         if problems := config_checks.check(_flat_values(self.model_dump(), bad_keys=set())):
@@ -358,7 +381,7 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises `ConfigError` with all problems at once.
     """
     keys = describe_keys()
-    raw = read_arguments(argv, [key for key in keys if key not in _sections()])
+    raw = read_arguments(argv, [key for key in keys if key not in _sections() and key != "verl"])
     return _build(raw.values, raw.sources, raw.problems, report_missing=raw.file_read)
 
 
@@ -416,8 +439,9 @@ def _build(
 
 
 def _flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:
-    """Dotted keys and values of the sections, defaults where not given, without those in `bad_keys`."""
-    flat = {}
+    """Dotted keys and values, defaults where not given, without those in `bad_keys`."""
+    fields = Config.model_fields.items()
+    flat = {name: values.get(name, info.default) for name, info in fields if name not in _sections()}
     for name, section in _sections().items():
         given = values[name]
         if isinstance(given, Mapping):

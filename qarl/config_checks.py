@@ -103,6 +103,46 @@ def _room_for_every_sequence(tokens: int | None, seqs: int) -> Problem | None:
     return Problem("rollout.max_num_batched_tokens", tokens, reason, fix)
 
 
+@_between("backend", "trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
+def _local_is_one_process(backend: str, nodes: int, gpus: int, parallel: int) -> Problem | None:
+    if backend != "local" or (nodes, gpus, parallel) == (1, 1, 1):
+        return None
+    given = {
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": gpus,
+        "rollout.tensor_model_parallel_size": parallel,
+    }
+    key = next(key for key, value in given.items() if value != 1)
+    reason = "backend=local is one process on one device"
+    return Problem(key, given[key], reason, "set it to 1, or set backend=verl")
+
+
+@_between("backend", "verl")
+def _verl_keys_need_verl(backend: str, verl: dict[str, Any]) -> Problem | None:
+    if backend == "verl" or not verl:
+        return None
+    return Problem("verl", verl, "backend=local has nothing to do with verl's keys", "remove them, or set backend=verl")
+
+
+@_between("trainer.resume_mode", "trainer.resume_from_path")
+def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
+    if (mode == "resume_path") == (path is not None):
+        return None
+    if path is None:
+        fix = "give trainer.resume_from_path=RUN/checkpoints/step_N, or use auto"
+        return Problem("trainer.resume_mode", mode, "no checkpoint is named to resume from", fix)
+    reason = f"trainer.resume_mode = {mode} does not look at it"
+    return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or leave it out")
+
+
+@_between("backend", "rollout.val_temperature")
+def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | None:
+    if backend != "local" or temperature == 0:
+        return None
+    reason = "backend=local evaluates with one greedy response a prompt"
+    return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
+
+
 def _divisors(number: int) -> str:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]

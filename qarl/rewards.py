@@ -71,12 +71,18 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return _process_pool().submit(_math_verify, solution_str, str(ground_truth)).result()
 
 
-def _math_verify(solution_str: str, ground_truth: str) -> float:
+def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
+    """`math_verify` with another time limit, for data preparation; in a main thread only."""
+    with _preserved_alarm():
+        return _math_verify(solution_str, ground_truth, seconds)
+
+
+def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),))
-    answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()))
-    return float(any(verify(g, answer) for g in gold for answer in answers))
+    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
+    answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
+    return float(any(verify(g, answer, timeout_seconds=seconds) for g in gold for answer in answers))
 
 
 @contextmanager

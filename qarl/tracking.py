@@ -92,9 +92,11 @@ class Tracker:
             writer.log(values, step)
 
     def message(self, text: str) -> None:
-        """Say something on the console, if that is one of the loggers."""
+        """Say something on the console, or on stderr where that is none of the loggers."""
         if self._console:
             self._console.message(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -153,7 +155,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(_json_safe(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -168,12 +170,12 @@ def _number(value: Any) -> float:
     return value.item() if hasattr(value, "item") else value
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """`value` with what JSON cannot say made sayable: non-finite floats, tensors and NumPy scalars, paths."""
     if isinstance(value, Mapping):
-        return {str(key): _json_safe(item) for key, item in value.items()}
+        return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     value = _number(value)
@@ -186,7 +188,7 @@ class _JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._file.write(json.dumps(_json_safe({"step": step, **metrics}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(json_safe({"step": step, **metrics}), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

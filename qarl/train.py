@@ -26,9 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = config.run_dir / "dry_run.yaml"
             write_resolved(config, path)
             print(config.resolved_yaml(), end="")
+            if config.backend == "verl":
+                from qarl.trainer.verl import dry_run
+
+                print(f"# verl's own config for this run:\n{dry_run(config)}", end="")
             print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
             return 0
-        limit_threads(config.trainer.num_threads)
+        if config.backend == "local":  # verl's processes are not this one, see qarl.trainer.verl_process
+            limit_threads(config.trainer.num_threads)
         return run(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -40,17 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> int:
     """Train with the configured backend; returns the exit code."""
-    if config.backend != "local":
-        raise UserError(
-            f"backend {config.backend!r} is not built yet", where="backend", fix="use backend=local (one process)"
-        )
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from qarl.trainer.local import train
-    from qarl.trainer.setup import fresh_run_dir
+    if config.backend == "verl":
+        from qarl.trainer.verl import train as train_in_verl
 
-    fresh_run_dir(config.run_dir)
-    write_resolved(config, config.run_dir / "config.yaml")
-    summary = train(config, started=_STARTED)
+        summary = train_in_verl(config, started=_STARTED)
+    else:
+        from qarl.trainer.local import train
+        from qarl.trainer.resume import open_run
+
+        with open_run(config) as checkpoint:
+            write_resolved(config, config.run_dir / "config.yaml")
+            summary = train(config, started=_STARTED, checkpoint=checkpoint)
     print_summary(config, summary)
     return 130 if summary["interrupted"] else 0
 

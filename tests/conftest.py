@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,22 @@ needs_w4a16_cpu = pytest.mark.skipif(
     not {"avx512f", "avx512_vnni"} <= cpu_flags(),
     reason="vLLM's W4A16 kernel on CPU needs AVX512 with VNNI",
 )
+
+
+# These run on a GPU or under Triton's interpreter, where test_triton.py runs them.
+_TRITON_RUNS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
+collect_ignore_glob = [] if _TRITON_RUNS else ["triton_kernels/*"]
+
+
+@pytest.fixture(autouse=True)
+def new_tensors_hold_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests of kernels `torch.empty` is filled with NaN, or the largest integer: what no kernel wrote is seen."""
+    wanted = request.path.parent.name == "triton_kernels"
+    if wanted:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    if wanted:
+        torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

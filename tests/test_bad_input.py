@@ -181,10 +181,6 @@ def test_fault_in_the_config_file(refusal: Refusal, text: str, words: list[str])
     refusal(config="broken.yaml", words=words)
 
 
-def test_backend_that_is_not_built(refusal: Refusal) -> None:
-    refusal("backend=verl", words=["verl", "not built yet", "backend=local"])
-
-
 def test_wrong_omp_num_threads_is_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "all")
     with pytest.raises(EngineConstructed):

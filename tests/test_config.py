@@ -359,6 +359,9 @@ def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
         ("optim.betas=[0.9]", "too few"),
         ("optim.betas=[0.9, 0.9, 0.9]", "a list of at most 2"),
         ("trainer.test_freq=0", "not a number of steps"),
+        ("trainer.save_freq=0", "not a number of steps"),
+        ("trainer.max_ckpt_to_keep=0", "at least 1"),
+        ("trainer.resume_mode=resume", "one of auto, disable, resume_path"),
         ("trainer.logger=[console, wanb]", "one of console, tensorboard, wandb"),
     ],
 )
@@ -394,7 +397,12 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
             "data.val_files",
             ["every 5 steps"],
         ),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint is named", "resume_from_path="]),
+        (["trainer.resume_from_path=a"], "trainer.resume_from_path", ["auto does not look", "resume_mode=resume_path"]),
+        (["trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node", ["one process", "backend=verl"]),
+        (["rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", ["one process"]),
         (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens", ["max_num_seqs = 256"]),
+        (["rollout.val_temperature=0.6"], "rollout.val_temperature", ["greedy", "backend=verl"]),
     ],
 )
 def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, words: list[str]) -> None:

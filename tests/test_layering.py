@@ -74,7 +74,8 @@ def test_the_places_that_may_import_an_engine_do() -> None:
 
 
 def test_vllm_is_imported_only_where_it_is_wrapped() -> None:
-    wrapped = ("qarl/rollout/", "qarl/kernels/vllm_ops.py", "qarl/kernels/vllm_attention.py")
+    kernels = ("qarl/kernels/vllm_ops.py", "qarl/kernels/vllm_cuda.py", "qarl/kernels/vllm_attention.py")
+    wrapped = ("qarl/rollout/", *kernels)
     assert offenders("qarl/", ("vllm",), besides=wrapped) == {}
 
 
@@ -96,9 +97,11 @@ UPPER_LAYERS = {
     "qarl/kernels/": ("qarl.quant", "qarl.rollout", "qarl.trainer", "qarl.align", "qarl.tbpo"),
     "qarl/quant/": ("qarl.rollout", "qarl.trainer", "qarl.align", "qarl.tbpo"),
     "qarl/align/": ("qarl.rollout", "qarl.trainer", "qarl.tbpo"),
+    "qarl/bench/": ("qarl.rollout", "qarl.trainer", "qarl.align", "qarl.tbpo", "qarl.config"),
     "qarl/rollout/": ("qarl.trainer", "qarl.align", "qarl.tbpo"),
     "qarl/config": ("qarl.kernels", "qarl.quant", "qarl.rollout", "qarl.trainer", "qarl.align", "qarl.tbpo"),
-    "qarl/": ("qarl.train", "tests", "scripts"),
+    "qarl/memory.py": ("qarl.kernels", "qarl.quant", "qarl.rollout", "qarl.trainer", "qarl.align", "qarl.tbpo"),
+    "qarl/": ("qarl.train", "qarl.doctor", "tests", "scripts"),
 }
 
 
@@ -108,12 +111,22 @@ def test_imports_point_down_only(part: str) -> None:
 
 
 def test_single_files_do_not_reach_into_the_trainer() -> None:
-    assert offenders("qarl/", ("qarl.trainer",), besides=("qarl/trainer/", "qarl/train.py", "qarl/diagnose.py")) == {}
+    upper = ("qarl/trainer/", "qarl/train.py", "qarl/diagnose.py", "qarl/preflight/")
+    assert offenders("qarl/", ("qarl.trainer",), besides=upper) == {}
+
+
+def test_nothing_imports_the_benchmark() -> None:
+    assert offenders("qarl/", ("qarl.bench",), besides=("qarl/bench/",)) == {}
+
+
+def test_the_preflight_is_only_for_the_doctor() -> None:
+    assert offenders("qarl/", ("qarl.preflight",), besides=("qarl/preflight/", "qarl/doctor.py")) == {}
+    assert offenders("qarl/preflight/", ("qarl.trainer.local", "qarl.trainer.policy", "qarl.tbpo", "verl")) == {}
 
 
 def test_reading_a_config_needs_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "numpy")
-    for part in ("qarl/__init__.py", "qarl/config", "qarl/errors.py"):
+    for part in ("qarl/__init__.py", "qarl/config", "qarl/errors.py", "qarl/memory.py"):
         assert offenders(part, heavy) == {}
     assert {name for name in MODULES if name.startswith("qarl/config")} >= {"qarl/config.py", "qarl/config_yaml.py"}
 
@@ -122,6 +135,7 @@ def test_sources_stay_short() -> None:
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > 450} == {}
     assert lines["qarl/train.py"] < 100
+    assert lines["qarl/doctor.py"] < 100
 
 
 def test_every_module_says_what_it_is() -> None:

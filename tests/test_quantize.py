@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -325,3 +326,29 @@ def test_digest_and_equals_see_every_byte(name: str) -> None:
         assert first.digest() != changed.digest(), leaf
     recast = quantize(weight.float(), scheme)
     assert not first.equals(recast) and first.digest() != recast.digest()
+
+
+def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice, with the CPU in a GPU's place: equal quantizers take over, others are refused with a warning."""
+    from qarl.quant import fused
+    from qarl.quant.quantize import _eager
+
+    args = get_scheme("w8a8").weights
+    assert args is not None
+    assert fused.fused_quantizer(torch.ones(2, 64, dtype=torch.bfloat16), args, _eager) is _eager
+
+    def equal(weight: torch.Tensor, args: object) -> tuple[torch.Tensor, ...]:
+        return _eager(weight, args)
+
+    def different(weight: torch.Tensor, args: object) -> tuple[torch.Tensor, ...]:
+        values, scale, flag = _eager(weight, args)
+        return values, scale * 1.01, flag
+
+    for quantizer, accepted in ((equal, True), (different, False)):
+        fused._checked.cache_clear()
+        monkeypatch.setattr(fused, "_run_fused", quantizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert fused._checked(torch.bfloat16, torch.device("cpu"), args, _eager) is accepted
+        assert bool(caught) is not accepted
+    fused._checked.cache_clear()

@@ -76,6 +76,13 @@ def test_console_without_terminal_writes_plain_lines(tmp_path: Path) -> None:
     assert lines[2].endswith("reward 0.500  accuracy 0.250  k3 4.2e-04  inside band 90%")
 
 
+def test_messages_without_the_console_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, [], 3, {}) as tracker:
+        tracker.message("the checkpoint failed")
+        tracker.log({"val/accuracy": 0.25}, step=0)
+    assert capsys.readouterr() == ("", "the checkpoint failed\n")
+
+
 def test_console_on_a_terminal_is_a_progress_bar(tmp_path: Path) -> None:
     stream = Terminal()
     with Tracker(tmp_path, ["console"], 4, {}, start_step=1, stream=stream) as tracker:

@@ -15,6 +15,7 @@ the CPU that was measured, and δ 0; beyond, about one output in 10,000 of each 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,22 +48,29 @@ class AlignReport:
         return "\n".join(lines)
 
 
-def align_model(model: Any, level: str) -> AlignReport:
+def align_model(
+    model: Any, level: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place; parameters and their names stay.
 
-    Give it the model with its linears quantized already, and on its device.
+    Give it the model with its linears quantized already, and on its device; or say on what `device` and in what
+    `dtype` its forward will see the weights, where FSDP moves and casts them.
     Raises:
         UserError: `level` is no level.
     """
     if level not in LEVELS:
         raise UserError(f"quant.align={level} is no level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
-    asked, reasons = level, []
-    if level == "exact" and (why_not := exact_unavailable(model)):
-        level, reasons = "model", [f"exact: {why_not}"]
-    if level == "model" and (why_not := model_unavailable(model)):
-        level, reasons = "linears", [*reasons, f"model: {why_not}"]
+    parameter = next(model.parameters())
+    asked = level
+    level, reasons = resolve_level(
+        model.config,
+        level,
+        device_type=(device or parameter.device).type,
+        dtype=dtype or parameter.dtype,
+        kernels={module.kernel.name for module in model.modules() if isinstance(module, QuantLinear)},
+    )
     if level in ("off", "linears"):
-        return AlignReport(asked, level, {}, tuple(reasons))
+        return AlignReport(asked, level, {}, reasons)
     norms = [model.model.norm]
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
@@ -74,17 +82,31 @@ def align_model(model: Any, level: str) -> AlignReport:
     model.set_attn_implementation(attention)
     layers = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": layers, "norms": len(norms), f"attentions ({attention})": layers}
-    return AlignReport(asked, level, replaced, tuple(reasons))
+    return AlignReport(asked, level, replaced, reasons)
 
 
-def model_unavailable(model: Any) -> str | None:
-    """Why level `model` is not built for this model where it is, or None."""
-    config, parameter = model.config, next(model.parameters())
+def resolve_level(
+    config: Any, level: str, *, device_type: str, kernels: Collection[str], dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, tuple[str, ...]]:
+    """The level that applies to a model with this transformers config, and why each higher one asked for does not.
+
+    `kernels`: names of the kernels that serve its quantized linears. No model is needed.
+    """
+    reasons: list[str] = []
+    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels)):
+        level, reasons = "model", [f"exact: {why_not}"]
+    if level == "model" and (why_not := model_unavailable(config, device_type, dtype)):
+        level, reasons = "linears", [*reasons, f"model: {why_not}"]
+    return level, tuple(reasons)
+
+
+def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why level `model` is not built for a model with this config on such a device, or None."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if parameter.device.type != "cpu":
-        return f"is built for cpu, not for {parameter.device.type}"
-    if parameter.dtype != torch.bfloat16:
-        return f"is built for BF16 weights, not for {parameter.dtype}"
+    if device_type != "cpu":
+        return f"is built for cpu, not for {device_type}"
+    if dtype != torch.bfloat16:
+        return f"is built for BF16 weights, not for {dtype}"
     if config.model_type not in FAMILIES:
         return f"is built for {', '.join(FAMILIES)}, not for {config.model_type}"
     if rope_type not in ROPE_TYPES:
@@ -96,15 +118,15 @@ def model_unavailable(model: Any) -> str | None:
     return None
 
 
-def exact_unavailable(model: Any) -> str | None:
-    """Why level `exact` is not built, or not exact, for this model where it is, or None."""
-    if why_not := model_unavailable(model):
+def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:
+    """Why level `exact` is not built, or not exact, for a model with this config on such a device, or None."""
+    if why_not := model_unavailable(config, device_type, dtype):
         return why_not
-    kernels = {module.kernel.name for module in model.modules() if isinstance(module, QuantLinear)}
     if "reference" in kernels:
         return "some linears run the reference kernel, not the one of the engine"
     if torch.cpu._is_amx_tile_supported():
         return "was built against vLLM's vector kernels, and on this CPU vLLM picks those for AMX tiles"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, with which vLLM's own attention varies with its batch"
-    return vllm_attention.unavailable(next(model.parameters()).device.type, model.model.layers[0].self_attn.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return vllm_attention.unavailable(device_type, head_dim)

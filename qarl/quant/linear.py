@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel
+from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel, own_backward_input
+from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 from qarl.quant.tensor import QuantizedTensor
@@ -42,7 +43,7 @@ class _StraightThroughLinear(torch.autograd.Function):
             raise RuntimeError(f"{layer.qualified_name}.weight changed between its forward and its backward")
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         return (
-            grad @ layer.dequantized if need_x else None,
+            layer.input_gradient(grad) if need_x else None,
             grad.t() @ layer.kernel.dequantized_input(x) if need_weight else None,
             grad.sum(0) if need_bias else None,
             None,
@@ -53,15 +54,28 @@ class QuantLinear(nn.Linear):
     """`nn.Linear` whose forward is a low-bit GEMM. Weight [N, K] and activations [..., K] are BF16."""
 
     def __init__(
-        self, linear: nn.Linear, scheme: Scheme, *, qualified_name: str, kernel: str | None = None
+        self,
+        linear: nn.Linear,
+        scheme: Scheme,
+        *,
+        qualified_name: str,
+        kernel: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors; `kernel` forces one."""
+        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors; `kernel` forces one.
+
+        `device`: where the forward will run, if that is not where the weight is now.
+        """
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme, self.qualified_name = scheme, qualified_name
         self.choice: Choice = choose_linear_kernel(
-            scheme.name, linear.weight.device, (linear.out_features, linear.in_features), force=kernel
+            scheme.name,
+            device or linear.weight.device,
+            (linear.out_features, linear.in_features),
+            group_size=scheme.group_size,
+            force=kernel,
         )
         self.generation = 0
         self._made_from: tuple[torch.Tensor, int, int] | None = None
@@ -78,15 +92,21 @@ class QuantLinear(nn.Linear):
         if self._quantized is None or self.stale:
             with torch.no_grad():
                 self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
-                self.prepared = self.kernel.prepare(self._quantized.tensors)
+                with phase("prepare"):
+                    self.prepared = self.kernel.prepare(self._quantized.tensors)
             self._made_from = (self.weight, self.weight.data_ptr(), self.weight._version)
             self._dequantized = None
             self.generation += 1
         return self._quantized
 
+    def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, where it can."""
+        own = own_backward_input(self.kernel)
+        return grad @ self.dequantized if own is None else own(grad, self.prepared)
+
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, made at the first backward after an update."""
+        """Ŵ [N, K] in BF16, made at the first backward after an update, and held for kernels without their own dX."""
         if self._dequantized is None:
             self._dequantized = self.quantized().dequantize(torch.bfloat16)
         return self._dequantized

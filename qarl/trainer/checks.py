@@ -102,7 +102,15 @@ def check_linears(config: Config, hf_config: Any) -> None:
         return
     shapes = linear_shapes(hf_config)
     check_fused_layers(shapes, config.quant.ignore)
-    selected = {name: shape for name, shape in shapes.items() if not is_ignored(name, config.quant.ignore)}
+    selected = select_shapes(shapes, scheme, config.quant.ignore)
+    check_group_size(selected, scheme)
+    if runs_on_cpu() and scheme.name == "w4a16":
+        check_engine_shapes(selected)
+
+
+def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
+    """The layers that are quantized. UserError where there is none."""
+    selected = {name: shape for name, shape in shapes.items() if not is_ignored(name, ignore)}
     if not selected:
         raise UserError(
             f"quant.scheme={scheme.name}, but no layer is left to quantize",
@@ -110,18 +118,22 @@ def check_linears(config: Config, hf_config: Any) -> None:
             why=f"it covers all {len(shapes)} linears of the model",
             fix="name fewer layers, or set quant.scheme=bf16",
         )
-    check_group_size(selected, scheme)
-    if runs_on_cpu() and scheme.name == "w4a16":
-        check_engine_shapes(selected)
+    return selected
 
 
 def linear_shapes(hf_config: Any) -> Shapes:
     """[N, K] of every linear of the model that `hf_config` describes; no weights are read."""
+    linears = {name: module for name, module in meta_model(hf_config).named_modules() if isinstance(module, nn.Linear)}
+    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+
+
+def meta_model(hf_config: Any) -> nn.Module:
+    """The model that `hf_config` describes, in BF16 without storage."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.bfloat16)
+            model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.bfloat16)
     except ValueError as error:
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",
@@ -129,8 +141,7 @@ def linear_shapes(hf_config: Any) -> Shapes:
             why=str(error).splitlines()[0],
             fix="give a causal language model",
         ) from error
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    return model
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:

@@ -17,38 +17,50 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
 from qarl.advantages import grpo_advantages
+from qarl.checkpoint import Checkpoint, list_checkpoints
 from qarl.config import Config
 from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.optim import MasterOptimizer
 from qarl.plots import plot_run
+from qarl.quant.phases import measure_phases
 from qarl.rewards import score_responses
-from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.manifest import PublishReport
+from qarl.rollout.wire import TransferFailed
+from qarl.rollout.writers import ReloadFailed
+from qarl.storage import StorageError, check_room
 from qarl.tbpo import reduce_metrics, tbpo_loss
 from qarl.tracking import Tracker, read_metrics, write_summary, write_versions
 from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.checkpointing import Checkpoints
 from qarl.trainer.policy import Policy
+from qarl.trainer.resume import checkpoints_dir
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
 
+EXPORT = "export"
+"""Folder of the final model in the run folder."""
 _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 
 
 class LocalTrainer:
-    """Everything of one run. `step` counts finished training steps; it is also the version of the published weights."""
+    """Everything of one run. `step` counts finished training steps; it is also the version of the published weights.
+    `rebuilds` counts the engines that were started in place of a spoilt one."""
 
     def __init__(self, config: Config, parts: RunParts) -> None:
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
-        self.step = 0
+        self.step = self.rebuilds = 0
         self.replace_policy(parts.policy)
         self.engine = RolloutEngine(engine_config(config))
         self.tbpo = tbpo_config(config.actor)
@@ -70,11 +82,12 @@ class LocalTrainer:
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
         metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
-        with self.timer.phase("update"):
-            metrics |= self.update(batch, old_log_probs)
-        self.step += 1
-        metrics |= publish_metrics(self.publish())
-        return metrics
+        with measure_phases() as quantizing:
+            with self.timer.phase("update"):
+                metrics |= self.update(batch, old_log_probs)
+            self.step += 1
+            report = self.publish()
+        return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
         """Sample, score and pad: the batch of this step; with `top_tokens` also the engine's likeliest tokens."""
@@ -86,7 +99,7 @@ class LocalTrainer:
             config.data.max_response_length, config.rollout.temperature, config.rollout.top_p, top_tokens
         )
         with self.timer.phase("rollout"):
-            responses = self.engine.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
+            responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
@@ -167,18 +180,46 @@ class LocalTrainer:
         return statistics
 
     def publish(self) -> PublishReport:
-        """Quantize once, and give the engine the tensors that the next forward multiplies by."""
+        """Quantize once, and give the engine the tensors that the next forward multiplies by.
+
+        What was damaged on the way is sent once more; a lost engine is replaced where `rollout.rebuild_on_failure`.
+        """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
         with self.timer.phase("publish"):
-            return self.engine.publish(tensors, version=self.step)
+            try:
+                return self.engine.publish(tensors, version=self.step)
+            except (TransferFailed, OSError):
+                return self.engine.publish(tensors, version=self.step)
+            except ReloadFailed as error:
+                self.rebuild_engine(error)
+                return self.engine.publish(tensors, version=self.step)
+
+    def generate(
+        self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
+    ) -> RolloutBatch:
+        """`RolloutEngine.generate`; with `rollout.rebuild_on_failure` once more on another engine."""
+        try:
+            return self.engine.generate(prompts, sampling, seeds)
+        except EngineFailed as error:
+            self.rebuild_engine(error)
+            self.publish()
+            return self.engine.generate(prompts, sampling, seeds)
+
+    def rebuild_engine(self, error: Exception) -> None:
+        """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
+        if not self.config.rollout.rebuild_on_failure:
+            raise error
+        print(f"warning: {error}\n  the rollout engine is started anew", file=sys.stderr)
+        self.engine.rebuild()
+        self.rebuilds += 1
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of greedy responses to the held-out prompts (with a 0/1 reward, the accuracy)."""
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
-            responses = self.engine.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
+            responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
             scores = score_responses(self.parts.reward_fn, prompts, self.decode(responses))
         return {"val/accuracy": sum(scores) / len(scores)}
 
@@ -193,16 +234,20 @@ def request_seed(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def publish_metrics(report: PublishReport) -> dict[str, float]:
-    """`publish/*`: bytes, their ratio to BF16 in the quantized layers, seconds of each part."""
+def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
+    """`publish/*`: bytes, their ratio to BF16 in the quantized layers, and seconds of each part.
+
+    `quantizing`: those of the quantizer, over all optimizer steps of the training step; the others are the publish's.
+    """
     metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
-    return metrics | {f"publish/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+    return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}
 
 
-def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
+def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds.
 
-    `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count.
+    `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count. `checkpoint`:
+    what to go on from, see `qarl.trainer.resume.open_run`.
     """
     start = time.perf_counter() if started is None else started
     parts = prepare_run(config)
@@ -210,33 +255,47 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     write_versions(run_dir)
     trainer = LocalTrainer(config, parts)
     with trainer.engine, finish_step_on_interrupt() as stop:
-        return run_and_keep(trainer, stop, start)
+        return run_and_keep(trainer, Checkpoints(trainer, checkpoint), stop, start)
 
 
-def run_and_keep(trainer: LocalTrainer, stop: list[bool], start: float) -> dict[str, Any]:
+def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[bool], start: float) -> dict[str, Any]:
     """First publish and training; then, also after an error, summary, plots and the final checkpoint are written."""
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
     report = trainer.publish()
-    total = config.trainer.total_training_steps
-    with Tracker(run_dir, config.trainer.logger, total_steps=total, config_dict=config.model_dump()) as tracker:
+    if config.trainer.save_final:
+        # The export holds what was published; without room for it there is no use in training.
+        check_room(run_dir / EXPORT, report.bytes)
+    total, start_step = config.trainer.total_training_steps, trainer.step
+    config_dict = config.model_dump()
+    with Tracker(run_dir, config.trainer.logger, total, config_dict, start_step=start_step) as tracker:
         tracker.message(trainer.policy.report)
+        checkpoints.resumed(tracker)
         try:
-            run_steps(trainer, tracker, stop, start)
+            run_steps(trainer, checkpoints, tracker, stop, start)
         except BaseException as error:
             failure = error
     summary = summarize(read_metrics(run_dir)) | {
         "quant_scheme": config.quant.scheme,
         "quant_align": trainer.policy.align,
         "interrupted": bool(stop),
+        "finished": False,
         "failed": None if failure is None else f"{type(failure).__name__}: {failure}",
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
     write_summary(run_dir, summary)
     if config.trainer.save_final:
-        summary["checkpoint"] = str(trainer.policy.save(run_dir / "export", trainer.tokenizer))
-        write_summary(run_dir, summary)
+        try:
+            summary["checkpoint"] = str(trainer.policy.save(run_dir / EXPORT, trainer.tokenizer))
+        except StorageError as error:
+            lost = not_exported(run_dir, trainer.step, error)
+            if failure is None:
+                failure, summary["failed"] = lost, f"{lost.what}: {lost.why}"
+            else:
+                print(f"error: {lost}", file=sys.stderr)
+    summary["finished"] = failure is None and trainer.step >= total
+    write_summary(run_dir, summary)
     if config.trainer.plots:
         plot_run(run_dir)
     if failure is not None:
@@ -244,11 +303,30 @@ def run_and_keep(trainer: LocalTrainer, stop: list[bool], start: float) -> dict[
     return summary
 
 
-def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: float) -> None:
+def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
+    """The error of a run whose model the disk did not take: it says what there still is of the training."""
+    saved = list_checkpoints(checkpoints_dir(run_dir))
+    again = "the same command then goes on from the checkpoint and exports at its end"
+    if saved:
+        there = f"the newest checkpoint is {saved[0][1]}"
+    else:
+        there = "there is no checkpoint (trainer.save_freq), so the trained weights are lost"
+        again = "train again, with trainer.save_freq=N for checkpoints on the way"
+    return StorageError(
+        f"the model after step {step} could not be exported",
+        where=str(run_dir / EXPORT),
+        why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
+        fix=f"{error.fix}; {again}",
+    )
+
+
+def run_steps(
+    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: list[bool], start: float
+) -> None:
     """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled."""
     settings = trainer.config.trainer
     test_freq, total = settings.test_freq, settings.total_training_steps
-    if settings.val_before_train:
+    if settings.val_before_train and not trainer.step:
         tracker.log(trainer.evaluate(), step=0)
     trainer.timer.pop()
     while trainer.step < total and not stop:
@@ -259,6 +337,8 @@ def run_steps(trainer: LocalTrainer, tracker: Tracker, stop: list[bool], start: 
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
         metrics |= trainer.timer.pop()
+        # Ctrl-C may have come during the evaluation.
+        metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
         tracker.log(metrics, step=trainer.step)
         if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
             tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
@@ -311,6 +391,7 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
         "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
         "skipped_optimizer_steps": sum(values("actor/skipped_steps")),
+        "failed_checkpoints": sum(values("checkpoint/failed")),
         "seconds_to_first_step": mean("startup/seconds_to_first_step"),
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),

@@ -17,14 +17,19 @@ import torch
 from torch import nn
 
 from qarl.align import align_model
-from qarl.errors import UserError
+from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch
+from qarl.trainer.weight_files import cannot_load, lacks_tensors
 
 if TYPE_CHECKING:
     from qarl.config import Config
+
+
+PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Families whose logits are lm_head's output as it is: others cap or scale it."""
 
 
 class Policy:
@@ -32,7 +37,7 @@ class Policy:
     applied, which is lower than the one asked for where that is not built; `report`: what was swapped, and why so.
     """
 
-    def __init__(self, model: nn.Module, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
+    def __init__(self, model: Any, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
         self.model, self.scheme, self.ignore = model, scheme, ignore
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
@@ -55,20 +60,10 @@ class Policy:
                 output_loading_info=True,
             )
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"the model cannot be loaded from {config.model.path!r}",
-                where="model.path",
-                why=str(error).splitlines()[0],
-                fix="give a Hugging Face folder with config.json and safetensors",
-            ) from error
+            raise cannot_load(config.model.path, str(error).splitlines()[0]) from error
         model, loading = loaded
         if loading["missing_keys"]:
-            raise UserError(
-                f"the checkpoint lacks {len(loading['missing_keys'])} tensors of the model",
-                where=f"{config.model.path}: {', '.join(sorted(loading['missing_keys'])[:4])}",
-                why="transformers would start them from random numbers",
-                fix="give the whole checkpoint",
-            )
+            raise lacks_tensors(config.model.path, loading["missing_keys"])
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
@@ -89,22 +84,34 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`response_log_probs`, and the likeliest token at each place: int64, zero where no token is.
 
-        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax.
+        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. Where there would
+        be more than `LOGITS_AT_A_TIME` of them they are made a block of response tokens at a time.
         """
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
         # The engine's attention sums a prompt, which it prefills, in another order than the tokens it decodes.
         exact = {"prompt_lengths": batch.prompt_lengths[rows]} if self.align == "exact" else {}
-        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
         # The logits at position t predict token t + 1; response token j of row i sits at prompt_lengths[i] + j.
         offsets = torch.arange(mask.shape[1], device=mask.device)
         positions = (batch.prompt_lengths[rows, None] - 1 - first + offsets).clamp(max=keep - 1)
         row_index = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(positions)
-        chosen = logits[row_index[mask], positions[mask]].float() / temperature
-        log_probs = chosen.log_softmax(-1).gather(1, batch.responses[rows][mask][:, None])[:, 0]
+        places, tokens = (row_index[mask], positions[mask]), batch.responses[rows][mask]
+        if self.logits_in_blocks(mask.shape[0] * keep):
+            hidden = self.model.base_model(input_ids=input_ids, use_cache=False, **exact).last_hidden_state[:, first:]
+            weight = self.model.get_output_embeddings().weight
+            log_probs, top = chosen_log_probs(hidden[places], weight, tokens, temperature=temperature)
+        else:
+            logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
+            log_probs, top = log_probs_of_logits(logits[places], tokens, temperature=temperature)
         zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, chosen.argmax(-1))
+        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
+
+    def logits_in_blocks(self, positions: int) -> bool:
+        """Whether the logits of so many positions are too many to hold, and lm_head is one that can be split."""
+        head, config = self.model.get_output_embeddings(), self.model.config
+        plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor to publish by checkpoint name; quantized layers as what the next forward multiplies by."""
@@ -124,6 +131,7 @@ class Policy:
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer."""
-        from qarl.checkpoint import save_compressed
+        from qarl.quant.export import ModelFiles, save_model
 
-        return save_compressed(folder, self.model, self.packed_state_dict(), self.scheme, self.ignore, tokenizer)
+        files = ModelFiles.of(self.model, tokenizer)
+        return save_model(folder, files, self.packed_state_dict(), scheme=self.scheme, ignore=self.ignore)

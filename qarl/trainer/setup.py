@@ -29,6 +29,7 @@ from qarl.trainer.checks import (
     check_weight_files,
 )
 from qarl.trainer.policy import Policy
+from qarl.trainer.weight_files import cannot_build
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -59,25 +60,41 @@ def prepare_run(config: Config) -> RunParts:
     check_length(config, hf_config)
     check_linears(config, hf_config)
     reward_fn = get_reward_fn(config.reward.function)
-    data = config.data
-    prompt_options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "prompt_key": data.prompt_key,
-        "max_prompt_length": data.max_prompt_length,
-        "filter_overlong_prompts": data.filter_overlong_prompts,
-    }
-    train_prompts = load_prompts(data.train_files, **prompt_options)
-    wants_val = config.trainer.val_before_train or config.trainer.test_freq > 0
-    val_prompts: PromptDataset | list[Any] = []
-    if wants_val:
-        val_prompts = load_prompts(data.val_files, limit=config.trainer.val_max_prompts, **prompt_options)
+    train_prompts = load_train_prompts(config, tokenizer)
+    val_prompts = load_val_prompts(config, tokenizer)
     report_data(train_prompts, val_prompts)
     check_reward_fn(reward_fn, train_prompts)
-    sampler = PromptSampler(len(train_prompts), data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    sampler = prompt_sampler(config, train_prompts)
     check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     policy = load_policy(config)
     return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
+
+
+def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
+    return load_prompts(config.data.train_files, **prompt_options(config, tokenizer))
+
+
+def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
+    """The held-out prompts; none where nothing is ever evaluated."""
+    if not (config.trainer.val_before_train or config.trainer.test_freq > 0):
+        return []
+    limit = config.trainer.val_max_prompts
+    return load_prompts(config.data.val_files, limit=limit, **prompt_options(config, tokenizer))
+
+
+def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Arguments of `load_prompts` that training and evaluation share."""
+    return {
+        "tokenizer": tokenizer,
+        "prompt_key": config.data.prompt_key,
+        "max_prompt_length": config.data.max_prompt_length,
+        "filter_overlong_prompts": config.data.filter_overlong_prompts,
+    }
+
+
+def prompt_sampler(config: Config, prompts: PromptDataset) -> PromptSampler:
+    return PromptSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
 
 
 def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:
@@ -92,8 +109,30 @@ def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[
 
 def load_tokenizer(path: str) -> tuple[Any, Any]:
     """The tokenizer and the Hugging Face config of a model folder (or a hub name)."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    check_model_folder(path)
+    check_tokenizer_files(path)
+    try:
+        return AutoTokenizer.from_pretrained(path), load_hf_config(path)
+    except UserError:
+        raise
+    except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
+        raise _unreadable(path, error) from error
+
+
+def load_hf_config(path: str) -> Any:
+    """The Hugging Face config alone: it needs neither tokenizer nor weights."""
+    from transformers import AutoConfig
+
+    check_model_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
         raise UserError(
@@ -101,6 +140,9 @@ def load_tokenizer(path: str) -> tuple[Any, Any]:
             where="model.path",
             fix="give a Hugging Face folder; `make quickstart` makes the quickstart's model in models/tiny-qwen3",
         )
+
+
+def check_tokenizer_files(path: str) -> None:
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         # transformers makes an empty tokenizer of the model's family then.
         raise UserError(
@@ -109,27 +151,22 @@ def load_tokenizer(path: str) -> tuple[Any, Any]:
             why=f"it has none of {', '.join(TOKENIZER_FILES)}",
             fix="copy the tokenizer of the model it came from into it: tokenizer.json and tokenizer_config.json",
         )
-    try:
-        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-    except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
-        raise UserError(
-            f"config or tokenizer cannot be loaded from {path!r}",
-            where="model.path",
-            why=" ".join(str(error).split())[:400],
-            fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
-        ) from error
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(
+        f"config or tokenizer cannot be loaded from {path!r}",
+        where="model.path",
+        why=" ".join(str(error).split())[:400],
+        fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
+    )
 
 
 def load_policy(config: Config) -> Policy:
     try:
         return Policy.load(config)
     except RuntimeError as error:
-        raise UserError(
-            f"the model in {config.model.path!r} cannot be built from its weights",
-            where="model.path",
-            why=" ".join(str(error).split())[:400],
-            fix="give config.json and weights of one and the same model; if memory ran out, a smaller one",
-        ) from error
+        raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
 
 
 def check_length(config: Config, hf_config: Any) -> None:
@@ -149,7 +186,7 @@ def fresh_run_dir(run_dir: Path) -> None:
 
     A folder without metrics (of a dry run, or a run that was refused) is used as it is.
     """
-    if not (run_dir / METRICS_FILE).exists():
+    if not holds_a_run(run_dir):
         return
     numbered = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
     target = next(path for path in numbered if not os.path.lexists(path))
@@ -163,6 +200,10 @@ def fresh_run_dir(run_dir: Path) -> None:
             fix="choose another name=... or output_dir=...",
         ) from error
     print(f"note: {run_dir} held an earlier run, which is now in {target}", file=sys.stderr)
+
+
+def holds_a_run(run_dir: Path) -> bool:
+    return (run_dir / METRICS_FILE).exists() or (run_dir / "checkpoints").exists()
 
 
 def engine_config(config: Config) -> EngineConfig:

@@ -1,0 +1,100 @@
+"""Quantized linears under FSDP2, which owns the weights: it shards the FP32 masters and gathers a BF16 copy for a
+forward.
+
+Two things differ from `qarl.quant.linear`:
+
+- The gathered weight is one parameter object whose storage comes and goes, and FSDP hides its writes from autograd's
+  version counter. So nothing here can see that a weight has changed: whoever changes weights (an optimizer step, a
+  loaded checkpoint) says so with `invalidate_quantized`. In between, the quantized tensors are made once, by whichever
+  comes first, a forward or a publish, and serve both.
+- The dequantized weight is made anew in each backward: kept, it would be the unsharded model a second time.
+
+What is quantized is the BF16 cast of the master, which is what the forward is given: a cast and a gather commute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.quant.convert import DEFAULT_IGNORE, QuantReport, select_linears, tied_names
+from qarl.quant.linear import QuantLinear
+from qarl.quant.matcher import resolve_ignored
+from qarl.quant.phases import phase
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme
+from qarl.quant.tensor import QuantizedTensor
+
+
+class ShardedQuantLinear(QuantLinear):
+    """A `QuantLinear` whose quantized tensors hold until `invalidate`."""
+
+    def quantized(self) -> QuantizedTensor:
+        """The low-bit tensors. Only inside a forward, where FSDP has gathered the weight, can they be made here."""
+        if self._quantized is None:
+            self.adopt(self.weight.detach())
+        assert self._quantized is not None
+        return self._quantized
+
+    @torch.no_grad()
+    def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless that is done already."""
+        if self._quantized is None:
+            self._quantized = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
+            with phase("prepare"):
+                self.prepared = self.kernel.prepare(self._quantized.tensors)
+            self.generation += 1
+        return self._quantized
+
+    @property
+    def dequantized(self) -> torch.Tensor:
+        """Ŵ [N, K] in BF16."""
+        return self.quantized().dequantize(torch.bfloat16)
+
+    @property
+    def stale(self) -> bool:
+        return self._quantized is None
+
+
+def quantize_before_sharding(
+    model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE, device: torch.device
+) -> QuantReport:
+    """Replace the selected linears of `model`, in place, before `fully_shard`; parameters and their names stay.
+
+    Masters may be FP32 or on the meta device. `device`: where the forward will run.
+    """
+    selected, skipped = select_linears(model, scheme, ignore)
+    kernels: dict[str, str] = {}
+    for name, linear in selected.items():
+        layer = ShardedQuantLinear(linear, scheme, qualified_name=name, device=device)
+        model.set_submodule(name, layer)
+        kernels[name] = layer.choice.reason
+    unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
+    return QuantReport(scheme, kernels, skipped, unmatched)
+
+
+def sharded_wire_tensors(
+    model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `qarl.quant.packed_state_dict` yields, of a model that FSDP2 has sharded; a collective, one layer at a time.
+
+    `gather` makes a whole BF16 tensor of a state-dict entry, on every rank. Floating-point tensors travel in BF16.
+    """
+    layers: Mapping[str, nn.Module] = dict(model.named_modules())
+    selected = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
+    tied = tied_names(model)
+    for name, entry in model.state_dict().items():
+        if name in tied:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        whole = gather(entry)
+        layer = layers[owner]
+        if owner not in selected or leaf != "weight":
+            yield name, whole
+        elif isinstance(layer, ShardedQuantLinear):
+            yield from layer.adopt(whole).named(owner)
+        else:
+            yield from quantize(whole, scheme, name=name).named(owner)

@@ -1,0 +1,422 @@
+"""The verl backend: our config as verl's, and verl's PPO trainer run with it.
+
+`verl_config` is the only place that knows verl's keys. It starts from verl's own `ppo_trainer` config, so a key that
+verl no longer has is an error here and not a silent no-op. What verl cannot do is refused by `refuse_unsupported`;
+where it does something slightly different, `differences` says so.
+
+The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; the parts that verl lacks come from
+`qarl.verl_plugin`. Read in verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config, write_resolved
+from qarl.errors import UserError
+from qarl.trainer.verl_metrics import MetricsFollower
+from qarl.trainer.verl_process import (
+    local_path,
+    memory_lines,
+    preflight,
+    runs_on_cpu,
+    set_environment,
+    worker_environment,
+)
+from qarl.trainer.verl_resume import open_verl_run
+
+PLUGIN = "qarl.verl_plugin"
+VERL_BATCHED_TOKENS = 8192
+Keys = dict[str, Any]
+
+
+def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
+    """Run `config` in verl to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
+    start = time.perf_counter() if started is None else started
+    on_cpu = runs_on_cpu()
+    refuse_unsupported(config)
+    set_environment(config, on_cpu)
+    preflight(config)
+    resolved = verl_config(config, on_cpu=on_cpu)
+    for note in differences(config, on_cpu):
+        print(f"note: {note}", file=sys.stderr)
+    with open_verl_run(config) as start_step:
+        write_resolved(config, config.run_dir / "config.yaml")
+        return run(config, resolved, start, start_step)
+
+
+def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
+    """verl's trainer from `start_step` on; the run folder is ours, and nobody else's."""
+    import ray
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+
+    from qarl.tracking import write_versions
+
+    write_versions(config.run_dir)
+    (config.run_dir / "verl.yaml").write_text(as_yaml(resolved), encoding="utf-8")
+    failure: BaseException | None = None
+    with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
+        try:
+            run_ppo(resolved, task_runner_class=TaskRunnerV1)
+        except BaseException as error:
+            failure = error
+        finally:
+            ray.shutdown()
+    summary = follower.summary(failure)
+    if failure is not None and not isinstance(failure, KeyboardInterrupt):
+        raise failure
+    return summary
+
+
+def dry_run(config: Config) -> str:
+    """verl's whole config for this run as YAML, checked as verl checks it, and what is missing; nothing is started."""
+    on_cpu, missing = runs_on_cpu(), unsupported(config)
+    set_environment(config, on_cpu)
+    resolved = verl_config(config, on_cpu=on_cpu)
+    lines = [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
+    lines += [f"# note: {note}" for note in differences(config, on_cpu)]
+    lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
+    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
+    return "\n".join([*lines, as_yaml(resolved)])
+
+
+def verl_config(config: Config, *, on_cpu: bool) -> Any:
+    """verl's `ppo_trainer` config for this run, validated as verl's own entry point does it (an OmegaConf DictConfig).
+
+    Raises:
+        UserError: a key of the section `verl` that verl does not have, or whatever verl's own validation says.
+    """
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose(config_name="ppo_trainer")
+    for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
+        try:
+            OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
+        except OmegaConfBaseException as error:
+            raise UserError(
+                f"verl's config does not take {key}={value!r}",
+                where=f"verl.{key}" if key in config.verl else key,
+                why=str(error).splitlines()[0],
+                fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
+            ) from error
+    validate(composed)
+    return composed
+
+
+def validate(composed: Any) -> None:
+    """verl's own checks, and what of its keys does not go with TBPO or spoils a checkpoint."""
+    refuse_corrections(composed)
+    refuse_one_checkpoint(composed)
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    try:
+        validate_config(
+            config=composed,
+            use_reference_policy=need_reference_policy(composed),
+            use_critic=need_critic(composed),
+        )
+        omega_conf_to_dataclass(composed.actor_rollout_ref.rollout)
+        omega_conf_to_dataclass(composed.algorithm)
+    except UserError:
+        raise
+    except Exception as error:  # assertions, ValueErrors and hydra's own, depending on the key
+        raise UserError(
+            "verl refuses the configuration",
+            where=f"{type(error).__name__} from verl",
+            why=" ".join(str(error).split())[:600],
+            fix="change the keys that it names; dry_run=true prints all of verl's keys",
+        ) from error
+
+
+def refuse_corrections(composed: Any) -> None:
+    """UserError where verl would put its own rollout correction on top of TBPO's, or take away what TBPO corrects."""
+    if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
+        return
+    correction = composed.algorithm.rollout_correction
+    for key, neutral, why in (
+        ("bypass_mode", False, "it takes the rollout's log-probs for the trainer's, and TBPO would see no mismatch"),
+        ("rollout_is", None, "it weighs the tokens once more, and TBPO has its own weight of the whole sequence"),
+    ):
+        if value := correction.get(key):
+            raise UserError(
+                f"rollout_correction.{key}={value} does not go with TBPO",
+                where=f"verl.algorithm.rollout_correction.{key}",
+                why=why,
+                fix=f"set it to {'null' if neutral is None else 'false'}, or choose another loss_mode of verl's",
+            )
+
+
+def refuse_one_checkpoint(composed: Any) -> None:
+    """UserError where verl would delete the only whole checkpoint before the next one is written."""
+    trainer = composed.trainer
+    if trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save"):
+        raise UserError(
+            "verl cannot keep a single checkpoint safely",
+            where="trainer.max_ckpt_to_keep",
+            why="it deletes the earlier one before the next one is whole, so a run killed in between has none",
+            fix="set trainer.max_ckpt_to_keep=2 or more",
+        )
+
+
+def as_yaml(resolved: Any) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(resolved, resolve=True)
+
+
+def unsupported(config: Config) -> dict[str, str]:
+    """Keys of ours that have no counterpart in verl and are not at the neutral value, with that value."""
+    problems = {
+        "optim.name": (config.optim.name != "adamw", "adamw"),
+        "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
+        "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
+    }
+    return {key: neutral for key, (bad, neutral) in problems.items() if bad}
+
+
+def refuse_unsupported(config: Config) -> None:
+    """UserError that names all of `unsupported`."""
+    if found := unsupported(config):
+        raise UserError(
+            "backend=verl has no counterpart of " + ", ".join(found),
+            where=", ".join(found),
+            fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
+        )
+
+
+def differences(config: Config, on_cpu: bool) -> list[str]:
+    """What verl does a little differently from what the config's text says."""
+    notes = []
+    wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
+    if wanted != given:
+        why = "prompts are prefilled whole on a CPU" if given != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
+        written = "null" if wanted is None else wanted
+        notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
+    if config.trainer.val_max_prompts is not None and config.data.shuffle:
+        notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
+    if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
+        notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
+    if config.trainer.save_final:
+        notes.append("trainer.save_final: verl's own checkpoint of the last step, no compressed-tensors export")
+    return notes
+
+
+# One function a section of verl's config.
+
+
+def verl_keys(config: Config, on_cpu: bool) -> Keys:
+    """verl's dotted keys and their values for this run; `+` marks keys that verl's YAML does not list."""
+    keys = {
+        **data_keys(config),
+        **reward_keys(config),
+        **model_keys(config, on_cpu),
+        **actor_keys(config),
+        **optim_keys(config),
+        **rollout_keys(config, on_cpu),
+        **algorithm_keys(config),
+        **trainer_keys(config),
+        # Workers have the environment of the machine's Ray, which may have been started before this run.
+        "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
+    }
+    return keys | (cpu_keys(config) if on_cpu else {})
+
+
+def data_keys(config: Config) -> Keys:
+    data = config.data
+    # verl wants validation files even where nothing is evaluated.
+    limit = config.trainer.val_max_prompts or -1
+    return {
+        "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
+        "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
+        "data.val_max_samples": limit if data.val_files else 1,
+        "data.train_batch_size": data.train_batch_size,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "data.shuffle": data.shuffle,
+        "data.seed": config.seed,
+        "data.prompt_key": data.prompt_key,
+        "data.filter_overlong_prompts": data.filter_overlong_prompts,
+        "data.truncation": "error",
+    }
+
+
+def reward_keys(config: Config) -> Keys:
+    source, _, name = config.reward.function.rpartition(":")
+    if not source:
+        path = "pkg://qarl.rewards"
+    elif source.endswith(".py"):
+        path = str(Path(source).resolve())
+    else:
+        path = f"pkg://{source}"
+    return {
+        "reward.custom_reward_function.path": path,
+        "reward.custom_reward_function.name": name,
+    }
+
+
+def model_keys(config: Config, on_cpu: bool) -> Keys:
+    model = "actor_rollout_ref.model"
+    return {
+        f"{model}.path": local_path(config.model.path),
+        f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
+        f"{model}.use_remove_padding": not on_cpu,
+        f"+{model}.override_config.attention_dropout": 0.0,
+    }
+
+
+def actor_keys(config: Config) -> Keys:
+    actor, keys = config.actor, {}
+    bands = (
+        "seq_clip_ratio_high",
+        "seq_clip_ratio_low",
+        "neg_seq_clip_ratio_low",
+        "neg_seq_clip_ratio_high",
+        "seq_tis_imp_ratio_cap",
+        "mismatch_outside_cap",
+        "positive_band",
+    )
+    root = "actor_rollout_ref.actor"
+    keys = {
+        f"{root}.strategy": "fsdp2",
+        f"{root}.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        f"{root}.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+        f"{root}.ppo_epochs": actor.ppo_epochs,
+        f"{root}.loss_agg_mode": actor.loss_agg_mode,
+        f"{root}.grad_clip": actor.grad_clip,
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
+        f"{root}.policy_loss.loss_mode": "tbpo",
+        f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
+        f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
+        f"{root}.fsdp_config.seed": config.seed,
+        f"{root}.data_loader_seed": config.seed,
+    }
+    keys |= {f"+{root}.policy_loss.{name}": getattr(actor, name) for name in bands}
+    quant = {"scheme": config.quant.scheme, "group_size": config.quant.group_size, "align": config.quant.align}
+    keys |= {f"+{root}.fsdp_config.quant.{name}": value for name, value in quant.items()}
+    return keys | {f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore)}
+
+
+def optim_keys(config: Config) -> Keys:
+    optim, root = config.optim, "actor_rollout_ref.actor.optim"
+    return {
+        f"{root}.lr": optim.lr,
+        f"{root}.betas": list(optim.betas),
+        f"{root}.weight_decay": optim.weight_decay,
+        f"{root}.lr_warmup_steps": optim.lr_warmup_steps,
+        f"{root}.lr_scheduler_type": optim.lr_scheduler_type,
+        f"{root}.min_lr_ratio": optim.min_lr_ratio,
+        f"{root}.clip_grad": config.actor.grad_clip,
+        f"{root}.override_optimizer_config": {"eps": optim.eps},
+    }
+
+
+def rollout_keys(config: Config, on_cpu: bool) -> Keys:
+    from qarl.quant.scheme import get_scheme
+
+    rollout, root = config.rollout, "actor_rollout_ref.rollout"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    keys = {
+        f"{root}.name": "vllm",
+        f"{root}.mode": "async",
+        f"{root}.n": rollout.n,
+        f"{root}.temperature": rollout.temperature,
+        f"{root}.top_p": rollout.top_p,
+        f"{root}.calculate_log_probs": True,
+        f"{root}.logprobs_mode": "processed_logprobs",
+        f"{root}.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        f"{root}.gpu_memory_utilization": rollout.gpu_memory_utilization,
+        f"{root}.enforce_eager": rollout.enforce_eager,
+        f"{root}.max_num_seqs": rollout.max_num_seqs,
+        f"{root}.max_model_len": longest,
+        f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
+        f"{root}.load_format": "dummy",
+        f"{root}.val_kwargs.temperature": rollout.val_temperature,
+        f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
+        f"{root}.seed": config.seed,
+        f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
+        f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
+    }
+    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    if scheme.quantized:
+        overrides = {"quantization_config": scheme.quantization_config(list(config.quant.ignore))}
+        keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
+    return keys
+
+
+def batched_tokens(config: Config, on_cpu: bool) -> int:
+    """On a CPU a prompt is prefilled whole, for which vLLM wants room for the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
+
+
+def algorithm_keys(config: Config) -> Keys:
+    return {
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "algorithm.norm_adv_by_std_in_grpo": config.algorithm.norm_adv_by_std_in_grpo,
+        # It would take the rollout's log-probs for the trainer's, and TBPO would see no mismatch.
+        "algorithm.rollout_correction.bypass_mode": False,
+    }
+
+
+def trainer_keys(config: Config) -> Keys:
+    trainer, total = config.trainer, config.trainer.total_training_steps
+    resume_path = trainer.resume_from_path
+    # The local backend evaluates after the last step wherever it evaluated before the first.
+    only_last = trainer.test_freq == -1 and trainer.val_before_train
+    return {
+        "trainer.nnodes": trainer.nnodes,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "trainer.total_training_steps": total,
+        "trainer.total_epochs": total,
+        "trainer.test_freq": total if only_last else trainer.test_freq,
+        "trainer.val_before_train": trainer.val_before_train,
+        "trainer.project_name": "qarl",
+        "trainer.experiment_name": config.name,
+        "trainer.logger": ["file"],
+        "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
+        # At a positive frequency verl saves after the last step, too.
+        "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
+        "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
+        "trainer.resume_mode": trainer.resume_mode,
+        "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.replay",
+        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+    }
+
+
+def cpu_keys(config: Config) -> Keys:
+    """What a run without GPUs needs besides `VERL_PLATFORM=cpu`; few processes, because each imports torch and vLLM."""
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        "trainer.device": "cpu",
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 1,
+        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        f"{rollout}.free_cache_engine": False,
+        f"+{rollout}.enable_sleep_mode": False,
+        # A prompt prefilled in parts, or after a cached prefix, gets other bits than one prefilled whole.
+        f"{rollout}.enable_chunked_prefill": False,
+        f"{rollout}.enable_prefix_caching": False,
+        f"{rollout}.agent.num_workers": 1,
+        # For tiny models of a known family with a tokenizer of their own.
+        f"{rollout}.agent.default_agent_loop": "qarl_single_turn",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": "uni",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        # Logical resources: verl asks Ray for CPUs by the role and for one GPU a trainer process.
+        "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }

@@ -1,0 +1,292 @@
+"""verl's FSDP2 engine with QaRL's layers and loss, on one and two gloo ranks without Ray, against the local backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, needs_w4a16_cpu, save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.quant import get_scheme, packed_state_dict
+from qarl.quant.quantize import quantize
+from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
+from qarl.trainer.batch import Batch
+from qarl.trainer.policy import Policy
+
+pytest.importorskip("verl")
+pytestmark = needs_w4a16_cpu
+
+QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "model"}
+BANDS = {"seq_clip_ratio_high": 0.02, "neg_seq_clip_ratio_low": 0.02, "neg_seq_clip_ratio_high": 0.02}
+EMPTY = 5
+
+
+def make_rows(model: str) -> dict[str, torch.Tensor]:
+    """Eight responses of 1 to 24 tokens to prompts of 2 to 6, one of them with an empty mask; log-probs of the trainer
+    with a little noise, so that ratios lie inside and outside their bands."""
+    random = torch.Generator().manual_seed(1)
+    prompts = torch.tensor([2, 3, 6, 4, 5, 2, 3, 4])
+    lengths = torch.tensor([1, 24, 2, 12, 16, 4, 3, 20])
+    total, width = int((prompts + lengths).max()), int(lengths.max())
+    ids = torch.randint(3, 64, (8, total), generator=random)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    mask[EMPTY] = False
+    responses = torch.zeros(8, width, dtype=torch.int64)
+    for i in range(8):
+        ids[i, prompts[i] + lengths[i] :] = 2
+        responses[i, : lengths[i]] = ids[i, prompts[i] : prompts[i] + lengths[i]]
+    rows = {"input_ids": ids, "responses": responses, "response_mask": mask, "prompt_lengths": prompts}
+    rows |= {"response_lengths": lengths, "advantages": torch.randn(8, generator=random)}
+    rows["advantages"][3] = 0.0
+    with torch.no_grad():
+        exact = load_policy(model).response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    rows["old_log_probs"] = (exact + 0.03 * torch.randn(exact.shape, generator=random)) * mask
+    rows["rollout_log_probs"] = (exact + 0.1 * torch.randn(exact.shape, generator=random)) * mask
+    return rows
+
+
+def short_rows() -> dict[str, torch.Tensor]:
+    """64 responses of 1 to 16 tokens. Without a common row length the bits of some depend on the rows beside them."""
+    random = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 17, (64,), generator=random)
+    lengths[0] = 16
+    ids = torch.randint(3, 64, (64, 19), generator=random)
+    mask = torch.arange(16)[None, :] < lengths[:, None]
+    ids[:, 3:] = ids[:, 3:].masked_fill(~mask, 2)
+    rows = {"input_ids": ids, "responses": ids[:, 3:] * mask, "response_mask": mask, "response_lengths": lengths}
+    rows |= {"prompt_lengths": torch.full((64,), 3), "advantages": torch.randn(64, generator=random)}
+    return rows | {"old_log_probs": torch.zeros(64, 16), "rollout_log_probs": torch.full((64, 16), -1.0)}
+
+
+def load_policy(model: str) -> Policy:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return Policy(loaded, get_scheme("w4a16", group_size=32), ("lm_head",), align="model")
+
+
+def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
+    names = ("input_ids", "prompt_lengths", "responses", "response_mask")
+    zeros = torch.zeros(8)
+    tensors = {name: rows[name] for name in names}
+    tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
+    return Batch(**tensors, weight_version=0)
+
+
+def local_update(model: str, rows: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], dict, Policy]:
+    """The local backend's loss, gradient and metrics, in one micro-batch."""
+    policy = load_policy(model)
+    log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    loss, statistics = tbpo_loss(
+        log_probs,
+        rows["old_log_probs"],
+        rows["rollout_log_probs"],
+        rows["advantages"],
+        rows["response_mask"],
+        TBPOConfig(**BANDS),
+    )
+    loss.backward()
+    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, reduce_metrics([statistics]), policy
+
+
+def run_engine(folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict]) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    inputs, output = folder / f"jobs{world}.pt", folder / f"output{world}.pt"
+    torch.save({"model": model, "rows": rows, "jobs": jobs}, inputs)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "verl_engine.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), str(inputs), str(output)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), outputs[0][-4000:]
+    return torch.load(output, weights_only=False)
+
+
+JOBS = [
+    {"quant": QUANT, "bands": BANDS, "lr": 0.0, "micro": 4},
+    {"quant": QUANT, "bands": BANDS, "lr": 0.0, "micro": 1},
+    # Log-probs in one batching, updates in another, at learning rate 0: the bands are narrower than kernel noise.
+    {"quant": QUANT, "bands": BANDS, "lr": 0.0, "micro": 1, "log_prob_micro": 4, "steps": 2},
+    {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2},
+]
+
+SINGLE_RANK_JOBS = {
+    "gradient_checkpointing": {**JOBS[0], "gradient_checkpointing": True},
+    "remove_padding": {**JOBS[0], "remove_padding": True, "gradient_checkpointing": True},
+    "remove_padding_without_learning": {**JOBS[2], "remove_padding": True},
+    "fp8": {**JOBS[3], "quant": QUANT | {"scheme": "fp8"}},
+    "fp8_offloaded": {
+        **JOBS[3],
+        "quant": QUANT | {"scheme": "fp8"},
+        "engine": {"param_offload": True, "optimizer_offload": True},
+    },
+}
+"""What the GPU configs switch on and a CPU would do without."""
+
+
+def single(results, name: str) -> dict:
+    return results[1][5 + list(SINGLE_RANK_JOBS).index(name)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save_random_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    return make_rows(model)
+
+
+@pytest.fixture(scope="module")
+def local(model, rows):
+    return local_update(model, rows)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, model, rows):
+    folder = tmp_path_factory.mktemp("engine")
+    found = {}
+    for world in (1, 2):
+        checkpoint = {**JOBS[3], "checkpoint": str(folder / f"checkpoint{world}")}
+        short = {**JOBS[2], "rows": short_rows(), "log_prob_micro": 8, "micro": 2}
+        single = SINGLE_RANK_JOBS if world == 1 else {}
+        jobs = [*JOBS[:3], checkpoint, short, *single.values()]
+        found[world] = run_engine(folder, world, model, rows, jobs)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("job", [0, 1])
+def test_loss_and_gradient_are_those_of_the_local_backend(results, local, world, job):
+    """However the mini-batch is split among ranks and micro-batches. Gradients of parts are rounded to BF16 before they
+    are added: one BF16 step of the largest element is the bound."""
+    loss, gradients, _, _ = local
+    found = results[world][job]
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, expected in gradients.items():
+        expected, actual = expected.float(), found["gradients"][name].float()
+        assert float((actual - expected).abs().max()) <= 2**-7 * float(expected.abs().max()), name
+        assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("job", [0, 1])
+def test_metrics_are_those_of_the_whole_mini_batch(results, local, world, job):
+    expected = local[2]
+    (metrics,) = results[world][job]["metrics"]
+    for name, value in expected.items():
+        assert metrics[name] == [pytest.approx(value, rel=1e-4, abs=1e-6)], name
+    assert metrics["mismatch/k3"][0] > 1e-3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_learning_the_ratio_stays_one_though_batches_differ(results, world):
+    for metrics in [*results[world][2]["metrics"], *results[world][4]["metrics"]]:
+        assert metrics["actor/seq_ratio_abs_dev_max"][0] <= 1e-5
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_are_quantized_once_an_optimizer_step(results, world):
+    # Two micro-batches a rank or more: the forward of the first made them.
+    assert set(results[world][1]["made"]) == {1}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_published_is_what_the_local_quantizer_makes(results, local, world):
+    expected = dict(packed_state_dict(local[3].model))
+    published = results[world][0]["published"]
+    assert published.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert published[name].dtype == tensor.dtype and torch.equal(published[name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_publishes_the_bf16_cast_of_the_new_masters(results, world):
+    before, after = results[world][0]["published"], results[world][3]
+    assert not torch.equal(before["model.norm.weight"], after["published"]["model.norm.weight"])
+    for name, master in after["masters"].items():
+        assert master.dtype == torch.float32
+        layer = name.removesuffix(".weight")
+        if f"{layer}.weight_packed" not in after["published"]:
+            assert torch.equal(after["published"][name], master.bfloat16()), name
+            continue
+        expected = quantize(master.bfloat16(), get_scheme("w4a16", group_size=32), name=name)
+        for wire_name, tensor in expected.named(layer):
+            assert torch.equal(after["published"][wire_name], tensor), wire_name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_brings_back_what_was_published(results, world):
+    found = results[world][3]
+    assert not torch.equal(found["changed"]["model.norm.weight"], found["published"]["model.norm.weight"])
+    assert found["loaded"].keys() == found["published"].keys()
+    for name, tensor in found["published"].items():
+        assert torch.equal(found["loaded"][name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("file", "entry"), [("model", "model.model.norm.weight"), ("extra_state", "rng.cpu")])
+def test_a_checkpoint_with_a_wrong_file_is_refused_with_the_entrys_name(results, world, file, entry):
+    """One bit of one weight; a random-number generator one number further on."""
+    assert entry in results[world][3][f"damaged_{file}"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("parts", ["model_extra", "model"])
+def test_parts_that_verl_was_told_to_leave_out_are_not_missed(results, world, parts):
+    found = results[world][3]["parts"][parts]
+    before, between, after = found["tensors"]
+    assert found["error"] == ""
+    assert not torch.equal(between["model.norm.weight"], before["model.norm.weight"])
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_rollouts_log_probs_as_the_trainers_are_refused(results, world):
+    """verl's bypass mode."""
+    assert all("rollout_correction.bypass_mode" in found["bypass"] for found in results[world])
+
+
+def test_gradient_checkpointing_changes_no_bit(results):
+    plain, found = results[1][0], single(results, "gradient_checkpointing")
+    assert found["loss"] == plain["loss"]
+    assert all(torch.equal(found["gradients"][name], tensor) for name, tensor in plain["gradients"].items())
+
+
+def test_offloading_changes_no_bit_of_an_8_bit_scheme(results):
+    resident, offloaded = single(results, "fp8"), single(results, "fp8_offloaded")
+    assert offloaded["loss"] == resident["loss"]
+    published = resident["published"]
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in published.values())
+    assert offloaded["published"].keys() == published.keys()
+    for name, tensor in published.items():
+        assert torch.equal(offloaded["published"][name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_packed_rows_give_the_loss_of_padded_ones(results):
+    """Attention over a packed batch adds in another order. On the CPU the loss was equal and gradients were 6.5e-5 of
+    their norm off; the bound on gradients is one BF16 step, as for splits: backward computes in BF16."""
+    plain, found = results[1][0], single(results, "remove_padding")
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    for name, expected in plain["gradients"].items():
+        expected, actual = expected.float(), found["gradients"][name].float()
+        assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
+    for metrics in single(results, "remove_padding_without_learning")["metrics"]:
+        assert metrics["actor/seq_ratio_abs_dev_max"][0] <= 1e-5

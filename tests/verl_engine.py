@@ -1,0 +1,211 @@
+"""One rank of verl's FSDP2 engine as QaRL registers it, without Ray: run by test_verl_engine.py.
+
+    python verl_engine.py RANK WORLD_SIZE PORT JOBS_FILE OUTPUT_FILE
+
+The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
+list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` of
+its own if it has any, `remove_padding`, `gradient_checkpointing`, and `engine` with more of verl's FSDP keys.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+rank, world, port, jobs_file, output_file = sys.argv[1:]
+os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0"}
+
+import torch  # noqa: E402
+import verl  # noqa: E402, F401
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.utils.losses import ppo_loss  # noqa: E402
+from verl.workers.utils.padding import response_from_nested  # noqa: E402
+
+import qarl.verl_plugin.plugin  # noqa: E402, F401
+from qarl.errors import UserError  # noqa: E402
+from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig  # noqa: E402
+
+
+def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
+    engine_config = QuantFSDPEngineConfig(
+        strategy="fsdp2", use_torch_compile=False, quant=job["quant"], **job.get("engine", {})
+    )
+    actor = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode="seq-mean-token-mean",
+        policy_loss=TBPOPolicyLossConfig(**job.get("bands", {})),
+        fsdp_config=engine_config,
+    )
+    parts = ["model", "optimizer", "extra"]
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="fsdp2",
+        model_config=HFModelConfig(
+            path=model,
+            use_remove_padding=job.get("remove_padding", False),
+            enable_gradient_checkpointing=job.get("gradient_checkpointing", False),
+            override_config={"attn_implementation": "sdpa", "attention_dropout": 0.0},
+        ),
+        engine_config=engine_config,
+        optimizer_config=FSDPOptimizerConfig(lr=job["lr"], clip_grad=1e9, total_training_steps=10, weight_decay=0.0),
+        checkpoint_config=CheckpointConfig(save_contents=parts, load_contents=parts),
+    )
+    engine.initialize()
+    return engine, partial(ppo_loss, config=actor)
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def make_data(rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove_padding: bool = False) -> Any:
+    """verl's no-padding TensorDict of the rows `mine` of padded tensors."""
+    columns: dict[str, list[torch.Tensor]] = {}
+    for i in mine:
+        prompt, length = int(rows["prompt_lengths"][i]), int(rows["response_lengths"][i])
+        row = {"input_ids": rows["input_ids"][i, : prompt + length], "responses": rows["responses"][i, :length]}
+        row["prompts"] = row["input_ids"][:prompt]
+        row["position_ids"] = torch.arange(prompt + length)
+        row["response_mask"] = rows["response_mask"][i, :length].long()
+        row["loss_mask"] = row["response_mask"]
+        row["advantages"] = rows["advantages"][i].expand(length)
+        for name in ("old_log_probs", "rollout_log_probs"):
+            row[name] = rows[name][i, :length]
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    data = tu.get_tensordict({name: nested(values) for name, values in columns.items()}, {})
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        calculate_entropy=False,
+        use_remove_padding=remove_padding,
+        use_dynamic_bsz=False,
+        use_fused_kernels=False,
+        micro_batch_size_per_gpu=micro,
+        global_batch_size=len(rows["input_ids"]),
+        pad_token_id=2,
+        update_lr_scheduler=True,
+    )
+    return data
+
+
+def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    engine, loss = build(content["model"], job)
+    rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
+    mine, packed = list(range(int(rank), len(rows["input_ids"]), int(world))), job.get("remove_padding", False)
+    result: dict[str, Any] = {"metrics": []}
+    for _ in range(job.get("steps", 1)):
+        if "log_prob_micro" in job:
+            data = make_data(rows, mine, job["log_prob_micro"], packed)
+            with engine.eval_mode():
+                found = engine.infer_batch(data)["model_output"]["log_probs"]
+            padded = response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
+            rows["old_log_probs"][mine, : padded.shape[1]] = padded
+        data = make_data(rows, mine, job["micro"], packed)
+        quantized = [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
+        with engine.train_mode(zero_grad_on_exit=False):
+            output = engine.train_batch(data, loss)
+        made = [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
+        result["made"] = [after - before for before, after in zip(quantized, made, strict=True)]
+        values = torch.tensor(sum(output["loss"]))
+        torch.distributed.all_reduce(values)
+        result["loss"] = float(values) / int(world)
+        result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
+    result["gradients"] = {
+        name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None
+    }
+    result["masters"] = {name: p.full_tensor().detach() for name, p in engine.module.named_parameters()}
+    result["published"] = publish(engine)
+    result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
+    if "checkpoint" in job:
+        result |= save_change_load(engine, loss, rows, mine, job)
+    return result
+
+
+def publish(engine: Any) -> dict[str, torch.Tensor]:
+    stream, _ = engine.get_per_tensor_param()
+    return {name: tensor.clone() for name, tensor in stream if not name.startswith("qarl.")}
+
+
+def bypassed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows as verl's `rollout_correction.bypass_mode` makes them."""
+    return rows | {"old_log_probs": rows["rollout_log_probs"]}
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def save_change_load(
+    engine: Any, loss: Any, rows: dict[str, torch.Tensor], mine: list[int], job: dict[str, Any]
+) -> dict[str, Any]:
+    """What is published after save, another update and load, of all parts and of some; and what is answered to files of
+    rank 0 that are not those that were saved."""
+
+    def change() -> dict[str, torch.Tensor]:
+        engine.module.train()
+        engine.train_batch(make_data(rows, mine, job["micro"]), loss)
+        return publish(engine)
+
+    folder, manager = job["checkpoint"], engine.checkpoint_manager
+    engine.save_checkpoint(folder, global_step=1)
+    changed = change()
+    engine.load_checkpoint(folder)
+    found: dict[str, Any] = {"changed": changed, "loaded": publish(engine), "parts": {}}
+    for parts in (["model", "extra"], ["model"]):
+        manager.checkpoint_save_contents = manager.checkpoint_load_contents = parts
+        one = f"{folder}_{'_'.join(parts)}"
+        engine.save_checkpoint(one, global_step=1)
+        before, between = publish(engine), change()
+        error = refusal(partial(engine.load_checkpoint, one))
+        found["parts"]["_".join(parts)] = {"error": error, "tensors": (before, between, publish(engine))}
+    manager.checkpoint_load_contents = ["model", "optimizer", "extra"]
+    for what, alter in (("extra_state", draw_random_number), ("model", move_one_bit)):
+        file = Path(folder) / f"{what}_world_size_{world}_rank_0.pt"
+        good = file.read_bytes()
+        torch.distributed.barrier()
+        if rank == "0":
+            state = torch.load(file, weights_only=False)
+            alter(state)
+            torch.save(state, file)
+        torch.distributed.barrier()
+        found[f"damaged_{what}"] = refusal(partial(engine.load_checkpoint, folder))
+        torch.distributed.barrier()
+        if rank == "0":
+            file.write_bytes(good)
+    return found
+
+
+def draw_random_number(state: dict[str, Any]) -> None:
+    generator = torch.Generator()
+    generator.set_state(state["rng"]["cpu"])
+    torch.rand(1, generator=generator)
+    state["rng"]["cpu"] = generator.get_state()
+
+
+def move_one_bit(state: dict[str, Any]) -> None:
+    local = state["model.norm.weight"].to_local()
+    local[0] = torch.nextafter(local[0], torch.tensor(torch.inf))
+
+
+torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(world))
+jobs = torch.load(jobs_file, weights_only=False)
+results = [run(jobs, job) for job in jobs["jobs"]]
+if rank == "0":
+    torch.save(results, output_file)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()

@@ -290,7 +290,7 @@ def test_a_check_that_breaks_hides_nothing() -> None:
         raise ZeroDivisionError("by zero")
 
     topic = Topic("some")
-    make(check_something, None, topic)  # type: ignore[arg-type]
+    make(check_something, None, topic)  # type: ignore[arg-type]  # the check never looks at the config
     assert [(f.status, f.what) for f in topic.findings] == [("warning", "the check broke: whether something holds")]
     assert "ZeroDivisionError: by zero" in (topic.findings[0].why or "")
 

@@ -115,7 +115,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()  # safe_open is no mapping
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes
 
 

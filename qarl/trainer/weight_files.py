@@ -54,7 +54,8 @@ def stored_shapes(path: str) -> Shapes:
     shapes: Shapes = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            names = tensors.keys()  # safe_open is no mapping
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     return shapes
 
 

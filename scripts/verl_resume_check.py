@@ -2,15 +2,17 @@
 
     python scripts/verl_resume_check.py --kills 5 --output result.json
 
-Each time: a run with a checkpoint every two steps is killed by process id at a random moment after its third step was
-logged, and started again with `trainer.resume_mode=auto`. Checked:
+Each time: a run of eight steps with a checkpoint every two is killed by process id at a random moment, from the logging
+of its first step to about its last, inside steps and checkpoints alike; and started again with
+`trainer.resume_mode=auto`. Checked:
 
     weights, optimizer, scheduler, RNG   by checksum, on every rank: verl's own load is followed by a comparison with
                                          the record written at the save (`qarl.verl_plugin.state`)
-    data position                        the resumed run's third step asks the prompts that the killed run's third did
+    data position                        the steps after the checkpoint ask the prompts that the killed run's asked
 
-Sampling is not bitwise repeatable across verl's servers, so later steps are not compared. The result is JSON; the exit
-code is 1 on any difference.
+A run killed before its first checkpoint starts anew: only its prompts are compared. Sampling is not bitwise repeatable
+across verl's servers, so later steps are not compared. The result is JSON, written after each kill; the exit code is 1
+on any difference.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 
 from qarl.tracking import METRICS_FILE, read_metrics, write_json
 
-SAVED, KILLED_AFTER, LAST = 2, 3, 4
+SAVE_FREQ, LAST = 2, 8
 _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")
 
 
@@ -38,7 +40,7 @@ def command(name: str, args: argparse.Namespace, dumps: Path) -> list[str]:
         "name": name,
         "output_dir": args.runs,
         "trainer.total_training_steps": LAST,
-        "trainer.save_freq": SAVED,
+        "trainer.save_freq": SAVE_FREQ,
         "trainer.val_before_train": "false",
         "trainer.plots": "false",
         "trainer.logger": "[console]",
@@ -56,17 +58,19 @@ def logged_steps(run_dir: Path) -> int:
 
 
 def run_and_kill(name: str, args: argparse.Namespace, delay: float) -> None:
-    """Start the run and kill it `delay` seconds after step 3 was logged."""
+    """Start the run and kill it `delay` seconds after step 1 was logged, or once its last but one step is."""
     run_dir = Path(args.runs) / name
     with (Path(args.runs) / f"{name}.killed.log").open("wb") as log:
         process = subprocess.Popen(
             command(name, args, run_dir.with_suffix(".killed")), stdout=log, stderr=subprocess.STDOUT
         )
-        while logged_steps(run_dir) < KILLED_AFTER:
+        end = None
+        while (step := logged_steps(run_dir)) < LAST - 1 and (end is None or time.monotonic() < end):
             if process.poll() is not None:
                 raise SystemExit(f"{name} ended by itself with {process.returncode}, see {log.name}")
-            time.sleep(0.2)
-        time.sleep(delay)
+            if step and end is None:
+                end = time.monotonic() + delay
+            time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -76,27 +80,40 @@ def prompts_of_step(folder: Path, step: int) -> list[str]:
     return sorted(json.loads(line)["input"] for line in lines)
 
 
+def last_checkpoint(run_dir: Path) -> int:
+    """The step that verl would go on from; 0 where there is no checkpoint."""
+    tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.is_file() else 0
+
+
 def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
     """One kill and one resume; what was compared, and whether it was equal."""
     run_dir = Path(args.runs) / name
     run_and_kill(name, args, delay)
-    resumed = run_dir.with_suffix(".resumed")
+    killed_after, checkpoint = logged_steps(run_dir), last_checkpoint(run_dir)
+    killed, resumed = run_dir.with_suffix(".killed"), run_dir.with_suffix(".resumed")
     with (Path(args.runs) / f"{name}.resumed.log").open("wb") as log:
         code = subprocess.run(command(name, args, resumed), stdout=log, stderr=subprocess.STDOUT).returncode
     text = (Path(args.runs) / f"{name}.resumed.log").read_text(encoding="utf-8", errors="replace")
     verified = {int(rank): (int(parts), digest) for rank, parts, digest in _VERIFIED.findall(text)}
-    checkpoint = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    before = prompts_of_step(run_dir.with_suffix(".killed"), KILLED_AFTER)
-    same_prompts = (resumed / f"{KILLED_AFTER}.jsonl").is_file() and before == prompts_of_step(resumed, KILLED_AFTER)
+    again = [step for step in range(checkpoint + 1, killed_after + 1) if (killed / f"{step}.jsonl").is_file()]
+    same_prompts = all(
+        (resumed / f"{step}.jsonl").is_file() and prompts_of_step(killed, step) == prompts_of_step(resumed, step)
+        for step in again
+    )
     return {
-        "killed_after_s": round(delay, 2),
+        "killed_s_after_step_1": round(delay, 2),
+        "killed_after_step": killed_after,
+        "resumed_from": checkpoint,
         "exit_code": code,
         "ranks_verified": sorted(verified),
         "parts": [parts for _, (parts, _) in sorted(verified.items())],
-        "data_position_equal": same_prompts,
+        "steps_with_equal_prompts": again if same_prompts else [],
         "last_step": logged_steps(run_dir),
-        "last_checkpoint": checkpoint,
-        "ok": code == 0 and sorted(verified) == list(range(args.ranks)) and same_prompts and checkpoint == LAST,
+        "ok": code == 0
+        and sorted(verified) == list(range(args.ranks if checkpoint else 0))
+        and same_prompts
+        and logged_steps(run_dir) == last_checkpoint(run_dir) == LAST,
     }
 
 
@@ -105,19 +122,21 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=30.0, help="kill at most this long after step 1")
     parser.add_argument("--runs", default="runs/verl_resume_check")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     Path(args.runs).mkdir(parents=True, exist_ok=True)
     random.seed(args.seed)
-    # Later, step 4 and its checkpoint would be done, and nothing left to resume for.
-    delays = [random.uniform(0.0, 1.5) for _ in range(args.kills)]
-    results = [check(f"kill{i}", args, delay) for i, delay in enumerate(delays)]
-    report = {"ranks": args.ranks, "kills": results, "ok": all(result["ok"] for result in results)}
-    print(json.dumps(report, indent=2))
-    if args.output:
-        write_json(args.output, report)
+    delays = [random.uniform(0.0, args.seconds) for _ in range(args.kills)]
+    results: list[dict[str, Any]] = []
+    for number, delay in enumerate(delays):
+        results.append(check(f"kill{number}", args, delay))
+        print(json.dumps(results[-1]), flush=True)
+        report = {"ranks": args.ranks, "kills": results, "ok": all(result["ok"] for result in results)}
+        if args.output:
+            write_json(args.output, report)
     sys.exit(0 if report["ok"] else 1)
 
 

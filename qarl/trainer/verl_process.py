@@ -4,6 +4,7 @@ the local backend that need no weights.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def local_path(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def check_plugin_installed() -> None:
+    """UserError where verl would not find QaRL: it looks for an entry point, which an installed package has."""
+    found = importlib.metadata.entry_points(group="verl.plugins")
+    if any(point.value.startswith("qarl.verl_plugin") for point in found):
+        return
+    raise UserError(
+        "verl does not find QaRL's plugin",
+        where="entry points of group verl.plugins in this Python environment",
+        why="QaRL is run without being installed, or the metadata of an older installation are in front of its own (a "
+        "folder qarl.egg-info in the working directory is)",
+        fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
+    )
+
+
 def preflight(config: Config) -> None:
     """What would fail minutes later in a Ray worker, checked here: the checks of the local backend but the weights."""
     from qarl.data import check_vocabulary
@@ -92,6 +107,7 @@ def preflight(config: Config) -> None:
 
     check_loggers(config.trainer.logger)
     check_engine_installed()
+    check_plugin_installed()
     check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path)
     check_not_quantized(config, hf_config)

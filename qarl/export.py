@@ -10,9 +10,9 @@
     max_shard_size=5GB    larger models are split into files of at most this size
     overwrite=true        replace an earlier export
 
-The checkpoint is checked by its digests first, and only read. Tensors are streamed, a shard at a time. The folder
-appears whole or not at all; a full disk is an error with nothing left behind. Exit codes: 0; 2 where something will not
-do.
+The run is one of the local or of the verl backend, whose ranks' files are put together. A checkpoint is checked by its
+digests or checksums, and only read. Tensors are streamed, a shard at a time. The folder appears whole or not at all; a
+full disk is an error with nothing left behind. Exit codes: 0; 2 where something will not do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,9 +30,6 @@ from qarl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-    from qarl.checkpoint import Checkpoint
-    from qarl.quant.scheme import Scheme
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite")
@@ -72,21 +68,26 @@ def export(request: ExportRequest) -> str:
     Raises:
         UserError: there is no such checkpoint, or it is damaged; the output is in the way; the disk has no room.
     """
-    from qarl.checkpoint import open_checkpoint
-    from qarl.quant.export import ModelFiles, write_model
+    from qarl.export_sources import find_checkpoint, open_source, reading
+    from qarl.quant.export import ModelFiles, linears_of, packed, packed_bytes, write_model
     from qarl.quant.scheme import get_scheme
     from qarl.storage import recover, whole_folder
 
-    folder = find_checkpoint(request)
+    folder = find_checkpoint(request.run, request.step)
     check_output(request.output, folder, overwrite=request.overwrite)
-    checkpoint = open_checkpoint(folder)
-    quant = checkpoint.config["quant"]
+    source = open_source(folder)
+    quant = source.config["quant"]
     scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
     if request.format != "quantized":
         scheme = get_scheme("bf16")
     with reading(folder):
-        needed, tensors = source(checkpoint, request.format, scheme, quant["ignore"])
-        files = ModelFiles.from_folder(folder)
+        files = ModelFiles.from_folder(source.model_folder)
+        linears = linears_of(source.model_folder, scheme, quant["ignore"])
+        if request.format == "fp32":
+            needed, tensors = 4 * sum(math.prod(shape) for shape in source.shapes.values()), source.fp32()
+        else:
+            needed = packed_bytes(source.shapes, scheme, linears)
+            tensors = packed(source.bf16(), scheme, linears)
     output = request.output.resolve()
     if output.parent.is_dir():
         recover(output.parent, output.name)
@@ -101,73 +102,14 @@ def export(request: ExportRequest) -> str:
             dtype=_torch_dtype(request.format),
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
-    return f"{request.output}: step {checkpoint.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
-
-
-@contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """What goes wrong inside is said of `folder`, which is read, and not of what is written."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        fix = "look at the disk it is on, or export another step"
-        raise UserError("the checkpoint cannot be read", where=str(folder), why=str(error), fix=fix) from error
+    return f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
 
 
 def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    from qarl.export_sources import reading
+
     with reading(folder):
         yield from tensors
-
-
-def source(
-    checkpoint: Checkpoint, format: str, scheme: Scheme, ignore: Sequence[str]
-) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
-    """Bytes of the tensors to write, and the tensors, read as they are used."""
-    from qarl.quant.export import packed_bytes, packed_from_folder, tensor_shapes
-
-    folder = checkpoint.folder
-    if format != "fp32":
-        return packed_bytes(folder, scheme, ignore), packed_from_folder(folder, scheme, ignore)
-    masters = checkpoint.optimizer(mmap=True)["masters"]
-    if not masters:
-        raise UserError(
-            "the checkpoint has no FP32 masters",
-            where=str(folder),
-            why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
-            fix="use format=bf16: the BF16 weights are the masters",
-        )
-    elements = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
-    return 4 * elements, _fp32(folder, masters)
-
-
-def _fp32(folder: Path, masters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Masters, and what has none (frozen parameters, buffers) upcast."""
-    from qarl.quant.export import read_tensors
-
-    for name, tensor in read_tensors(folder):
-        master = masters.get(name, tensor)
-        yield name, master.float() if master.is_floating_point() else master
-
-
-def find_checkpoint(request: ExportRequest) -> Path:
-    """The folder of the checkpoint asked for. UserError, which lists what there is, where there is none."""
-    from qarl.checkpoint import list_checkpoints
-
-    if not request.run.is_dir():
-        raise UserError(f"there is no run {request.run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
-    found = dict(list_checkpoints(request.run / "checkpoints"))
-    if not found:
-        raise UserError(
-            f"the run {request.run} has no checkpoints",
-            why="trainer.save_freq writes them, and is -1 (never) by default",
-            fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
-        )
-    step = max(found) if request.step is None else request.step
-    if step not in found:
-        raise UserError(f"the run {request.run} has no checkpoint of step {step}", fix=f"choose from {_list(found)}")
-    return found[step]
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
@@ -238,14 +180,10 @@ def _size(text: str) -> int:
     return size
 
 
-def _torch_dtype(format: str) -> torch.dtype | None:
+def _torch_dtype(format: str) -> torch.dtype:
     import torch
 
-    return torch.float32 if format == "fp32" else None
-
-
-def _list(steps: dict[int, Path]) -> str:
-    return ", ".join(f"step={step}" for step in sorted(steps))
+    return torch.float32 if format == "fp32" else torch.bfloat16
 
 
 if __name__ == "__main__":

@@ -22,7 +22,15 @@ from qarl.errors import UserError
 from qarl.export import export, main, read_request
 from qarl.optim import MasterOptimizer
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
-from qarl.quant.export import ModelFiles, packed_bytes, read_tensors, save_model, weight_files
+from qarl.quant.export import (
+    ModelFiles,
+    linears_of,
+    packed_bytes,
+    read_tensors,
+    save_model,
+    tensor_shapes,
+    weight_files,
+)
 
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]
 
@@ -79,7 +87,8 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     assert config["quantization_config"] == get_scheme(scheme, group_size=32).quantization_config(IGNORE)
     folder = run / "checkpoints" / "step_10"
     expected = sum(tensor.nbytes for tensor in tensors.values())
-    assert packed_bytes(folder, get_scheme(scheme, group_size=32), IGNORE) == expected
+    scheme = get_scheme(scheme, group_size=32)
+    assert packed_bytes(tensor_shapes(folder), scheme, linears_of(folder, scheme, IGNORE)) == expected
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
@@ -238,7 +247,7 @@ def test_a_source_that_fails_is_not_called_the_output(tmp_path, monkeypatch):
         yield "a", torch.ones(1)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("qarl.quant.export.read_tensors", read)
+    monkeypatch.setattr("qarl.export_sources.read_tensors", read)
     with pytest.raises(UserError, match="the checkpoint cannot be read") as caught:
         run_export(run, tmp_path / "out", "format=bf16")
     assert "could not be written" not in str(caught.value) and "Input/output error" in str(caught.value)

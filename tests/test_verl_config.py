@@ -168,7 +168,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
     "trainer.num_threads": (3, {"ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "3"}),
     "trainer.save_freq": (10, {"trainer.save_freq": 10}),
-    "trainer.save_final": (True, {"trainer.save_freq": 120}),
+    "trainer.save_final": (False, {"trainer.save_freq": -1}),
     "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
     "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
 }
@@ -309,7 +309,6 @@ def test_differences_are_said():
         return " ".join(differences(quickstart(**changes), on_cpu))
 
     assert "val_max_prompts" in said()
-    assert "save_final" in said(**{"trainer.save_final": True})
     tokens = "rollout.max_num_batched_tokens"
     assert f"{tokens}=null is 8192" in said(on_cpu=False)
     assert tokens not in said(on_cpu=False, **{tokens: 300})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, needs_w4a16_cpu, save_random_model
 from transformers import AutoModelForCausalLM
 
+from qarl.errors import UserError
+from qarl.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict
+from qarl.quant.export import read_tensors
 from qarl.quant.quantize import quantize
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.trainer.batch import Batch
@@ -159,11 +165,18 @@ def local(model, rows):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, model, rows):
+def checkpoints(tmp_path_factory):
+    """The folder of each number of ranks' checkpoint."""
     folder = tmp_path_factory.mktemp("engine")
+    return {world: folder / f"checkpoint{world}" for world in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, model, rows):
+    folder = checkpoints[1].parent
     found = {}
     for world in (1, 2):
-        checkpoint = {**JOBS[3], "checkpoint": str(folder / f"checkpoint{world}")}
+        checkpoint = {**JOBS[3], "checkpoint": str(checkpoints[world])}
         short = {**JOBS[2], "rows": short_rows(), "log_prob_micro": 8, "micro": 2}
         single = SINGLE_RANK_JOBS if world == 1 else {}
         jobs = [*JOBS[:3], checkpoint, short, *single.values()]
@@ -239,6 +252,46 @@ def test_a_checkpoint_brings_back_what_was_published(results, world):
     assert found["loaded"].keys() == found["published"].keys()
     for name, tensor in found["published"].items():
         assert torch.equal(found["loaded"][name], tensor), name
+
+
+def as_run(folder: Path, checkpoint: Path) -> Path:
+    """A run folder, as the verl backend leaves it, with `checkpoint` as its only one."""
+    step = folder / "run" / "checkpoints" / "global_step_1"
+    shutil.copytree(checkpoint, step / "actor")
+    torch.save({}, step / "data.pt")
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"quant": QUANT}))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_export_of_a_checkpoint_is_what_was_published(results, checkpoints, tmp_path, world):
+    run, published = as_run(tmp_path, checkpoints[world]), results[world][3]["loaded"]
+    for kind in ("quantized", "fp32"):
+        export(ExportRequest(run, tmp_path / kind, format=kind))
+    exported, masters = (dict(read_tensors(tmp_path / kind)) for kind in ("quantized", "fp32"))
+    assert exported.keys() == published.keys()
+    for name, tensor in published.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+    for name, master in results[world][3]["masters"].items():
+        assert torch.equal(masters[name], master), name
+
+
+def test_an_export_notices_a_weight_that_is_not_the_one_saved(results, checkpoints, tmp_path):
+    run = as_run(tmp_path, checkpoints[2])
+    record = run / "checkpoints/global_step_1/actor/qarl_state_world_size_2_rank_1.json"
+    sums = json.loads(record.read_text())
+    sums["model.model.norm.weight"] = f"{int(sums['model.model.norm.weight'], 16) ^ 1:016x}"
+    record.write_text(json.dumps(sums))
+    with pytest.raises(UserError, match=r"model\.norm\.weight is not what was saved"):
+        export(ExportRequest(run, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_wants_the_weights_of_every_rank(results, checkpoints, tmp_path):
+    run = as_run(tmp_path, checkpoints[2])
+    (run / "checkpoints/global_step_1/actor/model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(UserError, match="has no checkpoints"):
+        export(ExportRequest(run, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("world", [1, 2])

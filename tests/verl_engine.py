@@ -124,7 +124,7 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     result["gradients"] = {
         name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None
     }
-    result["masters"] = {name: p.full_tensor().detach() for name, p in engine.module.named_parameters()}
+    result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
     result["published"] = publish(engine)
     result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
     if "checkpoint" in job:

@@ -73,6 +73,8 @@ def check_space(context: Context, topic: Topic) -> None:
     export = sizes["export"] if trainer.save_final else 0
     # A new checkpoint is whole on disk before an old one goes.
     saves = trainer.total_training_steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
+    if trainer.save_final and context.config.backend == "verl":
+        saves = max(saves, 1)  # the export is made from it
     kept = saves if trainer.max_ckpt_to_keep is None else min(saves, trainer.max_ckpt_to_keep + 1)
     needed = export + kept * sizes["resumable"]
     what = (

@@ -2,8 +2,8 @@
 
 Tensors are streamed: in memory are those of one shard. A model of one shard is `model.safetensors`, a larger one
 `model-00001-of-0000N.safetensors` with an index. What makes the low-bit tensors is the one quantizer, whether they come
-from the live model (`qarl.quant.convert.packed_state_dict`) or from a folder of BF16 weights (`packed_from_folder`):
-both give the bytes that were published.
+from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`): both give the bytes
+that were published.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,9 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError("the folder holds no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
 
 
-def packed_from_folder(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that were published of the BF16 weights in `folder`: as `packed_state_dict` of a model with them."""
-    linears = _linears(folder, scheme, ignore)
-    for name, tensor in read_tensors(folder):
+def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors` with the weights of `linears` quantized, as they go over the wire."""
+    for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and owner in linears:
             yield from quantize(tensor, scheme, name=name).named(owner)
@@ -140,11 +139,10 @@ def packed_from_folder(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> I
             yield name, tensor
 
 
-def packed_bytes(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> int:
-    """Bytes of `packed_from_folder`'s tensors, from names and shapes alone; the rest is BF16."""
-    linears = _linears(folder, scheme, ignore)
+def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
+    """Bytes of what `packed` gives of tensors of these shapes; what is not quantized is BF16."""
     total = 0
-    for name, shape in tensor_shapes(folder).items():
+    for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
         low_bit = leaf == "weight" and owner in linears
         wire = scheme.wire_tensors(*shape) if low_bit else {leaf: (torch.bfloat16, shape)}
@@ -152,15 +150,19 @@ def packed_bytes(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> int:
     return total
 
 
-def _linears(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> set[str]:
+def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> set[str]:
+    """Names of the layers that `scheme` quantizes in the model of `folder`'s config.json."""
+    return set(select_linears(meta_model(folder), scheme, ignore)[0]) if scheme.quantized else set()
+
+
+def meta_model(folder: Path) -> nn.Module:
+    """The model of `folder`'s config.json on the meta device: names and shapes, no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not scheme.quantized:
-        return set()
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return set(select_linears(model, scheme, ignore)[0])
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> None:

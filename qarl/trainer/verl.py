@@ -69,6 +69,27 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     summary = follower.summary(failure)
     if failure is not None and not isinstance(failure, KeyboardInterrupt):
         raise failure
+    return export_final(config, summary) if config.trainer.save_final and summary["finished"] else summary
+
+
+def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write what was published last from verl's last checkpoint; returns the summary, which then names the folder.
+
+    Raises:
+        UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
+    """
+    from qarl.export import ExportRequest, export
+    from qarl.tracking import write_summary
+    from qarl.trainer.local import EXPORT
+
+    output = config.run_dir / EXPORT
+    try:
+        print(export(ExportRequest(config.run_dir, output, step=config.trainer.total_training_steps, overwrite=True)))
+    except UserError as error:
+        write_summary(config.run_dir, summary | {"finished": False, "failed": f"{error.what}: {error.why}"})
+        raise
+    summary["checkpoint"] = str(output)
+    write_summary(config.run_dir, summary)
     return summary
 
 
@@ -204,8 +225,6 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
         notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
-    if config.trainer.save_final:
-        notes.append("trainer.save_final: verl's own checkpoint of the last step, no compressed-tensors export")
     return notes
 
 
@@ -382,7 +401,7 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
-        # At a positive frequency verl saves after the last step, too.
+        # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
         "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
         "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
         "trainer.resume_mode": trainer.resume_mode,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +22,9 @@ from qarl.errors import UserError
 from qarl.storage import set_aside
 from qarl.trainer.resume import check_changes, is_finished, lock_run
 from qarl.trainer.setup import fresh_run_dir
+from qarl.verl_checkpoint import step_of, what_is_missing
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"global_step_(\d+)")
-_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Keys of the section `verl` that decide where and how fast, not what is trained.
 _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)\.|.*offload")
 
@@ -62,29 +60,6 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
     if folder is None:
         return 0, False
     return step_of(folder), folder.resolve().is_relative_to(config.run_dir.resolve())
-
-
-def step_of(folder: Path) -> int:
-    """N of a folder global_step_N; 0 for one of another name."""
-    match = _FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else 0
-
-
-def what_is_missing(folder: Path) -> str | None:
-    """What keeps `folder` from being a whole checkpoint of verl's; None where nothing does.
-
-    Files of torch.save are zip archives, whose directory is written last: one that was cut short has none.
-    """
-    if not folder.is_dir() or not step_of(folder):
-        return "there is no folder global_step_N of this name"
-    if not zipfile.is_zipfile(folder / "data.pt"):
-        return "data.pt, the position in the data, is missing or cut short"
-    shards = {file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))}
-    ranks = {int(match[2]) for match in shards.values()}
-    if not shards or len(ranks) != max(int(match[1]) for match in shards.values()):
-        return "actor/ lacks the weights of at least one rank"
-    torn = [file.name for file in shards if not zipfile.is_zipfile(file)]
-    return f"actor/{torn[0]} is cut short" if torn else None
 
 
 def newest_whole(checkpoints: Path) -> Path | None:

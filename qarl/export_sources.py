@@ -1,0 +1,127 @@
+"""What `qarl.export` reads: a checkpoint of a local or of a verl run, as streams of BF16 weights or FP32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+
+from qarl.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from qarl.errors import UserError
+from qarl.quant.convert import tied_names
+from qarl.quant.export import meta_model, read_tensors, tensor_shapes
+from qarl.verl_checkpoint import CONFIG_FOLDER, VerlWeights, list_whole, step_of
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
+
+    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, upcast
+    where there are none of a tensor; it raises UserError where the run has no FP32 masters.
+    """
+
+    step: int
+    folder: Path
+    config: Mapping[str, Any]
+    model_folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    bf16: Callable[[], Stream]
+    fp32: Callable[[], Stream]
+
+
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint of `step` (None: the latest) of the run folder `run`.
+
+    Raises:
+        UserError: there is none; the message lists what there is.
+    """
+    if not run.is_dir():
+        raise UserError(f"there is no run {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
+    checkpoints = run / "checkpoints"
+    found = dict(list_checkpoints(checkpoints) or list_whole(checkpoints))
+    if not found:
+        raise UserError(
+            f"the run {run} has no checkpoints",
+            why="trainer.save_freq writes them, and is -1 (never) by default",
+            fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
+        )
+    chosen = max(found) if step is None else step
+    if chosen not in found:
+        there = ", ".join(f"step={step}" for step in sorted(found))
+        raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")
+    return found[chosen]
+
+
+def open_source(folder: Path) -> Source:
+    """The checkpoint in `folder`, checked as its backend's files allow: by digest, or that all ranks are there.
+
+    Raises:
+        UserError: it is damaged, or its files cannot be read.
+    """
+    with reading(folder):
+        return _verl(folder) if (folder / "actor").is_dir() else _local(folder)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """What goes wrong inside is said of `folder`, which is read, and not of what is written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        fix = "look at the disk it is on, or export another step"
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=str(error), fix=fix) from error
+
+
+def _local(folder: Path) -> Source:
+    checkpoint = open_checkpoint(folder)
+    return Source(
+        checkpoint.step,
+        folder,
+        checkpoint.config,
+        folder,
+        tensor_shapes(folder),
+        partial(read_tensors, folder),
+        partial(_masters, checkpoint),
+    )
+
+
+def _masters(checkpoint: Checkpoint) -> Stream:
+    """Masters, and what has none (frozen parameters, buffers) upcast."""
+    masters = checkpoint.optimizer(mmap=True)["masters"]
+    if not masters:
+        raise UserError(
+            "the checkpoint has no FP32 masters",
+            where=str(checkpoint.folder),
+            why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
+            fix="use format=bf16: the BF16 weights are the masters",
+        )
+    return ((name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder))
+
+
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _verl(folder: Path) -> Source:
+    """The forward of verl's FSDP2 engine sees the BF16 cast of its FP32 masters."""
+    weights = VerlWeights.open(folder / "actor")
+    model_folder = folder / "actor" / CONFIG_FOLDER
+    tied = tied_names(meta_model(model_folder))
+    config = yaml.safe_load((folder.parents[1] / "config.yaml").read_text(encoding="utf-8"))
+
+    def stream(dtype: torch.dtype) -> Stream:
+        return ((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)
+
+    shapes = {name: shape for name, shape in weights.shapes().items() if name not in tied}
+    bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
+    return Source(step_of(folder), folder, config, model_folder, shapes, bf16, fp32)

@@ -12,8 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import ROOT, needs_w4a16_cpu, save_random_model
 
+from qarl.quant import get_scheme
+from qarl.quant.export import linears_of, packed, read_tensors
 from qarl.tracking import read_metrics
 
 pytest.importorskip("verl")
@@ -106,6 +109,12 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["finished"] and summary["accuracy_after"] is not None and summary["failed"] is None
     assert (run_dir / "verl.yaml").is_file() and (run_dir / "versions.json").is_file()
+    # Without learning, the export of the end is the quantized start.
+    scheme = get_scheme("w4a16", group_size=32)
+    expected = dict(packed(read_tensors(model), scheme, linears_of(model, scheme, ["lm_head"])))
+    exported = dict(read_tensors(Path(summary["checkpoint"])))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_verl_users_own_command_line(tmp_path, model, data, site):

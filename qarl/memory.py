@@ -36,6 +36,11 @@ PHASES = ("rollout", "old_log_prob", "update", "step")
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 """FP32 moments of a matrix inside the decoder blocks; everything else is AdamW's in both."""
 
+OWN_INPUT_GRADIENT = frozenset(
+    {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
+)
+"""Kernels with their own dX: no dequantized weight is held for them, only one layer's at a time."""
+
 Shape = tuple[int, int]
 
 
@@ -181,7 +186,7 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
     n, k = shape
     if kernel == "reference":
         return 2 * n * k if scheme == "w4a16" else 0
-    if kernel == "vllm_cpu_wna16":
+    if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin"):
         return n * k // 2 + 2 * n * (k // group_size)
     return {"vllm_cpu_int8": n * k + 4 * n, "torch_int8": n * k + 4 * n, "vllm_cpu_fp8": 4 * n * k + 4 * n}.get(
         kernel or "", 0
@@ -342,8 +347,10 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     scheme, group = config.quant.scheme, config.quant.group_size
     shapes = list(_quantized_linears(size, config).values())
     prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
+    own = [2 * n * k for n, k in shapes if kernels.get((n, k)) in OWN_INPUT_GRADIENT]
+    held = sum(2 * n * k for n, k in shapes) - sum(own)
     # Sharded layers dequantize anew for each backward.
-    dequantized = 0 if config.backend == "verl" else sum(2 * n * k for n, k in shapes)
+    dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
         Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),
         Part("low-bit tensors in the kernels' layout", prepared),

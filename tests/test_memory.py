@@ -17,10 +17,12 @@ from qarl.checkpoint import save_checkpoint
 from qarl.config import Config, build_config
 from qarl.kernels.cpu import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
 from qarl.kernels.vllm_ops import VllmCpuWNA16Linear
 from qarl.memory import (
     ENGINE_WORKSPACE_BYTES,
     GIB,
+    OWN_INPUT_GRADIENT,
     RUNTIME_BYTES,
     MemoryEstimate,
     ModelSize,
@@ -178,6 +180,26 @@ def test_the_local_trainer_by_hand() -> None:
     update = rollout + 298240 + 149120 + 122880 + 227200 + 28800
     assert found.total("update") == update
     assert found.peak == ("update", update)
+
+
+def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
+    """One layer's at a time, the largest; where some layers have another kernel, theirs are held."""
+    name = "dequantized weights for the backward, BF16"
+    shapes = set(SMALL.linears().values())
+    for kernel in OWN_INPUT_GRADIENT:
+        found = parts(estimate(SMALL, run(), device="cuda", kernels=dict.fromkeys(shapes, kernel)))
+        assert found[name] == 2 * 96 * 64
+    mixed = dict.fromkeys(shapes, "vllm_marlin") | {(96, 64): "reference"}
+    found = parts(estimate(SMALL, run(), device="cuda", kernels=mixed))
+    assert found[name] == 2 * 2 * 2 * 96 * 64 + 2 * 64 * 96
+    # gate and up in the reference's BF16, the rest repacked
+    assert found["low-bit tensors in the kernels' layout"] == 2 * (2 * 2 * 96 * 64 + 2 * 2304 + 2 * 1152 + 3456)
+
+
+def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
+    kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
+    assert {kernel.name for kernel in kernels if own_backward_input(kernel)} == OWN_INPUT_GRADIENT
+    assert {kernel.name for kernel in kernels if not own_backward_input(kernel)}.isdisjoint(OWN_INPUT_GRADIENT)
 
 
 def test_what_the_options_change() -> None:

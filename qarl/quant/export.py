@@ -112,8 +112,13 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a model folder; no weights are read."""
+    return header_shapes(weight_files(folder))
+
+
+def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in safetensors files, as their headers say."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
+    for path in files:
         with safe_open(path, framework="pt") as file:
             names = file.keys()  # safe_open is no mapping
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}

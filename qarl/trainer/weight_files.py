@@ -11,6 +11,7 @@ from typing import Any
 
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
+from qarl.quant.export import header_shapes
 from qarl.trainer.checks import meta_model
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,15 +49,8 @@ def has_weights(path: str) -> bool:
 
 
 def stored_shapes(path: str) -> Shapes:
-    """Names and shapes of all tensors in the folder's safetensors files, as their headers say."""
-    from safetensors import safe_open
-
-    shapes: Shapes = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()  # safe_open is no mapping
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-    return shapes
+    """Names and shapes of all tensors in the folder's safetensors files, listed in an index or not."""
+    return header_shapes(sorted(Path(path).glob("*.safetensors")))
 
 
 def check_stored_tensors(path: str, hf_config: Any) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from triton_rig import DEVICE
@@ -24,10 +26,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 SCHEMES = ("w4a16", "w8a8", "fp8")
 
 
-def run(weight: torch.Tensor, scheme: str, group_size: int = 32, **options: object) -> Quantized:
+def run(weight: torch.Tensor, scheme: str, group_size: int = 32, **options: Any) -> Quantized:
     if scheme == "w4a16":
-        return quantize_int4(weight, group_size, **options)  # type: ignore[arg-type]
-    return {"w8a8": quantize_int8, "fp8": quantize_e4m3}[scheme](weight, **options)  # type: ignore[arg-type]
+        return quantize_int4(weight, group_size, **options)
+    return {"w8a8": quantize_int8, "fp8": quantize_e4m3}[scheme](weight, **options)
 
 
 def check(weight: torch.Tensor, scheme: str, group_size: int = 32, grid: torch.dtype = BF16) -> None:

@@ -92,7 +92,7 @@ def test_w4a16_is_what_vllm_would_choose(
     assert choose_linear_kernel("w4a16", device, shape, group_size=group_size).kernel.name == expected
     linear = importlib.import_module(LINEAR)
     layer = linear.MPLinearLayerConfig(
-        shape[::-1], shape[::-1], vllm_cuda._uint4b8(), torch.bfloat16, group_size, False, False
+        shape[::-1], shape[::-1], vllm_cuda.uint4b8(), torch.bfloat16, group_size, False, False
     )
     theirs = {"vllm_machete": "MacheteLinearKernel", "vllm_marlin": "MarlinLinearKernel"}[expected]
     assert linear.choose_mp_linear_kernel(layer).__name__ == theirs

@@ -69,10 +69,10 @@ class PreparedPacked(NamedTuple):
     wire: PackedWeight
 
 
-def changed_functions() -> tuple[str, ...]:
-    """What this file calls that the installed vLLM lacks or gives other parameters, in words."""
+def changed_functions(functions: Mapping[tuple[str, str], tuple[str, ...]] = FUNCTIONS) -> tuple[str, ...]:
+    """Which of `functions` the installed vLLM lacks or gives other parameters, in words."""
     found = []
-    for (module, name), parameters in FUNCTIONS.items():
+    for (module, name), parameters in functions.items():
         function = getattr(importlib.import_module(module), name, None)
         if function is None:
             found.append(f"no {name}")
@@ -95,7 +95,8 @@ def _unusable(operator: str) -> str | None:
     return None
 
 
-def _why_not(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:
+def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:
+    """Why vLLM's CUDA operators, `operator` among them, cannot be called on `device`, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"runs on NVIDIA GPUs, not on {'AMD' if device.type == 'cuda' else device.type}"
     if not torch.cuda.is_available():
@@ -119,7 +120,7 @@ def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
     layer = kernels.MPLinearLayerConfig(
         full_weight_shape=in_out,
         partition_weight_shape=in_out,
-        weight_type=_uint4b8(),
+        weight_type=uint4b8(),
         act_type=torch.bfloat16,
         group_size=group_size,
         zero_points=False,
@@ -131,7 +132,7 @@ def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
         return f"nothing ({' '.join(str(error).split())})"
 
 
-def _uint4b8() -> Any:
+def uint4b8() -> Any:
     """vLLM's name of our int4: unsigned, stored with an offset of 8."""
     from vllm.scalar_type import scalar_types
 
@@ -163,7 +164,7 @@ class VllmMacheteLinear(_PackedLinear):
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        why_not = _why_not(device, "machete_mm", capability=(9, 0))
+        why_not = why_not_here(device, "machete_mm", capability=(9, 0))
         return why_not or _not_the_engines("MacheteLinearKernel", shape, 64)
 
     @staticmethod
@@ -173,7 +174,7 @@ class VllmMacheteLinear(_PackedLinear):
 
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
         weight = ops.machete_prepack_B(
-            packed.contiguous().t(), a_type=scale.dtype, b_type=_uint4b8(), group_scales_type=scale.dtype
+            packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
         )
         return PreparedPacked(weight, scale.t().contiguous(), None, PackedWeight(packed, scale))
 
@@ -187,7 +188,7 @@ class VllmMacheteLinear(_PackedLinear):
         y: torch.Tensor = ops.machete_mm(
             a=x.contiguous(),
             b_q=prepared.weight,
-            b_type=_uint4b8(),
+            b_type=uint4b8(),
             b_group_scales=prepared.scales,
             b_group_size=x.shape[1] // prepared.scales.shape[0],
         )
@@ -204,7 +205,7 @@ class VllmMarlinLinear(_PackedLinear):
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set: vLLM quantizes the activations"
-        why_not = _why_not(device, "marlin_gemm", capability=(8, 0))
+        why_not = why_not_here(device, "marlin_gemm", capability=(8, 0))
         # Machete, which vLLM prefers, stands before this kernel in the registry, and has no groups of 32.
         return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
 
@@ -252,7 +253,7 @@ class VllmMarlinLinear(_PackedLinear):
             g_idx=nothing,
             g_idx_sort_indices=nothing,
             workspace=prepared.workspace,
-            wtype=_uint4b8(),
+            wtype=uint4b8(),
             output_size_per_partition=n,
             input_size_per_partition=k,
             is_k_full=True,
@@ -304,7 +305,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        if why_not := _why_not(device, "cutlass_scaled_mm", capability=(8, 0)):
+        if why_not := why_not_here(device, "cutlass_scaled_mm", capability=(8, 0)):
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
             return "vLLM's CUTLASS has int8 products up to capability 9.0"
@@ -327,7 +328,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "0") != "0":
             return "VLLM_TEST_FORCE_FP8_MARLIN is set"
-        why_not = _why_not(device, "cutlass_scaled_mm", capability=(8, 9))
+        why_not = why_not_here(device, "cutlass_scaled_mm", capability=(8, 9))
         return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")
 
     @staticmethod

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qarl.kernels.triton._aot import AotConfig, AotKernel
 from qarl.kernels.triton._compat import LAUNCH, require, require_device
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
-from qarl.kernels.triton.quantize import dequantize_int4
+from qarl.kernels.triton.quantize import dequantize_int4, dequantize_rows
 from qarl.kernels.triton.scaled_mm import check_8bit, scaled_tile, store_scaled, takes_tma, tile_place
 from qarl.kernels.triton.tables import Tile, choose, shipped
 from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forward, store_rows
@@ -179,6 +179,17 @@ def grouped_scaled_mm(
             tl.int32 if kind == "w8a8" else tl.float32, _size(experts), **tile.launch, **LAUNCH,
         )  # fmt: skip
     return y
+
+
+def grouped_scaled_backward_input(
+    grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad W_e, BF16 [M, K]: all
+    experts to a transient BF16 buffer, and PyTorch's grouped product."""
+    check_rows(grad, weight.shape[1], weight)
+    _check_ends(ends, weight.shape[0], weight)
+    dequantized = dequantize_rows(weight.flatten(0, 1), weight_scale.flatten(0, 1))
+    return _grouped_mm(grad, dequantized.view(weight.shape), ends)
 
 
 def row_tiles(rows: int, experts: int, block: int) -> int:

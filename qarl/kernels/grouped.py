@@ -1,0 +1,102 @@
+"""Products of routed tokens with the low-bit weights of their experts: by the Triton kernels on GPUs, else in PyTorch.
+
+Rows are sorted by expert (`route`), every expert multiplies its own, and nothing is padded. Weights are the wire
+tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] and `weight_scale` BF16 [E, N, K/g], or `weight` int8
+or float8_e4m3fn [E, N, K] and `weight_scale` FP32 [E, N, 1].
+
+Nothing here waits for a GPU: how many rows an expert has is known on the device alone. The PyTorch of CPUs asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qarl.kernels.int4 import dequantize_int4
+from qarl.kernels.reference import grouped_linear
+from qarl.kernels.triton.linears import unavailable
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Routing(NamedTuple):
+    """Rows sorted by expert. `order` int64 [T k]: their places in the flattened `topk_ids`; `token` int64 [T k]: the
+    token of each; `ends` int32 [E]: where each expert's rows end, as `torch.nn.functional.grouped_mm` takes it."""
+
+    order: torch.Tensor
+    token: torch.Tensor
+    ends: torch.Tensor
+
+
+def route(topk_ids: torch.Tensor, experts: int) -> Routing:
+    """Of `topk_ids` [T, k], each in 0..experts-1; stable: the rows of one expert stay in the order of their tokens."""
+    chosen, order = topk_ids.flatten().long().sort(stable=True)
+    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True)
+    return Routing(order, order // topk_ids.shape[1], ends.to(torch.int32))
+
+
+def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+    """BF16 rows [T k, N], sorted by expert -> BF16 [T, N], the sum over each token's experts in FP32, in the order in
+    which the router named them."""
+    restored = torch.empty_like(rows)
+    restored[routing.order] = rows
+    return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
+
+
+def scheme_of(tensors: Tensors) -> str:
+    """The scheme whose wire tensors these are."""
+    if "weight_packed" in tensors:
+        return "w4a16"
+    return "w8a8" if tensors["weight"].dtype == torch.int8 else "fp8"
+
+
+def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
+    """y = x W_e^T, BF16 [M, N]. x [M, K]: BF16 for W4A16, else 8 bits with `x_scale` FP32 [M, 1]."""
+    if unavailable(scheme_of(tensors), x.device) is None:
+        from qarl.kernels.triton import grouped
+
+        if x_scale is None:
+            return grouped.grouped_w4a16_linear(x, tensors["weight_packed"], tensors["weight_scale"], ends)
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        return grouped.grouped_scaled_mm(x, x_scale, weight, scale, ends, fast_accumulation=True)
+    if x_scale is None:
+        return grouped_linear(x, dequantized(tensors), ends)
+    exact = tensors["weight"].double() * tensors["weight_scale"].double()
+    return grouped_linear(x.double() * x_scale.double(), exact, ends).bfloat16()
+
+
+def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
+    """grad W_e, BF16 [M, K] from BF16 [M, N]: what `product` multiplied by, in BF16."""
+    scheme = scheme_of(tensors)
+    if unavailable(scheme, grad.device) is None:
+        from qarl.kernels.triton import grouped
+
+        scale = tensors["weight_scale"]
+        if scheme == "w4a16":
+            return grouped.grouped_w4a16_backward_input(grad, tensors["weight_packed"], scale, ends)
+        return grouped.grouped_scaled_backward_input(grad, tensors["weight"], scale, ends)
+    return grouped_linear(grad, dequantized(tensors).mT, ends)
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """grad_e^T x_e of every expert's rows, BF16 [E, N, K] from BF16 [M, N] and [M, K]; zero where there are none."""
+    if not grad.is_cuda:
+        starts = [0, *ends.tolist()]
+        parts = [slice(start, end) for start, end in pairwise(starts)]
+        return torch.stack([grad[part].t() @ x[part] for part in parts])
+    made: torch.Tensor = F.grouped_mm(grad.t(), x, offs=ends)
+    # A product over no rows is not promised to write its zeros.
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return made.masked_fill_((counts == 0)[:, None, None], 0.0)
+
+
+def dequantized(tensors: Tensors) -> torch.Tensor:
+    """BF16 [E, N, K]: what a product multiplies by."""
+    if "weight_packed" in tensors:
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
+    return (tensors["weight"].float() * tensors["weight_scale"]).bfloat16()

@@ -1,0 +1,61 @@
+"""The whole expert layer by the Triton kernels, forward and backward, against the exact one in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_rig import DEVICE, INTERPRETED
+
+from qarl.kernels import grouped
+from qarl.kernels.experts import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
+from qarl.kernels.reference import grouped_linear
+from qarl.kernels.triton.grouped import grouped_scaled_backward_input
+from qarl.kernels.triton.tables import architecture
+from qarl.quant import get_scheme, quantize
+
+E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 96, 64
+
+
+def wire(weights: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
+    each = [quantize(weight, get_scheme(scheme, 32)).tensors for weight in weights]
+    return {name: torch.stack([t[name] for t in each]).to(DEVICE) for name in each[0] if name != "weight_shape"}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_forward_and_gradients(scheme: str) -> None:
+    if scheme == "fp8" and not E4M3_HERE:
+        pytest.skip("no e4m3 products on this GPU")
+    torch.manual_seed(0)
+    gate_up = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5).bfloat16()
+    down = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5).bfloat16()
+    x = torch.randn(19, HIDDEN).bfloat16()
+    weights, ids = torch.rand(19, EXPERTS - 1).topk(TOP_K)  # the last expert gets no token
+    grad = torch.randn(19, HIDDEN).bfloat16()
+    made = []
+    for kernel in (TritonExperts, ReferenceExperts):
+        inputs = [t.detach().clone().to(DEVICE).requires_grad_() for t in (x, weights, gate_up, down)]
+        tensors = wire(gate_up, scheme), wire(down, scheme)
+        y = fused_experts(*inputs[:2], ids.to(DEVICE), *inputs[2:], LowBitExperts.of(kernel, *tensors))
+        y.backward(grad.to(DEVICE))
+        made.append([y.detach(), *(t.grad for t in inputs)])
+    for found, expected in zip(*made, strict=True):
+        assert found is not None and expected is not None
+        # A code of 8 bits may be the next one where the two quantizers' arithmetics part.
+        error = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert error < (5e-3 if scheme == "w4a16" else 2e-2)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_the_input_gradient_of_8_bit_experts(scheme: str) -> None:
+    if scheme == "fp8" and not E4M3_HERE:
+        pytest.skip("no e4m3 products on this GPU")
+    torch.manual_seed(0)
+    tensors = wire(torch.randn(3, 40, 64).bfloat16(), scheme)
+    ends = torch.tensor([5, 5, 21], dtype=torch.int32, device=DEVICE)
+    grad = torch.randn(21, 40, device=DEVICE).bfloat16()
+    found = grouped_scaled_backward_input(grad, tensors["weight"], tensors["weight_scale"], ends)
+    expected = grouped_linear(grad.double(), grouped.dequantized(tensors).mT.double(), ends)
+    assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
+    with pytest.raises(ValueError, match=r"expected \[M, 40\]"):
+        grouped_scaled_backward_input(grad[:, :8], tensors["weight"], tensors["weight_scale"], ends)

@@ -103,7 +103,7 @@ def test_forward_and_gradients(scheme: str) -> None:
     expected = exact(scheme, x64, weights64, ids, w1, w2)
     expected.backward(grad.double())
     assert y.dtype == torch.bfloat16 and off(y, expected) < 3e-3
-    for name, found, true in zip("x weights gate_up down".split(), inputs, (x64, weights64, w1, w2), strict=True):
+    for name, found, true in zip(["x", "weights", "gate_up", "down"], inputs, (x64, weights64, w1, w2), strict=True):
         assert found.grad is not None and true.grad is not None
         assert found.grad.dtype == found.dtype and off(found.grad, true.grad) < 6e-3, name
     assert inputs[2].grad is not None and not inputs[2].grad[1].any(), "an expert without tokens"

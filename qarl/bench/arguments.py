@@ -9,11 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.bench.shapes import CPU_ROWS, MODELS, ROWS, Layer
+from qarl.bench.shapes import CPU_ROWS, EXPERTS, MODELS, ROWS, Experts, Layer
 from qarl.errors import UserError
 from qarl.process import limit_threads
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "quantize_activations")
+EXPERT_OPERATIONS = ("grouped_linear", "grouped_input_gradient", "experts")
+ALL_OPERATIONS = OPERATIONS + EXPERT_OPERATIONS
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8")
 
 
@@ -24,9 +26,10 @@ class Arguments:
     model        of `qarl.bench.shapes.MODELS`, several with commas; all four on a GPU, `small` on CPU
     layer        names of layers of these models; all
     shape        NxK of one layer, in place of model
-    m            rows of activations
+    m            rows of activations; tokens where they are routed to experts
     scheme       which low-bit schemes
-    operation    linear, input_gradient, quantize, quantize_activations
+    operation    linear, input_gradient, quantize, quantize_activations; of models with experts also grouped_linear,
+                 grouped_input_gradient, experts
     group_size   of int4 weights
     seconds      of measuring for each group of competitors, at least `rounds`
     rounds       calls of each competitor at least
@@ -40,7 +43,7 @@ class Arguments:
     shape: tuple[int, int] | None = None
     m: tuple[int, ...] = ()
     scheme: tuple[str, ...] = SCHEMES
-    operation: tuple[str, ...] = OPERATIONS
+    operation: tuple[str, ...] = ALL_OPERATIONS
     group_size: int = 128
     seconds: float = 0.2
     rounds: int = 7
@@ -72,7 +75,7 @@ class Arguments:
                 shape=_shape(values["shape"]) if "shape" in values else None,
                 m=_numbers(values["m"]) if "m" in values else CPU_ROWS if on_cpu else ROWS,
                 scheme=_names(values, "scheme", SCHEMES, SCHEMES),
-                operation=_names(values, "operation", OPERATIONS, OPERATIONS),
+                operation=_names(values, "operation", ALL_OPERATIONS, ALL_OPERATIONS),
                 group_size=int(values.get("group_size", 128)),
                 seconds=float(values.get("seconds", 3.0 if on_cpu else 0.2)),
                 rounds=int(values.get("rounds", 3 if on_cpu else 7)),
@@ -92,6 +95,12 @@ class Arguments:
             return [("custom", Layer("layer", *self.shape))]
         chosen = [(model, layer) for model in self.model for layer in MODELS[model]]
         return [(model, layer) for model, layer in chosen if not self.layer or layer.name in self.layer]
+
+    def experts(self) -> list[tuple[str, Experts]]:
+        """(model, its experts) to measure: not where one layer is named."""
+        if self.shape or self.layer or not set(self.operation) & set(EXPERT_OPERATIONS):
+            return []
+        return [(model, EXPERTS[model]) for model in self.model if model in EXPERTS]
 
     def limit_threads(self) -> None:
         """Before torch is imported. On a GPU the CPU's threads do not matter."""

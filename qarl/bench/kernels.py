@@ -2,7 +2,8 @@
 
     python -m qarl.bench kernels                                       everything, on the GPU if there is one
     python -m qarl.bench kernels model=qwen3-8b m=1,4096 json=FILE.json plot=FILE.png
-    python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer on the CPU
+    python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer, 8 experts, on the CPU
+    python -m qarl.bench kernels model=qwen3-30b-a3b operation=grouped_linear,experts
 
 Keys: `qarl.bench.arguments.Arguments`. All kernels that can serve here compete with BF16, and with gemlite and torchao
 where they are installed, call by call in turn (`qarl.bench.timing`). Each is first compared with float64: one that is
@@ -14,12 +15,14 @@ cores have twice that first ceiling.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from qarl.bench import report
+from qarl.bench import grouped, report
 from qarl.bench.arguments import Arguments
 from qarl.bench.competitors import BASELINE, BUILDERS, Competitor, Layer
 from qarl.bench.timing import Times, ceilings, measure
@@ -38,21 +41,11 @@ def run(arguments: Arguments) -> int:
           f"BF16 product {tops['bf16_flop_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
     results: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
-    layers = arguments.layers()
-    if not layers:
+    if not arguments.layers() and not arguments.experts():
         raise UserError("no layer is left to measure", where="layer", fix="name layers of the models given")
-    for model, shape in layers:
-        weight = (torch.randn(shape.n, shape.k, device=device) / shape.k**0.5).bfloat16()
-        where = f"{model} {shape.name} {shape.n}x{shape.k}"
-        layer = Layer(weight, arguments, {})
-        for operation in arguments.operation:
-            for rows in (0,) if operation == "quantize" else arguments.m:
-                place = f"{where} {operation}" + f" m={rows}" * bool(rows)
-                found, wrong = _measure(place, BUILDERS[operation](layer, rows), operation, device, arguments, tops)
-                keys = {"operation": operation, "model": model, "layer": shape.name, "n": shape.n, "k": shape.k}
-                results += [keys | {"m": rows} | entry for entry in found]
-                failures |= wrong
-        failures |= {f"{where}: {name}": why for name, why in layer.failures.items()}
+    for found, wrong in itertools.chain(_dense(arguments, device, tops), _experts(arguments, device, tops)):
+        results += found
+        failures |= wrong
         document = report.document(arguments, device, tops, results, failures)
         if arguments.json:  # after every layer: what was measured before a crash or a time limit is kept
             report.write_json(arguments.json, document)
@@ -63,6 +56,49 @@ def run(arguments: Arguments) -> int:
     return 1 if failures else 0
 
 
+Measured = tuple[list[dict[str, Any]], dict[str, str]]
+
+
+def _dense(arguments: Arguments, device: torch.device, tops: dict[str, float]) -> Iterator[Measured]:
+    """Results and failures, layer by layer."""
+    operations = [operation for operation in arguments.operation if operation in BUILDERS]
+    for model, shape in arguments.layers() if operations else ():
+        weight = (torch.randn(shape.n, shape.k, device=device) / shape.k**0.5).bfloat16()
+        where = f"{model} {shape.name} {shape.n}x{shape.k}"
+        layer = Layer(weight, arguments, {})
+        results: list[dict[str, Any]] = []
+        failures: dict[str, str] = {}
+        for operation in operations:
+            for rows in (0,) if operation == "quantize" else arguments.m:
+                place = f"{where} {operation}" + f" m={rows}" * bool(rows)
+                found, wrong = _measure(place, BUILDERS[operation](layer, rows), operation, device, arguments, tops)
+                keys = {"operation": operation, "model": model, "layer": shape.name, "n": shape.n, "k": shape.k}
+                results += [keys | {"m": rows} | entry for entry in found]
+                failures |= wrong
+        yield results, failures | {f"{where}: {name}": why for name, why in layer.failures.items()}
+
+
+def _experts(arguments: Arguments, device: torch.device, tops: dict[str, float]) -> Iterator[Measured]:
+    """The same of models with experts, operation by operation; `n` and `k` are those of one expert's weight."""
+    operations = [operation for operation in arguments.operation if operation in grouped.BUILDERS]
+    for model, shape in arguments.experts():
+        layer = grouped.ExpertLayer(shape, arguments, device)
+        for operation in operations:
+            results: list[dict[str, Any]] = []
+            failures: dict[str, str] = {}
+            parts = ("layer",) if operation == "experts" else tuple(layer.weights)
+            for part, tokens, routing in itertools.product(parts, arguments.m, grouped.ROUTINGS):
+                n, k = (shape.hidden, shape.hidden) if part == "layer" else layer.weights[part].shape[1:]
+                name = f"experts_{part}, {routing}"
+                place = f"{model} {name} {shape.experts}x{n}x{k} {operation} m={tokens}"
+                competitors = grouped.BUILDERS[operation](layer, part, tokens, routing)
+                found, wrong = _measure(place, competitors, operation, device, arguments, tops)
+                keys = {"operation": operation, "model": model, "layer": name, "n": n, "k": k, "m": tokens}
+                results += [keys | entry for entry in found]
+                failures |= wrong
+            yield results, failures | {f"{model} experts: {name}": why for name, why in layer.failures.items()}
+
+
 def _measure(
     place: str,
     competitors: list[Competitor],
@@ -70,7 +106,7 @@ def _measure(
     device: torch.device,
     arguments: Arguments,
     tops: dict[str, float],
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+) -> Measured:
     """Results of those whose numbers are right, and why the others have none."""
     good: dict[str, tuple[Competitor, float]] = {}
     failures: dict[str, str] = {}

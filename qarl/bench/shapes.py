@@ -37,5 +37,20 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "small": (Layer("gate_up", 3072, 1024),),
 }
 """`small` is for CPUs."""
+
+
+class Experts(NamedTuple):
+    """All experts of one layer: gate with up is [E, 2I, H], down [E, H, I]."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+EXPERTS: dict[str, Experts] = {
+    "qwen3-30b-a3b": Experts(experts=128, top_k=8, hidden=2048, intermediate=768),
+    "small": Experts(experts=8, top_k=2, hidden=256, intermediate=128),
+}
 ROWS = (1, 16, 64, 512, 4096, 16384)
 CPU_ROWS = (64, 512, 4096)

@@ -1,16 +1,18 @@
 """What can only be known on a GPU, checked and measured part by part, within nine minutes.
 
     environment    device, versions, and which kernel serves each scheme, with the reasons
-    correctness    every kernel against float64: odd shapes, few and many rows
+    first          what only a device can say, a line each (scripts/gpu_first.py)
+    correctness    every kernel against float64: odd shapes, few and many rows; experts, balanced and skewed
+    bench          `qarl.bench kernels` on a few shapes, and the verdicts on its bounds (scripts/gpu_verdicts.py)
+    bench_experts  the same of experts, grouped and fused
     trainer        forward, backward and quantization of a small model with the kernels chosen here
-    bench          `qarl.bench kernels` on a few shapes
     end_to_end     two steps of the quickstart with vLLM; where it is not installed, says so
     device_tests   pytest on tests/gpu and tests/triton_kernels; where it is not installed, says so
 
 Each part is a process of its own with a limit on its time: one that fails or hangs takes none of the others with it.
 Results go to benchmarks/results/gpu_check_DATE.json and .md. Exit code: 0 all parts passed, or were left out for a
 reason that is written down; 1 some failed. No network, and only torch and triton besides this repository: a part that
-needs a package which is not there fails by its name.
+needs a package which is not there is left out and says which. A verdict that is missed is no failure.
 """
 
 from __future__ import annotations
@@ -24,13 +26,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from gpu_first import first
+from gpu_verdicts import table, verdicts
+
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"environment": 60, "correctness": 140, "trainer": 60, "bench": 170, "end_to_end": 120, "device_tests": 200}
-"""Seconds that each may take at most."""
+PARTS = {"environment": 60, "first": 70, "correctness": 120, "bench": 150, "bench_experts": 80, "trainer": 60,
+         "end_to_end": 120, "device_tests": 200}  # fmt: skip
+"""Seconds that each may take at most: the figures come first, since all of them together may take `TOTAL_SECONDS`."""
+NEEDS = {
+    "trainer": ("compressed_tensors", "pydantic", "transformers", "yaml"),
+    "end_to_end": ("vllm",),
+    "device_tests": ("compressed_tensors", "pydantic", "yaml"),
+}
+"""Packages without which a part is left out."""
 TOTAL_SECONDS = 520
 _KEPT_LINES = 400
 
@@ -94,13 +108,20 @@ def run_part(part: str, *, cpu: bool, seconds: float) -> dict[str, Any]:
 def command_of(part: str, *, cpu: bool, folder: Path) -> tuple[str | None, list[str], dict[str, str]]:
     """(why the part is left out, command, environment)."""
     python = [sys.executable]
-    if part == "bench":
+    if missing := [package for package in NEEDS.get(part, ()) if not _installed(package)]:
+        return f"{', '.join(missing)} not installed: this part was not run", [], {}
+    if part in ("bench", "bench_experts"):
+        sizes = {
+            ("bench", True): ["shape=64x128", "m=1,17", "seconds=0.02"],
+            ("bench", False): ["model=qwen3-8b", "layer=gate_up,down", "m=1,16,512,4096,16384", "seconds=0.1"],
+            ("bench_experts", True): ["model=small", "m=3", "seconds=0.02", "rounds=1"],
+            ("bench_experts", False): ["model=qwen3-30b-a3b", "m=16,4096", "seconds=0.05"],
+        }[part, cpu]
+        if part == "bench_experts":
+            sizes.append("operation=grouped_linear,grouped_input_gradient,experts")
+        device = "device=cpu" if cpu else "device=cuda"
         report = f"json={folder / 'report.json'}"
-        if cpu:
-            return None, [*python, "-m", "qarl.bench", "kernels", "device=cpu", "shape=64x128", "m=1,17",
-                          "seconds=0.02", report], {}  # fmt: skip
-        return None, [*python, "-m", "qarl.bench", "kernels", "device=cuda", "model=qwen3-8b", "layer=gate_up,down",
-                      "m=1,16,512,4096", report], {}  # fmt: skip
+        return None, [*python, "-m", "qarl.bench", "kernels", device, *sizes, report], {}
     if part == "device_tests":
         if not _installed("pytest"):
             return "pytest is not installed: the device tests were not run (correctness covers the kernels)", [], {}
@@ -111,12 +132,11 @@ def command_of(part: str, *, cpu: bool, folder: Path) -> tuple[str | None, list[
             return None, [*pytest, "tests/triton_kernels/test_compat.py"], {"TRITON_INTERPRET": "1"}
         return None, [*pytest, "tests/gpu", "tests/triton_kernels"], {}
     if part == "end_to_end":
-        if not _installed("vllm"):
-            return "vLLM is not installed: no rollouts were made (trainer covers forward and backward)", [], {}
         return None, [*python, "-m", "qarl.train", "config=quickstart.yaml", f"output_dir={folder}", "name=gpu_check",
                       "trainer.total_training_steps=2", "trainer.val_before_train=false",
                       "trainer.test_freq=-1"], {}  # fmt: skip
-    interpreted = {"TRITON_INTERPRET": "1"} if cpu and part == "correctness" and _installed("triton") else {}
+    tried = cpu and part in ("first", "correctness") and _installed("triton")
+    interpreted = {"TRITON_INTERPRET": "1"} if tried else {}
     return None, [*python, str(Path(__file__)), "--inside", part, *(["--cpu"] if cpu else [])], interpreted
 
 
@@ -132,7 +152,7 @@ def run_inside(part: str, *, cpu: bool) -> int:
     if not cpu and not torch.cuda.is_available():
         print("PyTorch sees no GPU; --cpu tries the script without one")
         return 1
-    functions = {"environment": environment, "correctness": correctness, "trainer": trainer}
+    functions = {"environment": environment, "first": first, "correctness": correctness, "trainer": trainer}
     report, passed = functions[part](device)
     Path(os.environ["QARL_GPU_CHECK_REPORT"]).write_text(json.dumps(report))
     return 0 if passed else 1
@@ -167,6 +187,21 @@ def environment(device: Any) -> tuple[Any, bool]:
 
 def correctness(device: Any) -> tuple[Any, bool]:
     """Every kernel that can serve here, on shapes that divide tiles and shapes that do not."""
+    report = [*_dense_checks(device), *_expert_checks(device)]
+    worst: dict[str, float] = {}
+    for entry in report:
+        if not entry["good"]:
+            print(f"FAILED {entry}")
+        if "error" in entry:
+            name = f"{entry['operation']} {entry['kernel']}"
+            worst[name] = max(worst.get(name, 0.0), entry["error"])
+    for name, error in worst.items():
+        print(f"{name:60} largest relative RMS error {error:.2e}")
+    print(f"{len(report)} checks")
+    return report, all(entry["good"] for entry in report)
+
+
+def _dense_checks(device: Any) -> Iterator[dict[str, Any]]:
     import torch
 
     from qarl.bench.arguments import Arguments
@@ -177,44 +212,55 @@ def correctness(device: Any) -> tuple[Any, bool]:
         (2048, 1536, 128), (4096, 4096, 64), (384, 1024, 128), (200, 416, 32), (8960, 1536, 128), (64, 64, 32)
     ]  # fmt: skip
     rows = (1, 17) if small else (1, 3, 16, 33, 64, 200, 1024, 2500)
-    report, passed = [], True
     for n, k, group_size in shapes:
         torch.manual_seed(n + k)
         weight = (torch.randn(n, k, device=device) / k**0.5).bfloat16()
-        arguments = Arguments(device=device.type, model=(), group_size=group_size)
-        layer = Layer(weight, arguments, {})
+        layer = Layer(weight, Arguments(device=device.type, model=(), group_size=group_size), {})
         for operation, build in BUILDERS.items():
             for m in (0,) if operation == "quantize" else rows:
-                try:
-                    competitors = build(layer, m)
-                except Exception as error:
-                    report.append({"operation": operation, "shape": [m, n, k], "failed": repr(error)})
-                    print(f"FAILED {operation} {[m, n, k]}: {error!r}")
-                    passed = False
-                    continue
-                for competitor in competitors:
-                    entry: dict[str, Any] = {"operation": operation, "kernel": competitor.name, "shape": [m, n, k],
-                                             "group_size": group_size}  # fmt: skip
-                    try:
-                        entry["error"] = competitor.error()
-                        good = entry["error"] <= competitor.allowed
-                    except Exception as error:
-                        entry["failed"], good = repr(error), False
-                    if not good:
-                        print(f"FAILED {entry}, allowed {competitor.allowed}")
-                    passed = passed and good
-                    report.append(entry)
+                keys = {"operation": operation, "shape": [m, n, k], "group_size": group_size}
+                yield from _checks(keys, partial(build, layer, m))
         if layer.failures:
             print(f"not checked at {[n, k]}: {layer.failures}")
-    worst: dict[str, float] = {}
-    for entry in report:
-        if "error" in entry:
-            name = f"{entry['operation']} {entry['kernel']}"
-            worst[name] = max(worst.get(name, 0.0), entry["error"])
-    for name, error in worst.items():
-        print(f"{name:60} largest relative RMS error {error:.2e}")
-    print(f"{len(report)} checks")
-    return report, passed
+
+
+def _expert_checks(device: Any) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from qarl.bench.arguments import Arguments
+    from qarl.bench.grouped import BUILDERS, ROUTINGS, ExpertLayer
+    from qarl.bench.shapes import Experts
+
+    small = device.type == "cpu"
+    shapes = [(Experts(32, 4, 2048, 768), 128), (Experts(6, 2, 96, 64), 32)]
+    if small:
+        shapes = [(Experts(5, 2, 64, 32), 32)]
+    for shape, group_size in shapes:
+        torch.manual_seed(0)
+        layer = ExpertLayer(shape, Arguments(device=device.type, model=(), group_size=group_size), device)
+        for (operation, build), m, routing in product(BUILDERS.items(), (7,) if small else (2, 1000), ROUTINGS):
+            for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
+                keys = {"operation": f"{operation}, {routing}", "shape": [m, *shape], "group_size": group_size}
+                yield from _checks(keys, partial(build, layer, part, m, routing))
+        if layer.failures:
+            print(f"not checked with {shape}: {layer.failures}")
+
+
+def _checks(keys: dict[str, Any], build: Callable[[], list[Any]]) -> Iterator[dict[str, Any]]:
+    """An entry for every competitor, with its error or what it raised."""
+    try:
+        competitors = build()
+    except Exception as error:
+        yield keys | {"kernel": "none", "failed": repr(error), "good": False}
+        return
+    for competitor in competitors:
+        entry = keys | {"kernel": competitor.name, "allowed": competitor.allowed}
+        try:
+            error = competitor.error()
+        except Exception as raised:
+            yield entry | {"failed": repr(raised), "good": False}
+        else:
+            yield entry | {"error": error, "good": error <= competitor.allowed}
 
 
 def trainer(device: Any) -> tuple[Any, bool]:
@@ -309,15 +355,21 @@ def write(folder: Path, results: dict[str, Any], *, cpu: bool) -> None:
     now = datetime.datetime.now(datetime.UTC)
     path = folder / f"{'cpu' if cpu else 'gpu'}_check_{now:%Y-%m-%d}"
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"date": now.isoformat(timespec="seconds"), "parts": results}
-    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document: dict[str, Any] = {"date": now.isoformat(timespec="seconds"), "parts": results}
     lines = [f"`scripts/gpu_check.sh{' --cpu' if cpu else ''}`, {document['date']}", "",
              "| part | status | seconds | |", "|---|---|---|---|"]  # fmt: skip
     for part, result in results.items():
         lines.append(f"| {part} | {result['status']} | {result['seconds']:.0f} | {result.get('why') or ''} |")
+    if measured := (results.get("bench") or {}).get("report"):
+        found = verdicts(measured["results"])
+        document["verdicts"] = [line._asdict() for line in found]
+        said = "Of a CPU, to try the table: they mean nothing.\n\n" if cpu else ""
+        lines += ["", "## verdicts", "", said + table(found)]
+        print(table(found))
+    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for part, result in results.items():
         lines += ["", f"## {part}", ""]
-        if part == "bench" and result.get("report"):
+        if part in ("bench", "bench_experts") and result.get("report"):
             from qarl.bench.report import tables
 
             lines.append(tables(result["report"]))

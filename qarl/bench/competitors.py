@@ -32,6 +32,7 @@ from qarl.kernels.activations import (
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, own_backward_input
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
+from qarl.kernels.vllm_cuda import VllmMarlinLinear, why_not_here
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.tensor import QuantizedTensor
@@ -110,8 +111,14 @@ class Layer:
             sizes = getattr(kernel, "group_sizes", None)
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
             slow = kernel.name == "reference" and self.weight.is_cuda and scheme != "w4a16"  # float64 products
-            if fits and not slow and kernel.unavailable(scheme, self.weight.device, self.shape) is None:
+            if fits and not slow and self._serves(kernel, scheme):
                 yield kernel
+
+    def _serves(self, kernel: type[LinearKernel], scheme: str) -> bool:
+        """Marlin is measured wherever it runs, also where vLLM prefers Machete."""
+        if kernel is VllmMarlinLinear:
+            return why_not_here(self.weight.device, "marlin_gemm", capability=(8, 0)) is None
+        return kernel.unavailable(scheme, self.weight.device, self.shape) is None
 
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:
@@ -161,21 +168,42 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
                 call = partial(own, grad, kernel.prepare(quantized.tensors))
                 moved = activations + quantized.nbytes
                 found.append(Competitor(scheme, kernel.name, call, _error(call, expected), PRODUCT_ERROR, moved, flop))
+        if scheme == "w4a16" and _triton_runs(grad.device):
+            fused = _fused_input_gradient(grad, quantized)
+            moved = activations + quantized.nbytes
+            error = _error(fused, expected)
+            found.append(Competitor(scheme, "triton, fused", fused, error, PRODUCT_ERROR, moved, flop))
     return found
 
 
+def _fused_input_gradient(grad: torch.Tensor, quantized: QuantizedTensor) -> Callable[[], torch.Tensor]:
+    """With the tile of the most rows that the table has, also where the table dequantizes first."""
+    from qarl.kernels.triton.tables import architecture, tables
+    from qarl.kernels.triton.w4a16 import w4a16_backward_input
+
+    tile = tables()[architecture(grad.device)]["w4a16_backward"][-1].tile
+    packed, scale = quantized.tensors["weight_packed"], quantized.tensors["weight_scale"]
+    return partial(w4a16_backward_input, grad, packed, scale, tile=tile)
+
+
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Master to wire tensors, equal byte for byte to what compressed-tensors makes of them: the error is 0 or 1."""
+    """Master to wire tensors, equal byte for byte to what compressed-tensors makes of them: the error is 0 or 1.
+
+    Where compressed-tensors is not installed, equal to the reference quantizer on the CPU.
+    """
     found = []
+    theirs_here = others.installed("compressed_tensors")
     for scheme, quantized in layer.quantized.items():
         grid = get_scheme(scheme, layer.arguments.group_size)
         moved = layer.weight.nbytes + quantized.nbytes
-        theirs = others.compressed_tensors_quantizer(layer.weight, grid)
+        if theirs_here:
+            theirs = others.compressed_tensors_quantizer(layer.weight, grid)
+            found.append(Competitor(scheme, "compressed-tensors", theirs, lambda: 0.0, 0.0, moved))
         # On CPU, since CUDA divides by a Python number as by its reciprocal.
-        wire = others.compressed_tensors_quantizer(layer.weight.cpu(), grid)()
+        master = layer.weight.cpu()
+        wire = others.compressed_tensors_quantizer(master, grid)() if theirs_here else quantize(master, grid).tensors
         values = wire["weight_packed" if "weight_packed" in wire else "weight"].to(layer.weight.device)
         scale = wire["weight_scale"].to(quantized.tensors["weight_scale"])
-        found.append(Competitor(scheme, "compressed-tensors", theirs, lambda: 0.0, 0.0, moved))
         mine = partial(_wire, layer.weight, grid)
         found.append(Competitor(scheme, "qarl.quant", mine, partial(_bytes_off, mine, values, scale), 0.0, moved))
         found += _triton_quantizers(layer, scheme, values, scale, moved)

@@ -12,6 +12,8 @@ itself has validated. verl's `qat.mode: w4a16` is NVFP4 with groups of 16 and is
 8-bit weights have one scale per output channel, 8-bit activations one per token, computed in the forward. All are
 symmetric; all but the group size are compressed-tensors' presets W4A16, W4A8, W8A8 and FP8_DYNAMIC. compressed-tensors'
 own choice of format for w4a8 is int-quantized, with a byte for each int4; packed is half of that on the wire.
+
+compressed-tensors is imported where it is written or read, so that kernels are checked and measured without it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStatus,
-    QuantizationStrategy,
-    QuantizationType,
-)
-from pydantic import ValidationError
 
 from qarl.errors import UserError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
 QUANT_METHOD = "compressed-tensors"
 TARGETS = ("Linear",)
@@ -56,6 +52,8 @@ class QuantArgs:
     dynamic: bool = False
 
     def to_compressed_tensors(self) -> QuantizationArgs:
+        from compressed_tensors.quantization import QuantizationArgs
+
         return QuantizationArgs(
             num_bits=self.num_bits,
             type=self.type,
@@ -68,6 +66,8 @@ class QuantArgs:
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
         """Reads `args`; ValueError where it asks for what this class cannot say (blocks, act order, scale dtypes)."""
+        from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
+
         for field in ("actorder", "block_structure", "scale_dtype"):
             value = getattr(args, field)
             if value is not None:
@@ -141,6 +141,8 @@ class Scheme:
         Fields without a value are left out rather than written as null: compressed-tensors forbids fields it does not
         know, and a release before the one installed here must still read our checkpoints.
         """
+        from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+
         if self.weights is None:
             raise ValueError(f"scheme {self.name!r} is not quantized and has no quantization_config")
         activations = self.input_activations
@@ -162,6 +164,8 @@ class Scheme:
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
         """The scheme a checkpoint's `quantization_config` describes. UserError if it is none of `SCHEMES`."""
+        from compressed_tensors.quantization import QuantizationConfig
+
         where = "quantization_config"
         if config.get("quant_method") != QUANT_METHOD:
             raise UserError(
@@ -172,7 +176,7 @@ class Scheme:
         try:
             parsed = QuantizationConfig.model_validate(dict(config))
             return _from_parsed(parsed)
-        except (ValidationError, ValueError) as error:
+        except ValueError as error:  # pydantic's is one
             raise UserError(
                 "the checkpoint's quantization is none of QaRL's schemes",
                 where=where,

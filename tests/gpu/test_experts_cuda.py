@@ -1,0 +1,68 @@
+"""Mixture-of-experts kernels on a device: vLLM's fused ones and ours, forward and gradients, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_experts import exact, exact_weight, make, off, stacked
+
+from qarl.bench.arguments import Arguments
+from qarl.bench.grouped import BUILDERS, ROUTINGS, ExpertLayer
+from qarl.bench.shapes import Experts
+from qarl.kernels.experts import EXPERTS_KERNELS, ExpertsShape, LowBitExperts, fused_experts
+
+pytestmark = pytest.mark.gpu
+SHAPE = ExpertsShape(experts=8, top_k=2, hidden=512, intermediate=256)
+KERNELS = [(scheme, kernel) for scheme, kernels in EXPERTS_KERNELS.items() for kernel in kernels]
+
+
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value))
+def test_forward_and_gradients(scheme: str, kernel: type) -> None:
+    device = torch.device("cuda", 0)
+    why_not = kernel.unavailable(scheme, device, SHAPE, 128 if scheme == "w4a16" else None)
+    if why_not is not None:
+        pytest.skip(why_not)
+    x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 61))
+    wire = stacked(gate_up, scheme, 128), stacked(down, scheme, 128)
+    inputs = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]
+    y = fused_experts(*inputs[:2], ids, *inputs[2:], LowBitExperts.of(kernel, *wire))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    w1, w2 = (exact_weight(tensors).requires_grad_() for tensors in wire)
+    x64, weights64 = x.double().requires_grad_(), weights.double().requires_grad_()
+    expected = exact(scheme, x64, weights64, ids, w1, w2)
+    expected.backward(grad.double())
+    # The truth quantizes as on CPU: where that parts from this kernel a code is the next one.
+    allowed = {"w4a16": 6e-3, "w8a8": 1.5e-2, "fp8": 3e-2}[scheme]
+    assert off(y, expected) < allowed
+    for found, true in zip(inputs, (x64, weights64, w1, w2), strict=True):
+        assert found.grad is not None and true.grad is not None
+        assert off(found.grad, true.grad) < allowed
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("operation", BUILDERS)
+@pytest.mark.parametrize("tokens", [1, 16, 700])
+def test_against_float64(operation: str, routing: str, tokens: int) -> None:
+    torch.manual_seed(0)
+    arguments = Arguments(device="cuda", model=(), group_size=128)
+    layer = ExpertLayer(Experts(32, 4, 1024, 384), arguments, torch.device("cuda", 0))
+    for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
+        for competitor in BUILDERS[operation](layer, part, tokens, routing):
+            assert competitor.error() <= competitor.allowed, competitor.name
+    assert layer.failures == {}
+
+
+def test_a_repeated_backward_gives_the_same_bits() -> None:
+    device = torch.device("cuda", 0)
+    x, weights, ids, gate_up, down = (tensor.to(device) for tensor in make(SHAPE, 300))
+    kernel = next(k for k in EXPERTS_KERNELS["w4a16"] if k.name == "triton")
+    experts = LowBitExperts.of(kernel, stacked(gate_up, "w4a16", 128), stacked(down, "w4a16", 128))
+    made = []
+    for _ in range(3):
+        inputs = [t.detach().clone().requires_grad_() for t in (x, weights, gate_up, down)]
+        fused_experts(*inputs[:2], ids, *inputs[2:], experts).sum().backward()
+        made.append([t.grad for t in inputs])
+    for again in made[1:]:
+        for first, second in zip(made[0], again, strict=True):
+            assert first is not None and second is not None and torch.equal(first, second)

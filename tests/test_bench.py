@@ -19,6 +19,7 @@ from qarl.bench.arguments import Arguments
 from qarl.bench.competitors import BUILDERS, Competitor, Layer
 from qarl.bench.shapes import MODELS
 from qarl.bench.timing import Times, measure
+from qarl.kernels.vllm_cuda import VllmMarlinLinear
 from qarl.errors import UserError
 
 SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.01", "rounds=1"]
@@ -80,6 +81,17 @@ def test_every_competitor_computes_the_same(operation: str) -> None:
     for competitor in found:
         assert competitor.error() <= competitor.allowed, competitor.name
         assert competitor.bytes_moved > 0
+
+
+def test_marlin_is_measured_beside_machete(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(torch.randn(64, 96).bfloat16(), Arguments(device="cpu", model=(), group_size=32), {})
+    for why_not, measured in (
+        (None, True),
+        ("here vLLM itself runs MacheteLinearKernel", True),
+        ("here vLLM itself runs nothing (a reason)", False),
+    ):
+        monkeypatch.setattr(VllmMarlinLinear, "unavailable", staticmethod(lambda *args, why=why_not: why))
+        assert (VllmMarlinLinear in list(layer.kernels("w4a16"))) == measured
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

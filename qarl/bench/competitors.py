@@ -32,7 +32,7 @@ from qarl.kernels.activations import (
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, own_backward_input
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.kernels.vllm_cuda import VllmMarlinLinear, why_not_here
+from qarl.kernels.vllm_cuda import VllmMarlinLinear
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.tensor import QuantizedTensor
@@ -115,10 +115,10 @@ class Layer:
                 yield kernel
 
     def _serves(self, kernel: type[LinearKernel], scheme: str) -> bool:
-        """Marlin is measured wherever it runs, also where vLLM prefers Machete."""
-        if kernel is VllmMarlinLinear:
-            return why_not_here(self.weight.device, "marlin_gemm", capability=(8, 0)) is None
-        return kernel.unavailable(scheme, self.weight.device, self.shape) is None
+        """Marlin is measured also where vLLM prefers Machete."""
+        why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
+        machete = kernel is VllmMarlinLinear and why_not == "here vLLM itself runs MacheteLinearKernel"
+        return why_not is None or machete
 
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:

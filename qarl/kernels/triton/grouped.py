@@ -223,7 +223,7 @@ def _check_ends(ends: torch.Tensor, experts: int, weight: torch.Tensor) -> None:
 
 
 def _aot() -> list[AotKernel]:
-    """Every tile of the tables; 128 experts, groups of 128."""
+    """Every tile of the tables; 128 experts; groups of 128, and of 32 with a last block that is not whole."""
     integers = dict.fromkeys(("experts", "tiles_m", "M", "N", "K", "stride_xm", "stride_gm"), "i32")
     pointers = {"packed_ptr": "*i16", "scale_ptr": "*bf16", "ends_ptr": "*i32", "y_ptr": "*bf16", "dx_ptr": "*bf16",
                 "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32"}  # fmt: skip
@@ -233,9 +233,10 @@ def _aot() -> list[AotKernel]:
         (grouped_w4a16_backward_kernel, "grouped_w4a16_backward", "EVEN_N", "stride_gm"),
     ):
         configs = tuple(
-            AotConfig({"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": 128, even: True, "PTX": True, "SIZE": 128},
-                      targets=targets, **tile.launch)
+            AotConfig({"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": group, even: group == 128, "PTX": True,
+                       "SIZE": 128}, targets=targets, **tile.launch)
             for tile, targets in shipped(operation)
+            for group in (128, 32)
         )  # fmt: skip
         types = integers | pointers | {"x_ptr": "*bf16", "grad_ptr": "*bf16"}
         entries.append(_entry(kernel, types, configs, ("N", "K", stride)))

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.bench.report import tables
+from qarl.bench import report
+from qarl.bench.steps.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -30,7 +31,9 @@ def rewrite(text: str, root: Path) -> tuple[str, list[str]]:
         if not path.is_file():
             missing.append(match[2])
             return match[0]
-        return f"{match[1]}{tables(json.loads(path.read_text(encoding='utf-8')))}{match[3]}"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        table = markdown(document) if "kind" in document else report.tables(document)
+        return f"{match[1]}{table}{match[3]}"
 
     return _BLOCK.sub(table, text), missing
 

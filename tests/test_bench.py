@@ -56,7 +56,7 @@ def test_arguments_that_will_not_do(given: str, message: str, capsys: pytest.Cap
     [("qwen3-8b", "Qwen3-8B"), ("qwen2.5-7b", "Qwen2.5-Math-7B"), ("qwen2.5-1.5b", "Qwen2.5-Math-1.5B")],
 )
 def test_shapes_are_those_of_the_models(model: str, folder: str) -> None:
-    config = json.loads((ROOT / "tests" / "model_configs" / folder / "config.json").read_text())
+    config = json.loads((ROOT / "qarl" / "bench" / "models" / folder / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -65,7 +65,7 @@ def test_shapes_are_those_of_the_models(model: str, folder: str) -> None:
 
 
 def test_shapes_of_the_mixture_of_experts() -> None:
-    config = json.loads((ROOT / "tests" / "model_configs" / "Qwen3-30B-A3B" / "config.json").read_text())
+    config = json.loads((ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
     shapes = {layer.name: (layer.n, layer.k) for layer in MODELS["qwen3-30b-a3b"]}
     assert shapes["expert_gate_up"] == (config["moe_intermediate_size"], config["hidden_size"])
     assert shapes["expert_down"] == (config["hidden_size"], config["moe_intermediate_size"])

@@ -46,7 +46,7 @@ from qarl.trainer import checks, policy
 from qarl.trainer.resume import open_run
 
 folder, pristine_model = test_bad_input.folder, test_bad_input.pristine_model
-MODELS = ROOT / "tests" / "model_configs"
+MODELS = ROOT / "qarl" / "bench" / "models"
 
 
 @pytest.fixture(autouse=True)

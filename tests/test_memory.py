@@ -38,7 +38,7 @@ from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
 from qarl.rollout.manifest import expected_manifest
 
-MODELS = sorted((Path(__file__).parent / "model_configs").glob("*/config.json"))
+MODELS = sorted((Path(__file__).parents[1] / "qarl" / "bench" / "models").glob("*/config.json"))
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -132,7 +132,15 @@ def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])
 def test_public_models_have_their_published_size(path: Path) -> None:
     """In billions, as their model cards say; and as transformers counts them."""
-    published = {"Qwen2.5-Math-1.5B": 1.54, "Qwen2.5-Math-7B": 7.62, "Qwen3-8B": 8.19, "Qwen3-30B-A3B": 30.53}
+    published = {
+        "SmolLM2-135M": 0.13,
+        "Qwen2.5-0.5B": 0.49,
+        "Qwen3-0.6B": 0.6,
+        "Qwen2.5-Math-1.5B": 1.54,
+        "Qwen2.5-Math-7B": 7.62,
+        "Qwen3-8B": 8.19,
+        "Qwen3-30B-A3B": 30.53,
+    }
     size = ModelSize.from_config(json.loads(path.read_text()))
     assert round(size.parameters / 1e9, 2) == published[path.parent.name]
     model = meta(transformers.AutoConfig.from_pretrained(path.parent))

@@ -1,1 +1,1 @@
-"""Speed of the kernels, as a share of what the machine can do: `python -m qarl.bench kernels`."""
+"""Speed per quantization scheme, of kernels and of whole training steps: `python -m qarl.bench PART`."""

@@ -54,28 +54,20 @@ class Arguments:
     @classmethod
     def parse(cls, given: Sequence[str]) -> Arguments:
         """Raises UserError for what is not key=value, no key, or no value of its key."""
-        values: dict[str, str] = {}
-        for argument in given:
-            key, equals, value = argument.partition("=")
-            if not equals or not value:
-                raise UserError(f"{argument!r} is not key=value", where="qarl.bench kernels", fix="m=1,16 json=FILE")
-            values[key] = value
-        keys = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            _one_of(key, keys, "key")
-        device = values.get("device") or _device()
-        _one_of(device, ("cuda", "cpu"), "device")
+        values = key_values(given, [field.name for field in dataclasses.fields(cls)])
+        device = values.get("device") or default_device()
+        one_of(device, ("cuda", "cpu"), "device")
         on_cpu = device == "cpu"
         models = ("small",) if on_cpu else tuple(name for name in MODELS if name != "small")
         try:
             arguments = cls(
                 device=device,
-                model=_names(values, "model", MODELS, models),
-                layer=_names(values, "layer", {layer.name for layers in MODELS.values() for layer in layers}, ()),
+                model=names(values, "model", MODELS, models),
+                layer=names(values, "layer", {layer.name for layers in MODELS.values() for layer in layers}, ()),
                 shape=_shape(values["shape"]) if "shape" in values else None,
-                m=_numbers(values["m"]) if "m" in values else CPU_ROWS if on_cpu else ROWS,
-                scheme=_names(values, "scheme", SCHEMES, SCHEMES),
-                operation=_names(values, "operation", ALL_OPERATIONS, ALL_OPERATIONS),
+                m=numbers(values["m"]) if "m" in values else CPU_ROWS if on_cpu else ROWS,
+                scheme=names(values, "scheme", SCHEMES, SCHEMES),
+                operation=names(values, "operation", ALL_OPERATIONS, ALL_OPERATIONS),
                 group_size=int(values.get("group_size", 128)),
                 seconds=float(values.get("seconds", 3.0 if on_cpu else 0.2)),
                 rounds=int(values.get("rounds", 3 if on_cpu else 7)),
@@ -107,29 +99,53 @@ class Arguments:
         limit_threads(self.threads if self.device == "cpu" else None)
 
 
-def _device() -> str:
+def run_kernels(part: str, given: Sequence[str]) -> int:
+    """`python -m qarl.bench kernels`; the exit code."""
+    arguments = Arguments.parse(given)
+    arguments.limit_threads()
+    from qarl.bench.kernels import run
+
+    return run(arguments)
+
+
+def key_values(given: Sequence[str], keys: Collection[str]) -> dict[str, str]:
+    """What was given, by key. UserError for what is not key=value, or none of `keys`."""
+    values: dict[str, str] = {}
+    for argument in given:
+        key, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="key=value, as in json=FILE")
+        one_of(key, keys, "key")
+        values[key] = value
+    return values
+
+
+def default_device() -> str:
     """`cuda` where the driver shows a device; torch is asked later, once the threads are set."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
 
 
-def _one_of(value: str, known: Collection[str], what: str) -> None:
+def one_of(value: str, known: Collection[str], what: str) -> None:
+    """UserError where `value` is none of `known`, with the nearest."""
     if value not in known:
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise UserError(f"there is no {what} {value!r}", where=what, fix=f"one of {', '.join(sorted(known))}{hint}")
 
 
-def _names(values: dict[str, str], key: str, known: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
+def names(values: dict[str, str], key: str, known: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names under `key`, with commas between them; each one of `known`."""
     if key not in values:
         return default
-    names = tuple(values[key].split(","))
-    for name in names:
-        _one_of(name, known, key)
-    return names
+    given = tuple(values[key].split(","))
+    for name in given:
+        one_of(name, known, key)
+    return given
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. ValueError for anything else."""
     return tuple(int(number) for number in text.split(","))
 
 

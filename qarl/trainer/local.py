@@ -62,9 +62,12 @@ class LocalTrainer:
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
         self.replace_policy(parts.policy)
-        self.engine = RolloutEngine(engine_config(config))
+        self.engine = self.start_engine()
         self.tbpo = tbpo_config(config.actor)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
+
+    def start_engine(self) -> RolloutEngine:
+        return RolloutEngine(engine_config(self.config))
 
     def replace_policy(self, policy: Policy) -> None:
         """Train `policy` from here on, with a new optimizer."""
@@ -139,12 +142,7 @@ class LocalTrainer:
                 statistics += gathered
                 if epoch or start:
                     later += gathered
-                norms.append(self.optimizer.clip_grad_norm(actor.grad_clip))
-                if math.isfinite(norms[-1]):
-                    self.optimizer.step()
-                    with self.timer.phase("quantize"):
-                        self.policy.requantize()
-                self.optimizer.zero_grad()
+                norms.append(self.optimizer_step())
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = reduce_metrics(statistics) | {
             "actor/pg_loss": sum(one["sum/loss"] for one in statistics) / len(norms),
@@ -164,20 +162,40 @@ class LocalTrainer:
         statistics = []
         size = self.config.actor.ppo_micro_batch_size_per_gpu
         for rows in batch.micro_batches(size, start=start, stop=stop):
-            log_probs = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
-            loss, found = tbpo_loss(
-                log_probs,
-                old_log_probs[rows],
-                batch.rollout_log_probs[rows],
-                batch.advantages[rows],
-                batch.response_mask[rows],
-                self.tbpo,
-                global_batch_size=max(responses, 1),
-            )
-            loss.backward()
-            self.optimizer.accumulate()
+            loss, found = self.loss(batch, old_log_probs, rows, responses)
+            self.accumulate(loss)
             statistics.append(found | {"sum/loss": loss.item()})
         return statistics
+
+    def loss(
+        self, batch: Batch, old_log_probs: torch.Tensor, rows: slice, responses: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The forward of a micro-batch out of a mini-batch with so many `responses`: its loss and TBPO's statistics."""
+        return tbpo_loss(
+            self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature),
+            old_log_probs[rows],
+            batch.rollout_log_probs[rows],
+            batch.advantages[rows],
+            batch.response_mask[rows],
+            self.tbpo,
+            global_batch_size=max(responses, 1),
+        )
+
+    def accumulate(self, loss: torch.Tensor) -> None:
+        """The backward of a micro-batch; its gradients join the FP32 sums."""
+        loss.backward()
+        self.optimizer.accumulate()
+
+    def optimizer_step(self) -> float:
+        """Move the weights and make their low-bit tensors anew; the gradient's norm, and where that is not finite the
+        weights stay."""
+        norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
+        if math.isfinite(norm):
+            self.optimizer.step()
+            with self.timer.phase("quantize"):
+                self.policy.requantize()
+        self.optimizer.zero_grad()
+        return norm
 
     def publish(self) -> PublishReport:
         """Quantize once, and give the engine the tensors that the next forward multiplies by.

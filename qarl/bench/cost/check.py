@@ -1,0 +1,134 @@
+"""`python -m qarl.bench plan check=STEPS.json ceilings=FILE`: what the cost model predicts beside what
+`qarl.bench steps` measured, for every scheme, level and phase.
+
+The ceilings come from single operations of other sizes, and nothing of the measured steps goes into the prediction.
+Exit code 1 where a step is off by more than `tolerance`, or none could be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from qarl.bench import report
+from qarl.bench.cost.arguments import PlanArguments
+from qarl.bench.cost.ceilings import Ceilings, read_json
+from qarl.bench.cost.step import Step, predict
+from qarl.bench.cost.workload import Workload
+from qarl.errors import UserError
+from qarl.memory import ModelSize
+
+COMPARED = (
+    "prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step",
+)  # fmt: skip
+FACTS = ("commit", "date", "seconds", "rounds")
+"""Of the ceilings, in the file that is written."""
+
+
+def workload_of(document: Mapping[str, Any]) -> Workload:
+    """What the steps in a file of `qarl.bench steps` had to do."""
+    given = document["workload"]
+    return Workload(
+        prompts=given["prompts"],
+        n=given["n"],
+        prompt_length=given["prompt_length"],
+        response_length=given["response_length"],
+        response_max=given["response_length"],
+        mini_batches=given["mini_batches"],
+        micro_batch_size=given["micro_batch_size"],
+        log_prob_micro_batch_size=given["micro_batch_size"],
+        master_dtype=given.get("master_dtype", "fp32"),
+        group_size=given.get("group_size", 128),
+        max_num_batched_tokens=max(4096, given["prompt_length"] + given["response_length"]),
+    )
+
+
+def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, Any]]:
+    """For each result: scheme, level, layers, and by phase `predicted` and `measured` seconds and the relative `error`.
+
+    Raises:
+        UserError: the file is none of `qarl.bench steps`, or of another number of threads.
+    """
+    if document.get("kind") != "steps":
+        raise UserError("this is no file of qarl.bench steps", where="check", why=f"kind is {document.get('kind')!r}")
+    work, threads = workload_of(document), document["workload"].get("threads")
+    if threads != ceilings.facts.get("threads"):
+        raise UserError(
+            f"the steps ran on {threads} threads, the ceilings on {ceilings.facts.get('threads')}",
+            where="check",
+            fix="measure both with the same threads=",
+        )
+    size = ModelSize.from_config({**document["model"], "num_hidden_layers": 1})
+    found = []
+    for result in document["results"]:
+        level = result["level"] or "off"
+        if level not in ceilings.blocks and level != "linears":
+            print(f"not predicted: level {level} has no ceilings", file=sys.stderr)
+            continue
+        step = predict(replace(size, layers=result["layers"]), ceilings, work, result["scheme"], level)
+        found.append(
+            {
+                "scheme": result["scheme"],
+                "level": level,
+                "layers": result["layers"],
+                "extrapolated": bool(result.get("extrapolated")),
+                "phases": {
+                    phase: _pair(_predicted(step, phase), result["phases"][phase]["median"])
+                    for phase in COMPARED
+                    if phase in result["phases"]
+                },
+            }
+        )
+    return found
+
+
+def _predicted(step: Step, phase: str) -> float:
+    return step.step if phase == "step" else step.seconds(phase)
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float]:
+    # A phase of no work at all (quantize in BF16) takes microseconds: no relative error is asked of it.
+    error = predicted / measured - 1 if predicted and measured > 0 else 0.0
+    return {"predicted": predicted, "measured": measured, "error": error}
+
+
+def table(compared: list[dict[str, Any]]) -> str:
+    """Markdown: predicted (measured) seconds, and the relative error of the step."""
+    lines = [f"| scheme | level | layers | {' | '.join(COMPARED)} | error |", "|---" * (len(COMPARED) + 4) + "|"]
+    for entry in compared:
+        cells = []
+        for phase in COMPARED:
+            pair = entry["phases"].get(phase)
+            cells.append("" if pair is None else f"{pair['predicted']:.3g} ({pair['measured']:.3g})")
+        error = f"{entry['phases']['step']['error']:+.0%}"
+        lines.append(f"| {entry['scheme']} | {entry['level']} | {entry['layers']} | {' | '.join(cells)} | {error} |")
+    return "\n".join(lines)
+
+
+def run_check(arguments: PlanArguments) -> int:
+    """Print the table, write the JSON; the exit code."""
+    assert arguments.check and arguments.ceilings
+    ceilings, document = Ceilings.load(arguments.ceilings), read_json(arguments.check)
+    compared = compare(document, ceilings)
+    print(f"{document['model']['name']} on {document['device']}: seconds predicted (measured), error of the step\n")
+    print(table(compared))
+    apart = [e for e in compared if abs(e["phases"]["step"]["error"]) > arguments.tolerance]
+    worst = max((abs(e["phases"]["step"]["error"]) for e in compared), default=0.0)
+    within = f"{len(compared) - len(apart)} of {len(compared)} steps within {arguments.tolerance:.0%}"
+    print(f"\n{within}, worst {worst:.0%}")
+    if arguments.json:
+        content = {
+            "kind": "plan_check",
+            "device": document["device"],
+            "model": document["model"],
+            "workload": document["workload"],
+            "commit": report.commit(),
+            "steps": {key: document.get(key) for key in ("commit", "date", "versions")},
+            "ceilings": {"device": ceilings.device, **{k: ceilings.facts.get(k) for k in FACTS}},
+            "tolerance": arguments.tolerance,
+            "results": compared,
+        }
+        report.write_json(arguments.json, content)
+    return 1 if apart or not compared else 0

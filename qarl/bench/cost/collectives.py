@@ -1,0 +1,33 @@
+"""Seconds of collectives, by the usual ring counts: of S bytes on N GPUs each GPU sends and receives S (N-1)/N for an
+all-gather or reduce-scatter, twice that for an all-reduce. The slowest link of the ring decides: between nodes as soon
+as the GPUs are on several."""
+
+from __future__ import annotations
+
+from qarl.bench.cost.ceilings import Links
+from qarl.bench.cost.parts import Part
+from qarl.errors import UserError
+
+
+def all_gather(links: Links | None, size: float, gpus: int, name: str = "all-gather", calls: float = 1.0) -> Part:
+    """Every GPU gets `size` bytes, of which it had its share; in `calls` pieces."""
+    if gpus == 1 or not size:
+        return Part(name, 0.0, "link")
+    bandwidth, latency = _slowest(links, gpus)
+    return Part(name, calls * latency + size * (gpus - 1) / gpus / bandwidth, "link")
+
+
+def reduce_scatter(links: Links | None, size: float, gpus: int, calls: float = 1.0) -> Part:
+    """The sums over GPUs of `size` bytes, a share to each."""
+    return all_gather(links, size, gpus, "reduce-scatter", calls)
+
+
+def all_reduce(links: Links | None, size: float, gpus: int) -> Part:
+    """The sum over GPUs of `size` bytes to all."""
+    return Part("all-reduce", 2 * all_gather(links, size, gpus).seconds, "link")
+
+
+def _slowest(links: Links | None, gpus: int) -> tuple[float, float]:
+    if links is None:
+        raise UserError("the ceilings have no links between GPUs", where=f"gpus={gpus}", fix="gpus=1, or gpu=h100")
+    return (links.node if gpus <= links.gpus_per_node else links.network), links.latency

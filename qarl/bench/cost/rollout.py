@@ -1,0 +1,115 @@
+"""Seconds of a rollout on one engine: prefills, and decoding by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qarl.bench.cost.ceilings import Ceilings
+from qarl.bench.cost.collectives import all_reduce
+from qarl.bench.cost.parts import (
+    Part,
+    attention_shapes,
+    bytes_a_weight,
+    distinct_experts,
+    merged,
+    mlp_shapes,
+    product_part,
+    scaled,
+    total,
+)
+from qarl.bench.cost.workload import DecodeRun, Workload, simulate_decoding
+from qarl.memory import ModelSize
+
+
+class Engine:
+    """One engine on `parallel` GPUs, with `kv_bytes` on each for its KV cache."""
+
+    def __init__(
+        self, size: ModelSize, ceilings: Ceilings, scheme: str, work: Workload, *, parallel: int = 1,
+        kv_bytes: float | None = None,
+    ) -> None:  # fmt: skip
+        self.size, self.ceilings, self.scheme, self.work, self.parallel = size, ceilings, scheme, work, parallel
+        self.linear = ceilings.product("engine", "forward", scheme)
+        self.plain = ceilings.product("engine", "forward", "bf16")
+        self.bytes_a_weight = bytes_a_weight(scheme, work.group_size)
+        self.kv_tokens = float("inf") if kv_bytes is None else kv_bytes / size.kv_bytes_per_token(parallel)
+
+    def prefill(self, sequences: int) -> list[Part]:
+        """Of all prompts of `sequences` responses, and their first tokens."""
+        work, cost = self.work, self.ceilings.engine
+        prompts = -(-sequences // work.n) if work.prefix_caching else sequences
+        at_once = max(min(work.max_num_batched_tokens // work.prompt_length, work.max_num_seqs, prompts), 1)
+        found = [Part("requests", cost.request + cost.request_sequence * sequences, "overhead")]
+        whole, rest = divmod(prompts, at_once)
+        for count, times in ((at_once, whole), (rest, 1)):
+            if not count:
+                continue
+            pairs = count * work.prompt_length * (work.prompt_length + 1) / 2
+            width = self.size.query_width / self.parallel
+            attention = self.size.layers * pairs * width * cost.prefill_pair
+            step = [*self._step(count, count * work.prompt_length), Part("attention", attention, "compute")]
+            found += scaled(step, times)
+        return merged(found)
+
+    def decode_step(self, batch: float, keys: float) -> list[Part]:
+        """One token for each of `batch` sequences that have `keys` tokens together."""
+        cost, size = self.ceilings.engine, self.size
+        a_key = cost.decode_key * size.query_width + cost.decode_kv * 2 * size.kv_width
+        attention = size.layers * keys * a_key / self.parallel
+        return [*self._step(batch, batch), Part("attention", attention, "memory")]
+
+    def decode(self, lengths: Sequence[int]) -> tuple[list[Part], DecodeRun]:
+        """Of responses of these lengths; parts in the proportions of the mean step."""
+        work = self.work
+        run = simulate_decoding(
+            lengths,
+            work.prompt_length,
+            lambda batch, keys: total(self.decode_step(batch, keys)),
+            kv_tokens=self.kv_tokens,
+            max_num_seqs=work.max_num_seqs,
+        )
+        if not run.steps:
+            return [], run
+        context = work.prompt_length + sum(length * length for length in lengths) / sum(lengths) / 2
+        mean = self.decode_step(run.mean_batch, run.mean_batch * context)
+        return merged(scaled(mean, run.seconds / total(mean))), run
+
+    def _step(self, sequences: float, tokens: float) -> list[Part]:
+        """A forward of `tokens` tokens, without attention, and the sampling of `sequences` tokens."""
+        size, cost, ceilings = self.size, self.ceilings.engine, self.ceilings
+        sparse = len(size.sparse_layers)
+        dense = size.layers - sparse
+        width = size.query_width + size.kv_width
+        overhead = cost.step + cost.step_sequence * sequences
+        overhead += size.layers * (cost.layer + cost.layer_sequence * sequences)
+        active = dense * size.intermediate + sparse * size.experts_per_token * size.moe_intermediate
+        elements = size.layers * (cost.token_hidden * size.hidden + cost.token_width * width / self.parallel)
+        elements += cost.token_intermediate * active / self.parallel
+        attention = attention_shapes(size, fused=True, parallel=self.parallel)
+        parts = [
+            Part("overhead", overhead, "overhead"),
+            Part("norms, rotary, activation", tokens * elements, "memory"),
+            self._product("linears", tokens, attention).times(size.layers),
+        ]
+        if dense:
+            mlp = mlp_shapes(size, size.intermediate, fused=True, parallel=self.parallel)
+            parts.append(self._product("linears", tokens, mlp).times(dense))
+        if sparse:
+            parts.append(self._experts(tokens).times(sparse))
+        head = product_part(ceilings, self.plain, "lm_head", sequences, [(size.vocab / self.parallel, size.hidden)])
+        parts += [head, Part("sampling", sequences * size.vocab * cost.logit, "memory")]
+        if self.parallel > 1:
+            parts.append(all_reduce(ceilings.links, 2 * tokens * size.hidden, self.parallel).times(2 * size.layers))
+        return parts
+
+    def _product(self, name: str, rows: float, shapes: list[tuple[float, float]]) -> Part:
+        return product_part(self.ceilings, self.linear, name, rows, shapes, weight_bytes=self.bytes_a_weight)
+
+    def _experts(self, tokens: float) -> Part:
+        """Grouped products with the experts that the tokens are expected to need."""
+        size = self.size
+        touched = distinct_experts(size.experts, size.experts_per_token, tokens)
+        rows = tokens * size.experts_per_token / touched
+        one = mlp_shapes(size, size.moe_intermediate, fused=True, parallel=self.parallel)
+        part = product_part(self.ceilings, self.linear, "experts", rows, one, weight_bytes=self.bytes_a_weight, calls=0)
+        return part.times(touched)

@@ -1,0 +1,1 @@
+"""A training step in parts, per quantization scheme: `python -m qarl.bench steps | rollout | trainer | publish`."""

@@ -1,0 +1,113 @@
+"""From the answers of all rounds to the numbers of one result, and from two depths to the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qarl.bench.steps.arguments import Arguments
+from qarl.bench.steps.checks import worst
+from qarl.bench.steps.spread import extrapolate, per_layer, ratios, spread
+
+Answer = dict[str, Any]
+Samples = Mapping["Key", Sequence[Answer]]
+NORMALISED = ("step", "rollout", "prefill", "decode", "old_log_prob", "update", "quantize", "publish")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is measured. `level` is empty where there is no trainer, `batch` and `length` are of `rollout` alone."""
+
+    scheme: str
+    level: str
+    layers: int
+    batch: int = 0
+    length: int = 0
+
+    def __str__(self) -> str:
+        parts = [self.scheme, f"level {self.level}" * bool(self.level), f"{self.layers} layers"]
+        parts += [f"batch {self.batch}" * bool(self.batch), f"{self.length} tokens" * bool(self.length)]
+        return ", ".join(part for part in parts if part)
+
+    def plain(self) -> Key:
+        """Plain BF16 of the same sizes: the base of ratios."""
+        return replace(self, scheme="bf16", level="off" if self.level else "")
+
+
+def results(arguments: Arguments, samples: Samples) -> list[dict[str, Any]]:
+    """A result for each key, those of the whole model last where it was extrapolated."""
+    found = [_entry(arguments, key, samples) for key in samples]
+    whole = arguments.source.layers
+    if len(arguments.layers) == 2 and whole not in arguments.layers:
+        first, second = arguments.layers
+        pairs = {
+            replace(key, layers=whole): (samples[key], samples[replace(key, layers=second)])
+            for key in samples
+            if key.layers == first and replace(key, layers=second) in samples
+        }
+        made = {key: _extrapolated(*pair, (first, second), whole) for key, pair in pairs.items()}
+        for key, (shallow, deep) in pairs.items():
+            layer, fixed = per_layer(_samples(shallow, "step"), _samples(deep, "step"), (first, second))
+            parts = {"extrapolated": True, "step_per_layer": layer, "step_fixed": fixed}
+            found.append(_entry(arguments, key, made) | parts)
+    return found
+
+
+def _extrapolated(
+    shallow: Sequence[Answer], deep: Sequence[Answer], depths: tuple[int, int], full: int
+) -> list[Answer]:
+    """Answers as the whole model would give them, round by round; no peaks, and the checks of both depths."""
+    names = [name for name in deep[0]["phases"] if name != "publish_share"]
+    columns = {
+        name: extrapolate(_samples(shallow, name), _samples(deep, name), depths, full)["samples"] for name in names
+    }
+    answers = []
+    for number, checks in enumerate(answer["checks"] for answer in deep):
+        phases = {name: column[number] for name, column in columns.items()}
+        if "publish_share" in deep[0]["phases"]:
+            phases["publish_share"] = phases["publish"] / phases["step"]
+        answers.append({"phases": phases, "peak_bytes": {}, "checks": checks})
+    return answers
+
+
+def _entry(arguments: Arguments, key: Key, samples: Samples) -> dict[str, Any]:
+    """One result. Seconds, `publish_share` (of the step) and ratios are `qarl.bench.steps.spread.Spread`s; `speedup`
+    is plain BF16's time over this one's, `to_off` this one's over that of the same scheme at `off`."""
+    answers = samples[key]
+    names = [name for name in answers[0]["phases"] if name != "publish_share"]
+    phases = {name: spread(_samples(answers, name)) for name in names}
+    peaks = answers[0]["peak_bytes"]
+    result: dict[str, Any] = {
+        "scheme": key.scheme,
+        "level": key.level or None,
+        "layers": key.layers,
+        "phases": phases,
+        "tokens_per_s": _tokens_per_s(arguments, key, phases),
+        "peak_bytes": {name: max(answer["peak_bytes"].get(name, 0) for answer in answers) for name in peaks},
+        "checks": worst([answer["checks"] for answer in answers]),
+    }
+    if key.batch:
+        result |= {"batch": key.batch, "response_length": key.length}
+    if "publish_share" in answers[0]["phases"]:
+        result["publish_share"] = spread(_samples(answers, "publish_share"))
+    shared = [name for name in NORMALISED if name in names]
+    if base := samples.get(key.plain()):
+        result["speedup"] = {name: ratios(_samples(base, name), _samples(answers, name)) for name in shared}
+    if off := samples.get(replace(key, level="off")):
+        result["to_off"] = {name: ratios(_samples(answers, name), _samples(off, name)) for name in shared}
+    return result
+
+
+def _tokens_per_s(arguments: Arguments, key: Key, phases: Mapping[str, Any]) -> dict[str, float]:
+    """Of the medians. The first token of a response comes from the prefill."""
+    if "prefill" not in phases:
+        return {}
+    sequences = key.batch or arguments.sequences
+    length = key.length or arguments.response_length[0]
+    tokens = {"prefill": sequences * arguments.prompt_length, "decode": sequences * (length - 1)}
+    return {name: count / phases[name]["median"] for name, count in tokens.items()}
+
+
+def _samples(answers: Sequence[Answer], name: str) -> list[float]:
+    return [answer["phases"][name] for answer in answers]

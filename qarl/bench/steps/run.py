@@ -1,0 +1,229 @@
+"""`python -m qarl.bench steps | rollout | trainer | publish`: the phases of a training step, per scheme and level.
+
+    python -m qarl.bench steps                                     all schemes; on a CPU a model of 135M parameters
+    python -m qarl.bench steps model=Qwen3-8B layers=2,4 schemes=bf16,fp8 json=FILE.json plot=FILE.png
+    python -m qarl.bench rollout batch=1,16,64 response_length=32,128
+    python -m qarl.bench trainer                                   old log-probs and update, without an engine
+    python -m qarl.bench publish                                   quantize and publish, part by part
+
+Keys: `qarl.bench.steps.arguments.Arguments`. What is timed is the local trainer and its engine themselves
+(`qarl.bench.steps.trainer`), every scheme in a process of its own (`qarl.bench.steps.worker`). A round takes one step
+of every scheme and level in turn, so that a machine whose speed drifts slows all alike; ratios to BF16 are taken round
+by round. A scheme at a level that fails a check (`qarl.bench.steps.checks`) in any round gets no figures, the reason is
+printed, and the exit code is 1.
+
+The base of all ratios is `bf16` at `off`: plain BF16 in rollout and trainer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.bench import report
+from qarl.bench.steps import tables
+from qarl.bench.steps.arguments import Arguments
+from qarl.bench.steps.checks import problems
+from qarl.bench.steps.models import write_model
+from qarl.bench.steps.results import Key, results
+from qarl.bench.steps.worker import serve
+from qarl.errors import UserError
+
+BYTES_PER_PARAMETER = {"steps": 26, "trainer": 24, "rollout": 10, "publish": 10}
+"""Of one process on a CPU, roughly: weights, masters, moments, gradients, the engine's and the kernels' copies."""
+PROCESS_BYTES = 2**30
+
+
+class WorkerFailed(Exception):
+    """A scheme's process could not do what it was told."""
+
+
+class Worker:
+    """The parent's end of a scheme's process."""
+
+    def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, arguments, scheme, layers, str(folder)), daemon=True)
+        self.process.start()
+        other.close()
+        self.built: dict[str, Any] = self._receive()["ready"]
+
+    def call(self, **command: Any) -> dict[str, Any]:
+        try:
+            self.connection.send(command)
+        except OSError as error:
+            raise WorkerFailed("its process has ended") from error
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self.connection.recv()
+        except EOFError as error:
+            self.process.join()
+            raise WorkerFailed(f"its process ended with exit code {self.process.exitcode}") from error
+        if "error" in answer:
+            raise WorkerFailed(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """The process ends when its pipe closes; one that does not is ended."""
+        self.connection.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
+def run(arguments: Arguments) -> int:
+    """Measure, print, write; the exit code."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("PyTorch sees no GPU", where="device", fix="device=cpu")
+    if arguments.device == "cpu" and torch.cuda.is_available():
+        fix = "device=cuda, or hide it: CUDA_VISIBLE_DEVICES="
+        raise UserError("there is a GPU, and the trainer takes it", where="device", fix=fix)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Measured(arguments, Path(folder))
+        document = measured.document()
+    if arguments.json:
+        report.write_json(arguments.json, document)
+    print(tables.markdown(document))
+    for name, why in document["failures"].items():
+        print(f"no figures: {name}: {why}", file=sys.stderr)
+    if arguments.plot:
+        from qarl.bench.steps.plot import plot
+
+        plot(arguments.plot, document)
+    return 1 if document["failures"] else 0
+
+
+class Measured:
+    """Everything that was measured: `samples` holds one answer a round for each key that has not failed."""
+
+    def __init__(self, arguments: Arguments, folder: Path) -> None:
+        self.arguments = arguments
+        self.samples: dict[Key, list[dict[str, Any]]] = {}
+        self.failures: dict[str, str] = {}
+        self.built: dict[str, dict[str, Any]] = {}
+        self.parameters: list[int] = []
+        folders = {}
+        for layers in arguments.layers:
+            folders[layers] = folder / f"layers{layers}"
+            self.parameters.append(write_model(arguments.source, layers, folders[layers]))
+        check_memory(arguments, self.parameters)
+        with ExitStack() as stack:
+            workers = {}
+            for layers in arguments.layers:
+                for scheme in arguments.schemes:
+                    worker = self._start(scheme, layers, folders[layers])
+                    if worker:
+                        stack.callback(worker.close)
+                        workers[scheme, layers] = worker
+            for number in range(arguments.warmup + arguments.repeats):
+                print(f"round {number + 1} of {arguments.warmup + arguments.repeats}", file=sys.stderr)
+                self._round(workers, counted=number >= arguments.warmup)
+
+    def _start(self, scheme: str, layers: int, folder: Path) -> Worker | None:
+        try:
+            worker = Worker(self.arguments, scheme, layers, folder)
+        except WorkerFailed as error:
+            self.failures[f"{scheme}, {layers} layers"] = str(error)
+            return None
+        self.built[f"{scheme}, {layers} layers"] = worker.built
+        return worker
+
+    def _round(self, workers: Mapping[tuple[str, int], Worker], *, counted: bool) -> None:
+        for (scheme, layers), worker in workers.items():
+            stepped = False
+            for key, command in commands(self.arguments, scheme, layers):
+                if str(key) in self.failures:
+                    continue
+                if stepped and not counted and command["do"] == "step":
+                    command = command | {"do": "warm"}  # the engine is warm, and rollouts are the longest part
+                stepped = True
+                try:
+                    answer = worker.call(**command)
+                    found = problems(answer["checks"])
+                    if counted and "step" in answer["phases"]:
+                        print(f"  {key}: {answer['phases']['step']:.2f} s", file=sys.stderr)
+                except WorkerFailed as error:
+                    found = [str(error)]
+                if found:
+                    self.failures[str(key)] = "; ".join(found)
+                    self.samples.pop(key, None)
+                elif counted:
+                    self.samples.setdefault(key, []).append(answer)
+
+    def document(self) -> dict[str, Any]:
+        arguments = self.arguments
+        device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        return {
+            "kind": arguments.part,
+            "device": report.device_name(device),
+            "versions": report.versions(),
+            "commit": report.commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "arguments": arguments.as_json(),
+            "model": {
+                "name": arguments.source.name,
+                "weights": "random" if arguments.source.folder is None else "of the folder",
+                "parameters": self.parameters,
+                "layers": list(arguments.layers),
+                **arguments.source.shape(),
+            },
+            "workload": {
+                "prompts": arguments.prompts,
+                "n": arguments.n,
+                "prompt_length": arguments.prompt_length,
+                "response_length": arguments.response_length[0],
+                "sequences": arguments.sequences,
+                "mini_batches": arguments.mini_batches,
+                "micro_batch_size": arguments.micro_batch,
+                "threads": arguments.threads,
+                "group_size": arguments.group_size,
+                "master_dtype": arguments.master_dtype,
+            },
+            "built": self.built,
+            "results": results(arguments, self.samples),
+            "failures": self.failures,
+        }
+
+
+def commands(arguments: Arguments, scheme: str, layers: int) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """What a scheme's process is told in one round."""
+    if arguments.part in ("steps", "trainer"):
+        do = "step" if arguments.part == "steps" else "trainer_step"
+        for level in arguments.levels_of(scheme):
+            yield Key(scheme, level, layers), {"do": do, "level": level}
+    elif arguments.part == "publish":
+        yield Key(scheme, "", layers), {"do": "publish_step"}
+    else:
+        for length in arguments.response_length:
+            for batch in arguments.batch:
+                key = Key(scheme, "", layers, batch, length)
+                yield key, {"do": "rollout_step", "batch": batch, "length": length}
+
+
+def check_memory(arguments: Arguments, parameters: Sequence[int]) -> None:
+    """All processes live at a time: UserError where a CPU's memory cannot hold them, rather than a killed process."""
+    if arguments.device != "cpu":
+        return
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    processes = len(arguments.schemes) * len(parameters)
+    needed = len(arguments.schemes) * sum(parameters) * BYTES_PER_PARAMETER[arguments.part] + processes * PROCESS_BYTES
+    if free is not None and needed > free:
+        raise UserError(
+            f"{processes} processes would take some {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free",
+            where=f"model={arguments.source.name} layers={','.join(map(str, arguments.layers))}",
+            why="every scheme keeps its trainer and engine alive, so that they can be measured in turn",
+            fix="fewer schemes at a time, fewer layers, or a smaller model",
+        )

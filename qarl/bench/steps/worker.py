@@ -1,0 +1,254 @@
+"""One scheme at one depth in a process of its own, which does what it is told over a pipe and sleeps in between.
+
+vLLM keeps process-wide state, so two engines cannot share a process; and a scheme whose process has ended would be
+measured minutes away from the next. So all live side by side and the parent wakes them in turn.
+
+    {"do": "step", "level": LEVEL}                     a training step
+    {"do": "warm", "level": LEVEL}                     what is the level's own of a step, uncounted: no rollout
+    {"do": "trainer_step", "level": LEVEL}             its old log-probs and update, without an engine
+    {"do": "publish_step"}                             quantize and publish
+    {"do": "rollout_step", "batch": B, "length": R}    a prefill, and a rollout of B sequences
+
+Each answers {"phases", "peak_bytes", "checks"}; an exception is answered as {"error": text}.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from qarl.bench.steps.arguments import Arguments
+from qarl.bench.steps.checks import log_prob_bound
+from qarl.bench.steps.meter import Memory, Meter
+from qarl.bench.steps.trainer import BenchTrainer, TrainerAlone, bench_config, random_prompts
+from qarl.errors import UserError
+from qarl.quant.linear import invalidate_quantized
+from qarl.quant.phases import measure_phases
+from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.rollout.manifest import PublishReport, quantized_layers
+from qarl.trainer.local import publish_metrics
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import engine_config
+
+Answer = dict[str, Any]
+PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
+
+
+def serve(connection: Connection, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
+    """The process: build, answer "ready" with what was built, then one answer a command until the pipe closes."""
+    logging.disable_progress_bar()
+    try:
+        bench = BENCHES[arguments.part](arguments, scheme, layers, folder)
+        connection.send({"ready": bench.describe()})
+    except Exception as error:
+        connection.send({"error": _reason(error)})
+        return
+    while True:
+        try:
+            command = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(getattr(bench, command.pop("do"))(**command))
+        except Exception as error:
+            connection.send({"error": _reason(error)})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return "; ".join(part for part in (error.what, error.where, error.why) if part)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+
+
+class StepBench:
+    """Training steps of one scheme at every level."""
+
+    trainer_class: type[BenchTrainer] = BenchTrainer
+
+    def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
+        self.arguments, self.scheme, self.layers = arguments, scheme, layers
+        self.trainer = self.trainer_class(arguments, scheme, folder)
+        self.levels = {level: policy.align for level, policy in self.trainer.policies.items()}
+        if self.trainer_class is BenchTrainer:
+            self.trainer.publish()
+
+    def describe(self) -> Answer:
+        model = self.trainer.policy.model
+        engine = self.trainer.engine
+        return {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "levels": self.levels,
+            "kernels": sorted({layer.kernel.name for layer in self._layers().values()}),
+            "engine_kernels": engine_kernels(engine) if engine else [],
+            "memory": self.trainer.timer.memory.source,
+        }
+
+    def _layers(self) -> Mapping[str, Any]:
+        return next(reversed(self.trainer.policies.values())).quantized_layers()
+
+    def step(self, level: str) -> Answer:
+        trainer = self.trainer
+        trainer.use(level)
+        trainer.prefill()
+        seconds, metrics = self._timed(trainer.train_step)
+        answer = self._answer(level, seconds, metrics)
+        phases = answer["phases"]
+        phases["decode"] = phases["rollout"] - phases["prefill"]
+        phases["publish_share"] = phases["publish"] / phases["step"]
+        answer["checks"] |= self._mismatch(level, metrics)
+        return answer
+
+    def warm(self, level: str) -> Answer:
+        """A step of `level` on the batch of the step before: what is left cold after another level's step."""
+        trainer = self.trainer
+        assert trainer.batch is not None
+        trainer.use(level)
+        trainer.update(trainer.batch, trainer.old_log_probs(trainer.batch))
+        trainer.publish()
+        trainer.timer.take()
+        return {"phases": {}, "peak_bytes": {}, "checks": {}}
+
+    def trainer_step(self, level: str) -> Answer:
+        assert isinstance(self.trainer, TrainerAlone)
+        self.trainer.use(level)
+        return self._answer(level, *self._timed(self.trainer.trainer_step))
+
+    def _timed(self, call: Callable[[], dict[str, float]]) -> tuple[float, dict[str, float]]:
+        self.trainer.synchronize()
+        start = time.perf_counter()
+        metrics = call()
+        self.trainer.synchronize()
+        return time.perf_counter() - start, metrics
+
+    def _answer(self, level: str, seconds: float, metrics: Mapping[str, float]) -> Answer:
+        inclusive, own, peaks = self.trainer.timer.take()
+        inclusive.pop("step")
+        phases = {**inclusive, "step": seconds, "optimizer": own["optimizer"]}
+        phases["sum"] = sum(value for name, value in own.items() if name not in ("prefill", "update", "reward"))
+        phases |= {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS if "publish" in inclusive}
+        quantized = self.trainer.policy.quantized_layers()
+        converted = self.scheme != "bf16" and level != "off"
+        checks = {
+            "level_applied": self.levels[level],
+            "grad_norm": metrics["actor/grad_norm"],
+            "kernels": sorted({layer.kernel.name for layer in quantized.values()}),
+            "quantized_layers": len(quantized),
+            "expected_layers": 7 * self.layers if converted else 0,
+        }
+        return {"phases": phases, "peak_bytes": {**peaks, "step": max(peaks.values())}, "checks": checks}
+
+    def _mismatch(self, level: str, metrics: Mapping[str, float]) -> Answer:
+        batch = self.trainer.batch
+        assert batch is not None
+        sampled = batch.rollout_log_probs[batch.response_mask]
+        bound = log_prob_bound(
+            self.scheme,
+            self.levels[level],
+            layers=self.layers,
+            spread=float(sampled.std()),
+            largest=float(sampled.abs().max()),
+        )
+        return {
+            "mismatch_abs_mean": metrics["mismatch/abs_mean"],
+            "mismatch_abs_max": metrics["mismatch/abs_max"],
+            "mismatch_k3": metrics["mismatch/k3"],
+            "mismatch_bound": bound,
+            "log_prob_spread": float(sampled.std()),
+            "response_lengths": batch.response_mask.sum(1).tolist(),
+            "response_length": self.arguments.response_length[0],
+            "published_mbytes": metrics["publish/mbytes"],
+            "quantized_ratio": metrics["publish/quantized_ratio"],
+        }
+
+
+class TrainerBench(StepBench):
+    trainer_class = TrainerAlone
+
+
+class EngineBench:
+    """An engine and the weights it is given, without an optimizer."""
+
+    def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
+        self.arguments, self.scheme, self.layers = arguments, scheme, layers
+        level = "off" if arguments.part == "rollout" or scheme == "bf16" else "linears"
+        config = bench_config(arguments, scheme, level, folder)
+        self.policy = Policy.load(config)
+        self.engine = RolloutEngine(engine_config(config))
+        device = self.policy.device
+        self.timer = Meter(Memory(device), torch.cuda.synchronize if device.type == "cuda" else None)
+        self.version = 0
+        self._publish()
+
+    def describe(self) -> Answer:
+        layers = self.policy.quantized_layers().values()
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.policy.model.parameters()),
+            "levels": {},
+            "kernels": sorted({layer.kernel.name for layer in layers}),
+            "engine_kernels": engine_kernels(self.engine),
+            "memory": self.timer.memory.source,
+        }
+
+    def _publish(self) -> PublishReport:
+        with self.timer.phase("quantize"):
+            tensors = self.policy.quantize()
+        with self.timer.phase("publish"):
+            report = self.engine.publish(tensors, version=self.version)
+        self.version += 1
+        return report
+
+    def publish_step(self) -> Answer:
+        invalidate_quantized(self.policy.model)
+        self.timer.take()
+        with measure_phases() as quantizing:
+            report = self._publish()
+        seconds, _, peaks = self.timer.take()
+        metrics = publish_metrics(report, quantizing)
+        seconds |= {f"publish.{part}": metrics[f"publish/{part}_s"] for part in PUBLISH_PARTS}
+        expected = 7 * self.layers if self.scheme != "bf16" else 0
+        checks = {
+            "published_mbytes": metrics["publish/mbytes"],
+            "quantized_layers": len(quantized_layers(self.engine.expected)),
+            "expected_layers": expected,
+        }
+        return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
+
+    def rollout_step(self, batch: int, length: int) -> Answer:
+        prompts = random_prompts(self.arguments, self.policy.model.config.vocab_size, batch)
+        self.timer.take()
+        lengths: list[int] = []
+        for phase, tokens in (("prefill", 1), ("rollout", length)):
+            self.engine.reset_prefix_cache()
+            with self.timer.phase(phase):
+                sampling = SamplingConfig(tokens, ignore_eos=True)
+                responses = self.engine.generate(prompts, sampling, list(range(batch)))
+            lengths = [len(response) for response in responses.response_token_ids]
+        seconds, _, peaks = self.timer.take()
+        seconds["decode"] = seconds["rollout"] - seconds["prefill"]
+        checks = {"response_lengths": lengths, "response_length": length}
+        return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
+
+
+def engine_kernels(engine: RolloutEngine) -> list[str]:
+    """Class names of the kernels that vLLM's quantized linears run; empty where it has none."""
+    found = set()
+    for module in engine.model().modules():
+        scheme = getattr(module, "scheme", None)
+        if scheme is not None:
+            found.add(type(getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme).__name__)
+    return sorted(found)
+
+
+BENCHES: dict[str, Callable[[Arguments, str, int, str], Any]] = {
+    "steps": StepBench,
+    "trainer": TrainerBench,
+    "rollout": EngineBench,
+    "publish": EngineBench,
+}

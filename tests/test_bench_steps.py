@@ -1,0 +1,428 @@
+"""The benchmark of steps: arguments, statistics with numbers by hand, what it withholds, tables, and one real run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, save_random_model
+
+from qarl.bench.__main__ import main
+from qarl.bench.steps import agree, run, spread, tables
+from qarl.bench.steps.arguments import Arguments
+from qarl.bench.steps.checks import log_prob_bound, problems, worst
+from qarl.bench.steps.meter import Memory, Meter
+from qarl.bench.steps.models import cut_config, default_group_size, find_model, known_models
+from qarl.bench.steps.results import Key, results
+from qarl.errors import UserError
+
+
+def parse(*given: str, part: str = "steps") -> Arguments:
+    return Arguments.parse(part, ["device=cpu", *given])
+
+
+def test_the_default_says_something_real() -> None:
+    arguments = parse()
+    assert arguments.schemes == ("bf16", "w8a8", "fp8", "w4a16") and arguments.levels == ("off", "linears", "model")
+    assert arguments.response_length[0] > arguments.prompt_length and arguments.prompts > 1 and arguments.n > 1
+    assert arguments.repeats >= 3
+    assert arguments.source.name == "SmolLM2-135M" and arguments.layers == (30,) and arguments.group_size == 64
+    assert arguments.levels_of("bf16") == ("off", "model")
+    assert parse("schemes=w4a16,bf16").schemes == ("bf16", "w4a16")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("scheme=fp8", "nearest: schemes"),
+        ("schemes=w4a8", "no schemes"),
+        ("levels=all", "no levels"),
+        ("model=Qwen3-9B", "nearest: qwen3-8b"),
+        ("model=some/folder", "no config.json"),
+        ("layers=31", "has 30 layers"),
+        ("layers=1,2,3", "will not do"),
+        ("layers=2,2", "will not do"),
+        ("layers=x", "numbers"),
+        ("prompts=0", "1 or more"),
+        ("n=1", "2 or more"),
+        ("repeats=1", "no spread"),
+        ("warmup=0", "1 or more"),
+        ("response_length=1", "2 or more"),
+        ("response_length=8,16", "rollout` takes several"),
+        ("batch=8", "rollout` takes several"),
+        ("response_length=9000", "8192 positions"),
+        ("mini_batches=3", "must divide prompts"),
+        ("micro_batch=3", "no multiple"),
+        ("master_dtype=fp16", "nearest"),
+        ("gpu_memory_utilization=2", "at most 1"),
+        ("model=Qwen3-30B-A3B", "no quantized experts"),
+        ("prompts", "not key=value"),
+    ],
+)
+def test_arguments_that_will_not_do(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(given)
+    assert main(["steps", "device=cpu", given]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["step"]) == 2 and "nearest: steps" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_rollout_takes_several() -> None:
+    arguments = parse("batch=1,8", "response_length=4,16", part="rollout")
+    keys = [key for key, _ in run.commands(arguments, "bf16", 30)]
+    assert keys == [Key("bf16", "", 30, batch, length) for length in (4, 16) for batch in (1, 8)]
+    assert [parse("model=Qwen3-30B-A3B", "schemes=bf16", "layers=1", part="rollout").source.has_experts] == [True]
+
+
+def test_models_by_name_and_folder(tmp_path: Path) -> None:
+    assert {"Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B"} <= set(known_models())
+    shape = find_model("qwen3-0.6b").shape()
+    assert (shape["hidden_size"], shape["head_dim"], shape["num_key_value_heads"]) == (1024, 128, 8)
+    assert find_model("SmolLM2-135M").shape()["head_dim"] == 64
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 7}))
+    assert find_model(str(tmp_path)).layers == 7
+    config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}
+    assert cut_config(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert default_group_size(find_model("Qwen3-8B").config) == 128
+
+
+# Statistics, by hand.
+
+
+def test_spread_by_hand() -> None:
+    """Standard deviation 1, t(2) = 4.303, sqrt(1 + 1/3): half of the interval is 4.9687."""
+    found = spread.spread([1.0, 3.0, 2.0])
+    assert found["median"] == 2 and found["samples"] == [1, 3, 2]
+    assert found["high"] - 2 == pytest.approx(4.9687, abs=1e-4) == 2 - found["low"]
+    assert spread.spread([5.0, 5.0]) == {"median": 5, "low": 5, "high": 5, "samples": [5, 5]}
+
+
+@pytest.mark.parametrize(("degrees", "t"), list(enumerate(spread.STUDENT_T, start=1)))
+def test_student_t_leaves_5_percent(degrees: int, t: float) -> None:
+    """The density's integral from 0, substituting x = tan(a): no tail is cut off."""
+    scale = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
+    steps = 20_000
+    width = math.atan(t) / steps
+    angles = [(i + 0.5) * width for i in range(steps)]
+    area = sum((1 + math.tan(a) ** 2 / degrees) ** (-(degrees + 1) / 2) / math.cos(a) ** 2 for a in angles)
+    assert 2 * scale * area * width == pytest.approx(0.95, abs=1e-4)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A machine that gets three times slower changes no ratio."""
+    assert spread.ratios([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == {"median": 2, "low": 2, "high": 2, "samples": [2, 2, 2]}
+
+
+def test_extrapolation_by_hand() -> None:
+    """Fixed 10, one second a layer: 12 at 2 layers, 14 at 4, 38 at 28; in a slower round twice that."""
+    shallow, deep = [12.0, 24.0], [14.0, 28.0]
+    assert spread.extrapolate(shallow, deep, (2, 4), 28)["samples"] == [38, 76]
+    layer, fixed = spread.per_layer(shallow, deep, (2, 4))
+    assert layer["samples"] == [1, 2] and fixed["samples"] == [10, 20]
+
+
+def answer(step: float, publish: float = 0.1) -> dict[str, Any]:
+    phases = {"rollout": step / 2, "prefill": step / 8, "decode": step * 3 / 8, "publish": publish, "step": step}
+    peaks = {"rollout": 2**30, "step": 2**31}
+    return {"phases": phases | {"publish_share": publish / step}, "peak_bytes": peaks, "checks": {}}
+
+
+def test_results_of_two_depths() -> None:
+    arguments = parse("layers=2,4", "schemes=bf16,w8a8", "levels=off,linears")
+    samples = {
+        Key("bf16", "off", 2): [answer(12.0), answer(24.0)],
+        Key("bf16", "off", 4): [answer(14.0), answer(28.0)],
+        Key("w8a8", "off", 2): [answer(8.0), answer(16.0)],
+        Key("w8a8", "off", 4): [answer(9.0), answer(18.0)],
+        Key("w8a8", "linears", 2): [answer(9.0), answer(18.0)],
+    }
+    found = {(r["scheme"], r["level"], r["layers"]): r for r in results(arguments, samples)}
+    assert set(found) == {(k.scheme, k.level, k.layers) for k in samples} | {("bf16", "off", 30), ("w8a8", "off", 30)}
+    whole = found["w8a8", "off", 30]  # fixed 7, half a second a layer
+    assert whole["extrapolated"] and whole["phases"]["step"]["samples"] == [22, 44]
+    assert whole["step_per_layer"]["samples"] == [0.5, 1] and whole["step_fixed"]["samples"] == [7, 14]
+    assert whole["speedup"]["step"]["samples"] == [pytest.approx(40 / 22)] * 2
+    assert whole["publish_share"]["samples"] == [pytest.approx(0.1 / 22), pytest.approx(0.1 / 44)]
+    shallow = found["w8a8", "linears", 2]
+    assert shallow["to_off"]["step"]["median"] == 9 / 8 and shallow["speedup"]["step"]["median"] == pytest.approx(4 / 3)
+    assert shallow["tokens_per_s"]["prefill"] == pytest.approx(32 * 8 / (9 / 8 * 1.5))
+    assert shallow["tokens_per_s"]["decode"] == pytest.approx(32 * 15 / (9 * 3 / 8 * 1.5))
+    assert shallow["peak_bytes"] == {"rollout": 2**30, "step": 2**31}
+
+
+def test_one_depth_claims_nothing_about_the_whole() -> None:
+    arguments = parse("layers=2", "schemes=bf16")
+    (found,) = results(arguments, {Key("bf16", "off", 2): [answer(12.0), answer(24.0)]})
+    assert found["layers"] == 2 and "extrapolated" not in found
+
+
+# The meter.
+
+
+def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2 s before and 1 s after an inner phase of 3 s, which runs twice."""
+    now = [0.0]
+    meter = Meter(Memory(torch.device("cpu")))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with meter.phase("outer"):
+        now[0] += 2
+        for _ in range(2):
+            with meter.phase("inner"):
+                now[0] += 3
+        now[0] += 1
+    inclusive, own, _ = meter.take()
+    assert inclusive == {"outer": 9, "inner": 6, "step": 9} and own == {"outer": 3, "inner": 6}
+    assert meter.take() == ({"step": 0.0}, {}, {})
+
+
+def test_a_peak_belongs_to_every_phase_that_is_open() -> None:
+    meter = Meter(Memory(torch.device("cpu")))
+    if meter.memory.source != "peak RSS":
+        pytest.skip("this system does not set its high-water mark back")
+    with meter.phase("before"):
+        pass
+    with meter.phase("outer"):
+        with meter.phase("inner"):
+            held = torch.ones(2**24)  # 64 MiB
+        del held
+    with meter.phase("after"):
+        pass
+    _, _, peaks = meter.take()
+    assert peaks["outer"] == peaks["inner"] > peaks["before"] + 2**25
+    assert peaks["inner"] > peaks["after"] + 2**25
+
+
+def test_a_phase_that_raises_is_closed() -> None:
+    meter = Meter(Memory(torch.device("cpu")))
+    with pytest.raises(KeyError), meter.phase("outer"), meter.phase("inner"):
+        raise KeyError
+    with meter.phase("next"):
+        pass
+    assert set(meter.take()[1]) == {"outer", "inner", "next"}
+
+
+# Checks.
+
+
+def test_the_bound_on_log_probs_by_hand() -> None:
+    """bf16, 2 layers: sqrt(2 * 8) * 2^-8 of the spread, and 2^-8 of the largest."""
+    assert log_prob_bound("bf16", "linears", layers=2, spread=0.5, largest=8.0) == pytest.approx((4 * 0.5 + 8) / 256)
+    assert log_prob_bound("bf16", "off", layers=2, spread=0.5, largest=8.0) == pytest.approx((4 * 0.5 + 8) / 256)
+    assert log_prob_bound("w8a8", "off", layers=2, spread=0.5, largest=8.0) is None
+    w4, w8, fp8 = (log_prob_bound(s, "linears", layers=4, spread=1.0, largest=0.0) for s in ("w4a16", "w8a8", "fp8"))
+    assert w4 is not None and w8 is not None and fp8 is not None and w4 < w8 < fp8
+    assert w8 == pytest.approx((4 * (8 / 65536 + 8 * 16 / 127**2 / 12)) ** 0.5)
+    assert log_prob_bound("fp8", "model", layers=4, spread=1.0, largest=0.0) == pytest.approx(fp8 / 10)
+
+
+GOOD = {
+    "mismatch_abs_mean": 1e-3,
+    "mismatch_bound": 1e-2,
+    "grad_norm": 1.0,
+    "kernels": ["vllm_cpu_int8"],
+    "quantized_layers": 14,
+    "expected_layers": 14,
+    "response_lengths": [8, 8],
+    "response_length": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mismatch_abs_mean": 2e-2}, "2.00e-02, 1.00e-02 is allowed"),
+        ({"mismatch_abs_mean": float("nan")}, "not finite"),
+        ({"grad_norm": float("inf")}, "gradient"),
+        ({"kernels": ["reference"]}, "reference"),
+        ({"quantized_layers": 13}, "13 linears"),
+        ({"response_lengths": [8, 7]}, "7 to 8 tokens"),
+    ],
+)
+def test_what_withholds_a_figure(change: dict[str, Any], message: str) -> None:
+    assert problems(GOOD) == [] and problems(GOOD | {"mismatch_bound": None, "mismatch_abs_mean": 5.0}) == []
+    (found,) = problems(GOOD | change)
+    assert message in found
+    assert worst([GOOD, GOOD | {"mismatch_abs_mean": 5e-3}, GOOD])["mismatch_abs_mean"] == 5e-3
+
+
+class FakeWorker:
+    """Answers as a scheme's process would; w8a8 fails a check in its second round, fp8 cannot start."""
+
+    def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: Path) -> None:
+        if scheme == "fp8":
+            raise run.WorkerFailed("no kernel")
+        self.scheme, self.calls, self.built = scheme, 0, {}
+
+    def call(self, **command: Any) -> dict[str, Any]:
+        self.calls += 1
+        assert command["do"] == ("warm" if self.calls == 2 and self.scheme == "w8a8" else "step")
+        wrong = self.scheme == "w8a8" and self.calls > 2 and command["level"] == "linears"
+        return answer(10.0 + self.calls) | {"checks": GOOD | ({"mismatch_abs_mean": 1.0} if wrong else {})}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Worker", FakeWorker)
+    monkeypatch.setattr(run, "write_model", lambda source, layers, folder: 135_000_000)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_failing_check_withholds_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, image = tmp_path / "sub" / "a.json", tmp_path / "a.png"
+    given = ["device=cpu", "schemes=bf16,w8a8,fp8", "levels=off,linears", f"json={path}", f"plot={image}"]
+    assert main(["steps", *given]) == 1
+    printed = capsys.readouterr()
+    assert "no figures: w8a8, level linears, 30 layers: mean |log-prob difference|" in printed.err
+    assert "no figures: fp8, 30 layers: no kernel" in printed.err
+    assert "| w8a8 | `off` |" in printed.out and "| w8a8 | `linears` |" not in printed.out
+    document = json.loads(path.read_text())
+    assert {(r["scheme"], r["level"]) for r in document["results"]} == {("bf16", "off"), ("w8a8", "off")}
+    assert document["failures"].keys() == {"w8a8, level linears, 30 layers", "fp8, 30 layers"}
+    assert document["commit"] and document["date"] and document["versions"]["torch"] == torch.__version__
+    assert document["model"]["parameters"] == [135_000_000] and document["workload"]["sequences"] == 32
+    assert len(document["results"][0]["phases"]["step"]["samples"]) == 3  # the round that warms up is not counted
+    assert image.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.usefixtures("fakes")
+def test_tables_come_from_the_json(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from bench_table import rewrite
+
+    path = tmp_path / "a.json"
+    assert main(["steps", "device=cpu", "schemes=bf16", "levels=off", f"json={path}"]) == 0
+    text = rewrite("x\n<!-- bench: a.json -->\nold\n<!-- /bench -->\ny\n", tmp_path)[0]
+    assert "old\n<!--" not in text and text.startswith("x\n<!-- bench: a.json -->\nSmolLM2-135M, random weights: 135M")
+    rows = [line for line in text.splitlines() if line.startswith("| bf16")]
+    assert rows[0].startswith("| bf16 | `off` | 6.50 ±") and rows[0].endswith("| 0.8% |")
+    assert rows[1].count("1.00 ±0.00") == 5
+    assert tables.markdown(json.loads(path.read_text())) in text
+
+
+def test_an_extrapolation_says_so() -> None:
+    document = {
+        "kind": "steps", "device": "cpu", "versions": {}, "commit": "c", "date": "2026-11-20T", "failures": {},
+        "arguments": {"repeats": 2, "response_length": [32]},
+        "model": {"name": "M", "weights": "random", "parameters": [1, 2], "layers": [2, 4], "num_hidden_layers": 30},
+        "workload": {"prompts": 4, "n": 4, "prompt_length": 16, "mini_batches": 1, "micro_batch_size": 16},
+    }  # fmt: skip
+    arguments = parse("layers=2,4", "schemes=bf16", "levels=off")
+    samples = {Key("bf16", "off", depth): [answer(10.0 + depth), answer(10.0 + depth)] for depth in (2, 4)}
+    text = tables.markdown({**document, "results": results(arguments, samples)})
+    assert "**30 layers were not measured**" in text and "| bf16 | `off` | 30 (extrapolated) |" in text
+    one = results(parse("layers=2", "schemes=bf16", "levels=off"), {Key("bf16", "off", 2): [answer(1.0)] * 2})
+    cut = document | {"model": document["model"] | {"parameters": [1], "layers": [2]}}  # type: ignore[operator]
+    text = tables.markdown({**cut, "results": one})
+    assert "extrapolated" not in text and "nothing is said of what those would take" in text
+
+
+def test_a_level_that_fell_back_says_so() -> None:
+    arguments = parse("schemes=bf16", "levels=model", part="trainer")
+    fallen = answer(1.0) | {"checks": {"level_applied": "linears"}}
+    (result,) = results(arguments, {Key("bf16", "model", 30): [fallen, fallen]})
+    assert tables._labels({"kind": "trainer", "results": [result]}, result) == ["bf16", "`model` (ran as `linears`)"]
+
+
+def test_seconds_in_three_digits() -> None:
+    texts = [tables.seconds(spread.spread([value, value])) for value in (0.0, 0.001234, 0.01234, 1.234, 123.4)]
+    assert texts == ["0", "0.00123 ±0.00000", "0.0123 ±0.0000", "1.23 ±0.00", "123.4 ±0.0"]
+
+
+def test_too_little_memory_is_said_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="fewer schemes"):
+        run.check_memory(parse("model=Qwen2.5-Math-7B"), [7_000_000_000_000])
+
+
+# Two runs.
+
+
+def write(path: Path, *steps: float, scheme: str = "w8a8") -> str:
+    arguments = parse("schemes=bf16,w8a8", "levels=off")
+    samples = {Key(scheme, "off", 30): [answer(step) for step in steps]}
+    document = dict.fromkeys(agree.SAME, "same") | {"results": results(arguments, samples)}
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_two_runs_agree_within_their_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path / "a.json", 10.0, 10.1, 9.9)
+    near, far = write(tmp_path / "b.json", 10.4, 10.5, 10.3), write(tmp_path / "c.json", 13.0, 13.1, 12.9)
+    assert main(["agree", a, near]) == 0 and "figures agree" in capsys.readouterr().out
+    assert main(["agree", a, far]) == 1
+    assert "w8a8 off 30 phases step: 10 [" in capsys.readouterr().err
+    assert main(["agree", a, write(tmp_path / "d.json", 10.0, 10.1, 9.9, scheme="bf16")]) == 1
+    assert "in one file only" in capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", 10.0, 10.1)
+    other = json.loads(Path(a).read_text()) | {"device": "another"}
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    for given in ([a], [a, str(tmp_path / "b.json")], [a, str(tmp_path / "none.json")], [a, a, "figures=some"]):
+        assert main(["agree", *given]) == 2
+
+
+# The real thing.
+
+
+def test_trainer_without_an_engine(tmp_path: Path) -> None:
+    """In this process: levels on shared weights, one optimizer."""
+    from qarl.bench.steps.worker import TrainerBench
+
+    folder = save_random_model(tmp_path / "model")
+    arguments = parse(f"model={folder}", "response_length=4", "prompt_length=3", "group_size=32", part="trainer")
+    bench = TrainerBench(arguments, "w8a8", 2, str(folder))
+    off, linears = (bench.trainer.policies[level].model for level in ("off", "linears"))
+    before = [p.detach().clone() for p in off.parameters()]
+    for level in ("off", "linears", "model"):
+        found = bench.trainer_step(level=level)
+        assert problems(found["checks"]) == [], level
+        assert found["phases"].keys() >= {"old_log_prob", "forward", "backward", "optimizer", "update", "step"}
+        assert 0 < found["phases"]["sum"] <= found["phases"]["step"]
+    assert all(a is b for a, b in zip(off.parameters(), linears.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, off.parameters(), strict=True))
+    assert bench.describe()["kernels"] == ["vllm_cpu_int8"]
+
+
+@pytest.mark.vllm
+def test_real_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two schemes, three levels, the engine and the trainer themselves."""
+    folder, path = save_random_model(tmp_path / "model"), tmp_path / "steps.json"
+    given = [f"model={folder}", "schemes=bf16,w8a8", "prompts=2", "n=2", "prompt_length=4", "response_length=6"]
+    assert main(["steps", "device=cpu", *given, "group_size=32", "repeats=2", f"json={path}"]) == 0, capsys.readouterr()
+    document = json.loads(path.read_text())
+    found = {(r["scheme"], r["level"]): r for r in document["results"]}
+    assert found.keys() == {("bf16", "off"), ("bf16", "model")} | {
+        ("w8a8", level) for level in ("off", "linears", "model")
+    }
+    for result in found.values():
+        phases = {name: value["median"] for name, value in result["phases"].items()}
+        assert min(phases.values()) >= 0 and phases["sum"] <= phases["step"]
+        assert result["checks"]["response_lengths"] == [6] * 4 and result["tokens_per_s"]["decode"] > 0
+        assert len(result["speedup"]["step"]["samples"]) == 2 and result["peak_bytes"]["update"] > 2**26
+    assert found["w8a8", "model"]["checks"]["mismatch_abs_mean"] < found["w8a8", "off"]["checks"]["mismatch_abs_mean"]
+    assert document["built"]["w8a8, 2 layers"]["engine_kernels"] == ["CPUInt8ScaledMMLinearKernel"]
+
+
+@pytest.mark.vllm
+def test_real_rollouts(tmp_path: Path) -> None:
+    folder, path = save_random_model(tmp_path / "model"), tmp_path / "rollout.json"
+    given = [f"model={folder}", "schemes=w8a8", "batch=1,4", "response_length=3,6", "repeats=2", f"json={path}"]
+    assert main(["rollout", "device=cpu", *given]) == 0
+    sizes = {(r["batch"], r["response_length"]) for r in json.loads(path.read_text())["results"]}
+    assert sizes == {(1, 3), (1, 6), (4, 3), (4, 6)}
+
+

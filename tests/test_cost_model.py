@@ -1,0 +1,572 @@
+"""The cost model: every formula against numbers worked by hand, and what a prediction must and must not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl.bench.__main__ import main
+from qarl.bench.cost.arguments import CeilingsArguments, PlanArguments
+from qarl.bench.cost.ceilings import Block, Ceilings, EngineCost, Links, Product, interpolate
+from qarl.bench.cost.check import compare, workload_of
+from qarl.bench.cost.collectives import all_gather, all_reduce, reduce_scatter
+from qarl.bench.cost.fit import nonnegative_fit
+from qarl.bench.cost.gpus import SHEETS, assumed_ceilings
+from qarl.bench.cost.parts import Part, binding, distinct_experts, merged, mlp_shapes, product_part, total
+from qarl.bench.cost.plan import workload_of as plan_workload
+from qarl.bench.cost.rollout import Engine
+from qarl.bench.cost.step import Layout, predict
+from qarl.bench.cost.trainer import Trainer
+from qarl.bench.cost.workload import Workload, deal, response_lengths, simulate_decoding
+from qarl.errors import UserError
+from qarl.memory import ModelSize
+
+SMALL = ModelSize(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=100)
+"""A block: q [64, 64], k and v [32, 64], o [64, 64], gate and up [128, 64], down [64, 128]: 36864 weights."""
+WORK = Workload(prompts=2, n=2, prompt_length=8, response_length=24, response_max=24, micro_batch_size=2,
+                log_prob_micro_batch_size=4)  # fmt: skip
+"""Four rows of 32 tokens."""
+
+
+def flat(call: float = 0.0, feature: float = 0.0, weight: float = 0.0) -> Product:
+    """A product whose costs are the same at every M up to 10^9."""
+    return Product.of([(1, call, feature, weight), (1e9, call, feature, weight)])
+
+
+def no_ceilings(**changes: Any) -> Ceilings:
+    """A machine on which nothing takes time, but for `changes`."""
+    zero = assumed_ceilings("h100")
+    nothing = Block(0.0, 0.0, 0.0, 0.0, 0.0, ((1.0, 0.0),))
+
+    def zeroed(entry: Any) -> Any:
+        return type(entry)(*[0.0] * len(dataclasses.fields(entry)))
+
+    made = replace(
+        zero,
+        copy_bytes_per_s=1e12,
+        products={name: Product.of([(1, 0, 0, 0), (2, 0, 0, 1e-300)]) for name in zero.products},
+        blocks={level: dict.fromkeys(("forward", "forward_grad", "backward"), nothing) for level in ("off", "model")},
+        engine=zeroed(zero.engine),
+        head=zeroed(zero.head),
+        optimizer=zeroed(zero.optimizer),
+        quantize={name: zeroed(entry) for name, entry in zero.quantize.items()},
+        publish=replace(
+            zero.publish, call=0.0, validate=0.0, transfer=0.0, apply=dict.fromkeys(zero.publish.apply, 0.0)
+        ),
+        memory_bytes=0,
+        facts={"threads": 1},
+    )
+    return replace(made, **changes)
+
+
+def with_product(name: str, product: Product) -> Ceilings:
+    empty = no_ceilings()
+    return replace(empty, products={**empty.products, name: product})
+
+
+def seconds(parts: list[Part], name: str) -> float:
+    return total(part for part in parts if part.name == name)
+
+
+class TestInterpolation:
+    def test_a_power_law_between_points(self) -> None:
+        # y = x^2 / 100 through (10, 1) and (1000, 10000): at 100 it is 100.
+        assert interpolate([(10, 1.0), (1000, 10000.0)], 100) == pytest.approx(100.0)
+
+    def test_below_it_is_constant_and_above_in_proportion(self) -> None:
+        points = [(10.0, 1.0), (20.0, 3.0)]
+        assert interpolate(points, 1) == 1.0
+        assert interpolate(points, 60) == pytest.approx(9.0)
+
+    def test_linear_where_a_cost_is_zero(self) -> None:
+        assert interpolate([(0.0, 0.0), (10.0, 5.0)], 4) == pytest.approx(2.0)
+
+
+class TestFit:
+    def test_finds_the_costs_that_made_the_numbers(self) -> None:
+        rows = [[1.0, 10.0, 300.0], [1.0, 40.0, 100.0], [1.0, 5.0, 700.0], [1.0, 90.0, 20.0]]
+        found = nonnegative_fit(rows, [2 + 0.5 * b + 0.01 * c for _, b, c in rows])
+        assert found == pytest.approx([2, 0.5, 0.01])
+
+    def test_no_cost_is_negative(self) -> None:
+        # The best line through (1, 1), (2, 4) is 3 x - 2; with no negative part it is c x alone, whose relative errors
+        # (c - 1)^2 + (c/2 - 1)^2 are least at c = 1.5 / 1.25.
+        assert nonnegative_fit([[1.0, 1.0], [1.0, 2.0]], [1.0, 4.0]) == pytest.approx([0.0, 1.2])
+
+
+class TestProducts:
+    def test_a_call_its_features_and_its_weights(self) -> None:
+        product = flat(call=1.0, feature=0.1, weight=0.01)
+        # [20, 10] and [5, 10]: two calls, 30 + 15 features, 200 + 50 weights
+        assert product.seconds(7, [(20, 10), (5, 10)]) == pytest.approx(2 + 4.5 + 2.5)
+        assert product.seconds(7, [(20, 10), (5, 10)], calls=0) == pytest.approx(7.0)
+
+    def test_compute_bound_where_arithmetic_takes_longer_than_bytes(self) -> None:
+        # 10^9 FLOP/s, 10^9 bytes/s. 1000 x 1000 weights of 2 bytes: 2 ms of memory. One row: 2e6 FLOP = 2 ms, and the
+        # activations' 4 kB tip it to memory; 100 rows: 200 ms of arithmetic.
+        product = Product.of([(1, 0, 0, 2e-9), (1000, 0, 0, 2e-6)])
+        ceilings = no_ceilings(copy_bytes_per_s=1e9)
+        assert product.flop_per_s == pytest.approx(1e9)
+        assert product_part(ceilings, product, "x", 1, [(1000, 1000)]).bound == "memory"
+        assert product_part(ceilings, product, "x", 100, [(1000, 1000)]).bound == "compute"
+
+    def test_a_roofline_of_a_data_sheet(self) -> None:
+        h100 = assumed_ceilings("h100").product("engine", "forward", "bf16")
+        memory, compute = 2 / (0.8 * 3.35e12), 2 / (0.65 * 989.4e12)
+        activation = memory  # two bytes too
+        assert h100.seconds(1, [(1e4, 1e4)]) == pytest.approx(1e8 * memory + 2e4 * activation)
+        assert h100.seconds(2**14, [(1e4, 1e4)]) == pytest.approx(2**14 * (1e8 * compute + 2e4 * activation))
+
+    def test_low_bit_weights_decode_faster_and_int4_does_not_train_faster(self) -> None:
+        for gpu in ("h100", "h200", "a100"):
+            ceilings = assumed_ceilings(gpu)
+            shape = [(4096.0, 4096.0)]
+
+            def time(scheme: str, rows: int, ceilings: Ceilings = ceilings, shape: Any = shape) -> float:
+                return ceilings.product("engine", "forward", scheme).seconds(rows, shape)
+
+            assert time("w4a16", 1) < time("w8a8", 1) < time("bf16", 1)
+            assert time("w8a8", 2**14) < time("bf16", 2**14) < time("w4a16", 2**14)
+        a100 = assumed_ceilings("a100")
+        assert a100.product("engine", "forward", "fp8").seconds(2**14, [(4096, 4096)]) == pytest.approx(
+            a100.product("engine", "forward", "w4a16").seconds(2**14, [(4096, 4096)]), rel=0.05
+        )
+
+
+class TestParts:
+    def test_what_binds_is_what_takes_longest(self) -> None:
+        parts = [Part("a", 1.0, "memory"), Part("b", 1.5, "compute"), Part("c", 1.0, "memory")]
+        assert binding(parts) == "memory"
+        assert binding([]) == "-"
+        assert merged([*parts, Part("a", 2.0, "memory")])[0] == Part("a", 3.0, "memory")
+
+    def test_distinct_experts(self) -> None:
+        assert distinct_experts(128, 8, 1) == pytest.approx(8)
+        # each of 4 experts is missed by both tokens with probability 1/4
+        assert distinct_experts(4, 2, 2) == pytest.approx(3)
+        assert distinct_experts(128, 8, 10000) == pytest.approx(128)
+
+    def test_shapes_on_several_gpus(self) -> None:
+        assert mlp_shapes(SMALL, 128, fused=True, parallel=2) == [(128, 64), (64, 64)]
+
+
+class TestCollectives:
+    LINKS = Links(node=100.0, network=10.0, gpus_per_node=8, latency=0.5)
+
+    def test_rings(self) -> None:
+        # 400 bytes on 4 GPUs: each receives 300, at 100 a second
+        assert all_gather(self.LINKS, 400, 4).seconds == pytest.approx(3.5)
+        assert all_gather(self.LINKS, 400, 4, calls=3).seconds == pytest.approx(4.5)
+        assert reduce_scatter(self.LINKS, 400, 4).seconds == pytest.approx(3.5)
+        assert all_reduce(self.LINKS, 400, 4).seconds == pytest.approx(7.0)
+
+    def test_the_network_decides_between_nodes(self) -> None:
+        assert all_gather(self.LINKS, 160, 16).seconds == pytest.approx(15.5)
+
+    def test_one_gpu_has_nobody_to_talk_to(self) -> None:
+        assert all_gather(None, 400, 1).seconds == 0
+        with pytest.raises(UserError, match="no links"):
+            all_gather(None, 400, 2)
+
+
+class TestLengths:
+    def test_the_mean_is_kept_and_nothing_is_longer_than_allowed(self) -> None:
+        lengths = response_lengths(1000, 2000, 8192, seed=3)
+        assert sum(lengths) / 1000 == pytest.approx(2000, rel=1e-3)
+        assert max(lengths) <= 8192 and min(lengths) >= 1 and len(set(lengths)) > 500
+        assert lengths == response_lengths(1000, 2000, 8192, seed=3) != response_lengths(1000, 2000, 8192, seed=4)
+
+    def test_equal_lengths(self) -> None:
+        assert response_lengths(3, 32, 32, seed=0) == [32, 32, 32]
+        with pytest.raises(UserError, match="40 tokens in the mean and at most 32"):
+            response_lengths(3, 40, 32, seed=0)
+
+    def test_hands(self) -> None:
+        assert deal([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
+
+    def test_rows_are_padded_or_packed(self) -> None:
+        assert WORK.row_lengths() == [32] * 4
+        assert replace(WORK, prompt_length=9).row_lengths() == [40] * 4
+        assert replace(WORK, prompt_length=9, padded=False).row_lengths() == [33] * 4
+
+
+class TestDecoding:
+    def test_equal_responses_step_together(self) -> None:
+        # 3 responses of 5 tokens after 10: 4 steps (the first token is the prefill's) with 33, 36, 39, 42 keys
+        run = simulate_decoding([5, 5, 5], 10, lambda batch, keys: keys, kv_tokens=1e9, max_num_seqs=8)
+        assert (run.steps, run.seconds, run.mean_batch) == (4, 33 + 36 + 39 + 42, 3)
+
+    def test_the_batch_shrinks_as_responses_end(self) -> None:
+        # left to decode: 1, 3, 3. One step of 3, two of 2.
+        run = simulate_decoding([2, 4, 4], 10, lambda batch, keys: batch, kv_tokens=1e9, max_num_seqs=8)
+        assert (run.steps, run.seconds) == (3, 3 + 2 + 2)
+        assert run.mean_batch == pytest.approx(7 / 3)
+
+    def test_a_slot_is_taken_again(self) -> None:
+        # two at a time, left 1, 3, 2: steps with {1, 3}, {3 less 1, 2}, both end: 3 steps of 2
+        run = simulate_decoding([2, 4, 3], 10, lambda batch, keys: batch, kv_tokens=1e9, max_num_seqs=2)
+        assert (run.steps, run.seconds) == (3, 6)
+
+    def test_kv_memory_limits_the_batch(self) -> None:
+        # a response takes 10 + 5 tokens: 40 hold two
+        run = simulate_decoding([5] * 4, 10, lambda batch, keys: 1.0, kv_tokens=40, max_num_seqs=8)
+        assert (run.steps, run.mean_batch) == (8, 2)
+
+    def test_a_step_at_a_time_gives_the_same(self) -> None:
+        lengths = response_lengths(12, 20, 60, seed=1)
+
+        def cost(batch: float, keys: float) -> float:
+            return 3.0 + 0.5 * batch + 0.01 * keys
+
+        run = simulate_decoding(lengths, 7, cost, kv_tokens=1e9, max_num_seqs=64)
+        by_hand, left, there = 0.0, [n - 1 for n in lengths if n > 1], 8
+        while left:
+            by_hand += cost(len(left), len(left) * there)
+            left = [n - 1 for n in left if n > 1]
+            there += 1
+        assert run.seconds == pytest.approx(by_hand)
+
+
+class TestEngine:
+    def engine(self, ceilings: Ceilings, size: ModelSize = SMALL, work: Workload = WORK) -> Engine:
+        return Engine(size, ceilings, "w8a8", work)
+
+    def test_a_step_multiplies_by_every_weight_once(self) -> None:
+        step = self.engine(with_product("engine forward w8a8", flat(call=1.0, weight=1.0))).decode_step(3, 0)
+        assert seconds(step, "linears") == pytest.approx(2 * (4 + 36864))
+
+    def test_lm_head_stays_bf16(self) -> None:
+        step = self.engine(with_product("engine forward bf16", flat(weight=1.0))).decode_step(3, 0)
+        assert seconds(step, "lm_head") == pytest.approx(100 * 64)
+        assert seconds(step, "linears") == pytest.approx(0, abs=1e-200)
+
+    def test_overhead_sampling_and_attention(self) -> None:
+        engine = EngineCost(1.0, 0.1, 0.01, 0.001, 1e-3, 0, 0, 0, 0, 0, decode_key=1e-4, decode_kv=1e-5, prefill_pair=0)
+        step = self.engine(no_ceilings(engine=engine)).decode_step(4, 50)
+        assert seconds(step, "overhead") == pytest.approx(1 + 0.4 + 2 * (0.01 + 0.004))
+        assert seconds(step, "sampling") == pytest.approx(4 * 100 * 1e-3)
+        # query width 64, keys and values 2 x 32
+        assert seconds(step, "attention") == pytest.approx(2 * 50 * 64 * (1e-4 + 1e-5))
+
+    def test_a_prefill_in_pieces(self) -> None:
+        engine = EngineCost(1.0, 0, 0, 0, 0, request=5.0, request_sequence=0.5, token_hidden=0, token_intermediate=0,
+                            token_width=0, decode_key=0, decode_kv=0, prefill_pair=1.0)  # fmt: skip
+        work = replace(WORK, max_num_batched_tokens=24)  # three prompts of 8 tokens, then the fourth
+        parts = self.engine(no_ceilings(engine=engine), work=work).prefill(4)
+        assert seconds(parts, "overhead") == pytest.approx(2)
+        assert seconds(parts, "requests") == pytest.approx(5 + 4 * 0.5)
+        assert seconds(parts, "attention") == pytest.approx(2 * 4 * 36 * 64)  # 8 * 9 / 2 pairs a prompt
+        shared = self.engine(no_ceilings(engine=engine), work=replace(work, prefix_caching=True)).prefill(4)
+        assert seconds(shared, "attention") == pytest.approx(2 * 2 * 36 * 64)
+
+    def test_experts_that_are_needed_are_read(self) -> None:
+        sparse = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0, 1))
+        engine = self.engine(with_product("engine forward w8a8", flat(weight=1.0)), sparse)
+        expert, attention = 3 * 32 * 64, 64 * 64 * 2 + 2 * 32 * 64
+        assert seconds(engine.decode_step(1, 0), "experts") == pytest.approx(2 * 2 * expert)
+        assert seconds(engine.decode_step(2, 0), "experts") == pytest.approx(2 * 3 * expert)
+        assert seconds(engine.decode_step(2, 0), "linears") == pytest.approx(2 * attention)
+
+
+class TestTrainer:
+    def trainer(self, ceilings: Ceilings, scheme: str = "w8a8", level: str = "linears", **changes: Any) -> Trainer:
+        return Trainer(SMALL, ceilings, scheme, level, replace(WORK, **changes))
+
+    def test_products_by_direction_and_level(self) -> None:
+        forward = with_product("trainer forward w8a8", flat(call=1.0, weight=1e-3))
+        # two micro-batches of two rows; 7 products in each of 2 layers
+        once = 2 * (7 + 36.864)
+        assert seconds(self.trainer(forward).forward([32] * 4, 96), "linears") == pytest.approx(2 * once)
+        assert seconds(self.trainer(forward).old_log_prob([32] * 4, 96), "linears") == pytest.approx(once)
+        assert seconds(self.trainer(forward, level="off").forward([32] * 4, 96), "linears") < 1e-100
+        backward = with_product("trainer backward w8a8", flat(weight=1e-3))
+        assert seconds(self.trainer(backward).backward([32] * 4, 96), "linears") == pytest.approx(2 * 2 * 36.864)
+
+    def test_checkpointing_computes_blocks_again_but_not_the_head(self) -> None:
+        empty = no_ceilings()
+        both = {"trainer forward head": flat(weight=1.0), "trainer forward w8a8": flat(weight=1.0)}
+        ceilings = replace(empty, products={**empty.products, **both})
+        again = self.trainer(ceilings, checkpointing=True).backward([32] * 4, 96)
+        assert seconds(again, "linears") == pytest.approx(2 * 2 * 36864)
+        assert seconds(again, "lm_head") < 1e-100
+
+    def test_widths_and_attention_of_a_block(self) -> None:
+        block = Block(call=1.0, hidden=1e-3, intermediate=1e-4, attention_width=1e-5, qk_norm_width=1.0,
+                      attention=((16.0, 1e-6), (64.0, 4e-6)))  # fmt: skip
+        passes = dict.fromkeys(("forward", "forward_grad", "backward"), block)
+        parts = self.trainer(no_ceilings(blocks={"off": passes, "model": passes})).old_log_prob([32] * 4, 96)
+        assert seconds(parts, "overhead") == pytest.approx(2)
+        each = 64 * 1e-3 + 128 * 1e-4 + (64 + 64) * 1e-5  # no qk_norm in this model
+        assert seconds(parts, "norms, rotary, activation") == pytest.approx(2 * 128 * each)
+        assert seconds(parts, "attention") == pytest.approx(2 * 128 * 64 * 2e-6)  # at T = 32 half way in the logarithm
+
+    def test_logits_of_the_places_that_predict_a_response(self) -> None:
+        # Of a row's 32 places the last 25 predict something: 7 are inside the prompt.
+        head = replace(no_ceilings().head, forward=1.0)
+        counted = Product.of([(1, 0, 0, 1e-6), (1e6, 0, 0, 1.0)])  # a second for each 10^6 rows and weight
+        ceilings = replace(with_product("trainer forward head", counted), head=head)
+        parts = self.trainer(ceilings).old_log_prob([32] * 4, 96)
+        assert seconds(parts, "lm_head") == pytest.approx(4 * 25 * 6400 * 1e-6)
+        assert seconds(parts, "log-softmax") == pytest.approx(96 * 100)
+
+    def test_gradients_optimizer_and_quantizer(self) -> None:
+        empty = no_ceilings()
+        optimizer = dataclasses.replace(empty.optimizer, first=1.0, add=10.0, clip=100.0, step_fp32=1000.0)
+        quantize = dict.fromkeys(empty.quantize, type(empty.quantize["w8a8"])(1.0, 10.0, 100.0))
+        trainer = self.trainer(no_ceilings(optimizer=optimizer, quantize=quantize), mini_batches=2, micro_batch_size=1)
+        parameters, weights = SMALL.parameters, 2 * 36864
+        assert parameters == 2 * 6400 + weights + 5 * 64
+        backward = trainer.backward([32] * 4, 96)
+        # four micro-batches in two mini-batches: two start a sum, two are added
+        assert seconds(backward, "gradient sums") == pytest.approx(22 * parameters)
+        assert seconds(backward, "dequantize") == pytest.approx(2 * 100 * weights)
+        assert total(trainer.optimizer()) == pytest.approx(2 * 1100 * parameters)
+        assert total(trainer.quantize()) == pytest.approx(2 * 11 * weights)
+        off = self.trainer(no_ceilings(quantize=quantize), level="off", mini_batches=2)
+        assert total(off.quantize()) == pytest.approx(weights)
+        assert off.backward([32] * 4, 96) != [] and seconds(off.backward([32] * 4, 96), "dequantize") == 0
+        assert self.trainer(no_ceilings(quantize=quantize), scheme="bf16", level="off").quantize() == []
+
+    def test_publish_counts_bytes_and_weights(self) -> None:
+        publish = replace(no_ceilings().publish, validate=1.0, transfer=10.0)
+        trainer = self.trainer(no_ceilings(publish=publish))
+        # int8 weights with FP32 scales of 512 output channels a block; embedding, lm_head and norms in BF16
+        wire = 2 * (36864 + 4 * 512) + 2 * (2 * 6400 + 5 * 64)
+        assert sum(n for n, _ in SMALL.block_linears(0).values()) == 512
+        assert total(trainer.publish()) == pytest.approx(11 * wire)
+        apply = dict.fromkeys(publish.apply, 0.0) | {"w8a8": 1.0, "embedding": 10.0, "head": 100.0}
+        ceilings = no_ceilings(publish=replace(no_ceilings().publish, apply=apply))
+        assert total(self.trainer(ceilings).publish()) == pytest.approx(2 * 36864 + 110 * 6400)
+
+
+class TestSteps:
+    def test_phases_add_up(self) -> None:
+        step = predict(SMALL, assumed_ceilings("h100"), WORK, "w8a8", "linears")
+        assert step.step == pytest.approx(step.rollout + step.update + sum(
+            step.seconds(p) for p in ("old_log_prob", "quantize", "publish")))  # fmt: skip
+        assert step.seconds("communication") == 0 and step.decode_steps == 23 and step.mean_batch == 4
+
+    def test_more_gpus_take_less_time_and_talk_more(self) -> None:
+        size = ModelSize.from_config(json.loads(config_of("Qwen3-8B")))
+        work = replace(WORK, prompts=64, n=8, prompt_length=512, response_length=1024, response_max=4096, padded=False)
+        h100 = assumed_ceilings("h100")
+        one, two = (predict(size, h100, work, "bf16", "off", Layout(gpus)) for gpus in (8, 16))
+        assert two.seconds("backward") < 0.7 * one.seconds("backward") and two.rollout < one.rollout
+        assert two.seconds("communication") > one.seconds("communication")
+        low_bit = [predict(size, h100, work, "w4a16", "linears", Layout(16, low_bit_gather=g)) for g in (False, True)]
+        assert low_bit[1].seconds("communication") < low_bit[0].seconds("communication")
+        publish = [predict(size, h100, work, "w4a16", "linears", Layout(16, low_bit_publish=p)) for p in (False, True)]
+        assert publish[1].seconds("publish") < publish[0].seconds("publish")
+
+    def test_an_engine_without_room_is_refused(self) -> None:
+        size = ModelSize.from_config(json.loads(config_of("Qwen3-30B-A3B")))
+        with pytest.raises(UserError, match=r"room for \d+ tokens"):
+            predict(size, assumed_ceilings("h100"), WORK, "bf16", "off", Layout(8))
+
+    def test_ceilings_survive_their_file(self, tmp_path: Path) -> None:
+        ceilings = replace(assumed_ceilings("h200"), facts={"threads": 2})
+        path = tmp_path / "ceilings.json"
+        path.write_text(json.dumps(ceilings.to_json()))
+        assert Ceilings.load(path) == ceilings
+
+    @pytest.mark.parametrize("gpu", SHEETS)
+    def test_data_sheets_say_that_they_are_assumed(self, gpu: str) -> None:
+        assert assumed_ceilings(gpu).assumed
+
+
+def config_of(name: str) -> str:
+    from qarl.bench.steps.models import MODELS
+
+    return (MODELS / name / "config.json").read_text()
+
+
+STEPS = {
+    "kind": "steps",
+    "device": "a CPU",
+    "model": {"name": "small", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "layers": [2],
+              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "model_type": "llama"},
+    "workload": {"prompts": 2, "n": 2, "prompt_length": 8, "response_length": 24, "mini_batches": 1,
+                 "micro_batch_size": 4, "threads": 1, "group_size": 32, "master_dtype": "fp32"},
+}  # fmt: skip
+
+
+def steps_file(folder: Path, scale: float) -> tuple[Path, Path]:
+    """Steps that took `scale` times what is predicted from the ceilings beside them."""
+    ceilings = replace(assumed_ceilings("h100"), links=None, memory_bytes=0, facts={"threads": 1})
+    step = predict(SMALL, ceilings, workload_of(STEPS), "w8a8", "linears")
+    phases = {p: {"median": scale * step.seconds(p)} for p in ("prefill", "decode", "backward")}
+    result = {
+        "scheme": "w8a8",
+        "level": "linears",
+        "layers": 2,
+        "phases": {**phases, "step": {"median": scale * step.step}},
+    }
+    for name, content in (("steps", STEPS | {"results": [result]}), ("ceilings", ceilings.to_json())):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder / "steps.json", folder / "ceilings.json"
+
+
+class TestCommands:
+    def test_check_passes_what_agrees(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        steps, ceilings = steps_file(tmp_path, 1.0)
+        out = tmp_path / "check.json"
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}", f"json={out}"]) == 0
+        assert "1 of 1 steps within 20%" in capsys.readouterr().out
+        (result,) = json.loads(out.read_text())["results"]
+        assert result["phases"]["step"]["error"] == pytest.approx(0)
+
+    @pytest.mark.parametrize("scale", [0.8, 1.3])
+    def test_check_fails_what_is_off_by_more_than_a_fifth(self, tmp_path: Path, scale: float) -> None:
+        steps, ceilings = steps_file(tmp_path, scale)
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}"]) == 1
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}", "tolerance=0.3"]) == 0
+
+    def test_nothing_compared_is_a_failure(self, tmp_path: Path) -> None:
+        steps, ceilings = steps_file(tmp_path, 1.0)
+        steps.write_text(json.dumps(STEPS | {"results": []}))
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}"]) == 1
+
+    def test_threads_must_be_the_same(self) -> None:
+        ceilings = replace(assumed_ceilings("h100"), facts={"threads": 2})
+        with pytest.raises(UserError, match="1 threads, the ceilings on 2"):
+            compare(STEPS | {"results": []}, ceilings)
+
+    def test_a_plan_has_a_row_for_each_scheme_and_level(self, tmp_path: Path) -> None:
+        out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+        assert main(["plan", "model=Qwen3-8B", "gpus=4", "prompts=16", f"json={out}", f"plot={picture}"]) == 0
+        rows = json.loads(out.read_text())["results"]
+        assert [(row["scheme"], row["level"]) for row in rows] == [
+            ("bf16", "off"), ("w8a8", "off"), ("w8a8", "linears"), ("fp8", "off"), ("fp8", "linears"),
+            ("w4a16", "off"), ("w4a16", "linears"),
+        ]  # fmt: skip
+        assert rows[0]["speedup"] == {"rollout": 1.0, "step": 1.0}
+        assert len(rows[2]["links"]) == 4 and "links" not in rows[1] and picture.stat().st_size > 10000
+
+    @pytest.mark.parametrize(
+        "given, message",
+        [
+            (["gpu=h300"], "no gpu 'h300'"),
+            (["gpu=cpu"], "no data sheet"),
+            (["gpus=8", "tensor_parallel=3"], "do not make engines of 3"),
+            (["prompts=10", "mini_batches=4"], "do not make 4 mini-batches"),
+            (["prompts=1", "n=2", "mini_batches=1"], "2 responses for 8 GPUs"),
+            (["response_length=1,2,3"], "more than two numbers"),
+            (["response_length=many"], "invalid literal"),
+            (["gpus=0"], "no whole number"),
+            (["gpu_memory_utilization=1.5"], "above 0 and at most 1"),
+            (["check=steps.json"], "needs measured ceilings"),
+            (["model=Qwen9"], "no model"),
+            (["gpuz=8"], "no key 'gpuz'"),
+        ],
+    )
+    def test_arguments_that_will_not_do(self, given: list[str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            PlanArguments.parse(given)
+
+    def test_ceilings_arguments(self) -> None:
+        assert CeilingsArguments.parse(["json=x.json", "schemes=bf16,w8a8"]).schemes == ("bf16", "w8a8")
+        for given, message in (
+            (["rounds=3"], "where shall"),
+            (["json=x", "device=cuda"], "not measured on device=cuda"),
+        ):
+            with pytest.raises(UserError, match=message):
+                CeilingsArguments.parse(given)
+
+    def test_a_file_that_is_none(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.json"
+        for content, message in (("{", "cannot read"), ("[]", "no JSON object"), ("{}", "no ceilings file"),
+                                 ('{"kind": "ceilings"}', "incomplete")):  # fmt: skip
+            path.write_text(content)
+            with pytest.raises(UserError, match=message):
+                Ceilings.load(path)
+
+
+def documented_settings() -> list[list[str]]:
+    """Rows of the table in docs/cost_model.md that is set against the paper."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "cost_model.md").read_text(encoding="utf-8")
+    table = text.partition("| engines of |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_figures_beside_the_papers_are_what_the_model_gives() -> None:
+    """arXiv 2604.07853 gives 1.4 and 1.3 for Qwen3-30B-A3B on 8 H800. The settings that decide were not found, so no
+    number here is a prediction of those, and no test holds the two together: this one keeps the page true."""
+    size = ModelSize.from_config(json.loads(config_of("Qwen3-30B-A3B")))
+    ceilings, rows = assumed_ceilings("h800"), documented_settings()
+    assert len(rows) == 6
+    for parallel, mean, share, batch, *figures in rows:
+        given = [f"prompts={batch.split()[0]}", f"response_length={mean},8192", f"gpu_memory_utilization={share}"]
+        given += [f"tensor_parallel={parallel.split()[0]}", "model=Qwen3-30B-A3B", "gpu=h800"]
+        arguments = PlanArguments.parse(given)
+        work, layout = plan_workload(arguments), Layout(8, arguments.tensor_parallel, arguments.gpu_memory_utilization)
+        base, off, aligned = (
+            predict(size, ceilings, work, scheme, level, layout)
+            for scheme, level in (("bf16", "off"), ("w4a16", "off"), ("w4a16", "linears"))
+        )
+        ratios = (base.rollout / off.rollout, base.step / off.step, base.step / aligned.step)
+        assert figures == [f"{base.rollout / base.step:.0%}", *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+class TestMeasuring:
+    def test_a_block_is_taken_apart(self) -> None:
+        from qarl.bench.cost import measure_blocks as mb
+
+        made = Block(1e-4, 2e-9, 3e-9, 5e-9, 7e-9, tuple((float(t), t * 1e-11) for t in mb.LENGTHS))
+        seconds = {str(t): mb.ROWS * mb.LENGTH * 512 * t * 1e-11 for t in mb.LENGTHS}
+        for name, size in {**mb.VARIANTS, mb.FEW: mb.BASE}.items():
+            tokens = mb.LENGTH * (1 if name == mb.FEW else mb.ROWS)
+            query, pair = size.heads * 64, 2 * size.kv_heads * 64
+            normed = (query + pair / 2) * made.qk_norm_width if size.kind == "qwen3" else 0.0
+            token = size.hidden * made.hidden + size.intermediate * made.intermediate + normed
+            token += (query + pair) * made.attention_width + query * mb.LENGTH * 1e-11
+            seconds[name] = size.layers * (made.call + tokens * token)
+        found = mb._block(seconds)
+        assert dataclasses.astuple(found)[:5] == pytest.approx(dataclasses.astuple(made)[:5], rel=1e-6)
+        assert [s for _, s in found.attention] == pytest.approx([s for _, s in made.attention])
+
+    def test_a_stand_in_gives_the_blocks_everything_but_products(self) -> None:
+        """With stand-ins a block's forward and backward run, and no linear's weight is touched."""
+        from qarl.bench.cost import measure_blocks as mb
+
+        size = replace(mb.BASE, hidden=64, intermediate=64, heads=2, kv_heads=1)
+        for level in mb.LEVELS:
+            passes = mb._block_passes(size, level, 1)
+            grads: Any = passes["backward"]()
+            assert all(grad is not None for grad in grads)
+            assert len(grads) == 1 + 4 * size.layers  # the embeddings, and two norms of the stream, two of q and k
+
+    def test_everything_a_prediction_needs_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The real thing on next to nothing, vLLM included; then a plan from its file."""
+        from qarl.bench.cost import measure, measure_blocks, measure_engine, measure_products
+        from qarl.bench.cost.rig import PRODUCTS
+
+        small = replace(PRODUCTS, layers=2, hidden=128, intermediate=256, heads=2, kv_heads=1, vocab=256)
+        for module in (measure, measure_engine, measure_products):
+            monkeypatch.setattr(module, "PRODUCTS", small)
+        monkeypatch.setattr(measure_engine, "RESPONSE", (2, 4))
+        monkeypatch.setattr(measure_engine, "WIDE", replace(measure_engine.TINY, vocab=2048))
+        monkeypatch.setattr(measure_products, "HEAD", (64, 512))
+        monkeypatch.setattr(measure_products, "TRAINER_ROWS", (8, 32))
+        monkeypatch.setattr(measure_products, "ENGINE_ROWS", (1, 64))
+        monkeypatch.setattr(measure_blocks, "LENGTHS", (32, 64))
+        monkeypatch.setattr(measure_blocks, "ROWS", 2)
+        monkeypatch.setattr(measure_blocks, "LENGTH", 64)
+        monkeypatch.setattr(measure_blocks, "PARAMETERS", (2, 64, 64))
+        monkeypatch.setattr(measure_blocks, "EMBEDDING", (512, 64))
+        monkeypatch.setattr(measure_blocks, "LOGITS", (32, 512))
+        path = tmp_path / "ceilings.json"
+        assert measure.run(CeilingsArguments(path, schemes=("bf16", "w8a8"), rounds=1)) == 0
+        ceilings = Ceilings.load(path)
+        assert not ceilings.assumed and set(ceilings.publish.apply) >= {"bf16", "w8a8", "tied", "embedding", "head"}
+        assert main(["plan", "model=SmolLM2-135M", f"ceilings={path}", "scheme=bf16,w8a8", "prompts=4", "n=2"]) == 0
+        printed = capfd.readouterr().out
+        assert "(measured)" in printed and "| w8a8 | linears |" in printed
+        with pytest.raises(UserError, match="no engine forward w4a16 products"):
+            ceilings.product("engine", "forward", "w4a16")

@@ -87,7 +87,10 @@ def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
     marlin, cutlass = vllm_experts.VllmMarlinExperts, vllm_experts.VllmCutlassExperts
     why_not = marlin.unavailable("w4a16", device, QWEN3_30B._replace(intermediate=96), 32)
     assert why_not == "vLLM pads an intermediate size of 96 to a multiple of 64"
-    assert "as one group" in (marlin.unavailable("w4a16", device, QWEN3_30B._replace(intermediate=128), 128) or "")
+    for one_group in ({"intermediate": 128}, {"hidden": 128}):
+        assert "as one group" in (marlin.unavailable("w4a16", device, QWEN3_30B._replace(**one_group), 128) or "")
+    both = QWEN3_30B._replace(hidden=128, intermediate=128)
+    assert marlin.unavailable("w4a16", device, both, 128) is None
     why_not = marlin.unavailable("w4a16", device, QWEN3_30B._replace(hidden=2048 + 64), 32)
     assert why_not and why_not.startswith("here vLLM itself runs ") and "MarlinExperts" not in why_not
     assert "multiples of 16" in (cutlass.unavailable("fp8", device, QWEN3_30B._replace(hidden=2040), None) or "")

@@ -167,8 +167,9 @@ class VllmMarlinExperts:
             return why_not
         if shape.intermediate % 64:
             return f"vLLM pads an intermediate size of {shape.intermediate} to a multiple of 64"
-        if group_size is not None and shape.intermediate <= group_size < shape.hidden:
-            return f"vLLM permutes scales of gate and up as one group where {shape.intermediate} columns are one"
+        if group_size is not None and (shape.intermediate <= group_size) != (shape.hidden <= group_size):
+            sizes = f"{shape.hidden} columns and those of down, {shape.intermediate}"
+            return f"vLLM permutes the scales of gate and up, {sizes}, as one group both or as several"
         return None
 
     @staticmethod

@@ -17,7 +17,7 @@ from qarl.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
 from qarl.quant.export import meta_model, read_tensors, tensor_shapes
-from qarl.verl_checkpoint import CONFIG_FOLDER, VerlWeights, list_whole, step_of
+from qarl.verl_checkpoint import CONFIG_FOLDER, VerlWeights, list_torn, list_whole, step_of
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -43,12 +43,21 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     """The checkpoint of `step` (None: the latest) of the run folder `run`.
 
     Raises:
-        UserError: there is none; the message lists what there is.
+        UserError: there is none, and the message lists what there is; or it is not whole, and the message says why.
     """
     if not run.is_dir():
         raise UserError(f"there is no run {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
     checkpoints = run / "checkpoints"
-    found = dict(list_checkpoints(checkpoints) or list_whole(checkpoints))
+    local = list_checkpoints(checkpoints)
+    found, torn = dict(local or list_whole(checkpoints)), {} if local else list_torn(checkpoints)
+    wanted = max(torn, default=0) if step is None and not found else step
+    if wanted in torn:
+        raise UserError(
+            f"the checkpoint of step {wanted} is not whole",
+            where=str(checkpoints / f"global_step_{wanted}"),
+            why=torn[wanted],
+            fix="run python -m qarl.export where the files of all ranks are, or with another step",
+        )
     if not found:
         raise UserError(
             f"the run {run} has no checkpoints",

@@ -58,6 +58,12 @@ def list_whole(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted(((step_of(folder), folder) for folder in folders), reverse=True)
 
 
+def list_torn(checkpoints: Path) -> dict[int, str]:
+    """What is missing of every checkpoint that is not whole, by step."""
+    found = {step_of(folder): what_is_missing(folder) for folder in checkpoints.glob("global_step_*")}
+    return {step: problem for step, problem in found.items() if step and problem is not None}
+
+
 @dataclass(frozen=True)
 class Rank:
     """One rank's tensors and, where QaRL's engine wrote one, the record of their checksums."""

@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,30 +82,39 @@ def run_part(part: str, *, cpu: bool, seconds: float) -> dict[str, Any]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        try:
-            why_not, command, environment = command_of(part, cpu=cpu, folder=Path(folder))
-            if why_not:
-                print(why_not)
-                return {"status": "left out", "why": why_not, "seconds": 0.0, "output": []}
-            environment = os.environ | {"QARL_GPU_CHECK_REPORT": str(report), "PYTHONUNBUFFERED": "1"} | environment
-            run = subprocess.run(
-                command, cwd=ROOT, env=environment, timeout=seconds, check=False,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            output, code, why = run.stdout, run.returncode, f"exit code {run.returncode}"
-        except subprocess.TimeoutExpired as error:
-            held = error.stdout or b""
-            output, code = held.decode(errors="replace") if isinstance(held, bytes) else held, 124
-            why = f"not done after {seconds:.0f} s"
+        why_not, command, environment = command_of(part, cpu=cpu, folder=Path(folder))
+        if why_not:
+            print(why_not)
+            return {"status": "left out", "why": why_not, "seconds": 0.0, "output": []}
+        environment = os.environ | {"QARL_GPU_CHECK_REPORT": str(report), "PYTHONUNBUFFERED": "1"} | environment
+        output, code = _run(command, environment, seconds)
+        why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
         found = json.loads(report.read_text()) if report.is_file() else None
     print(output, end="", flush=True)
     return {
-        "status": "failed" if code else "passed",
-        "why": why if code else None,
+        "status": "passed" if code == 0 else "failed",
+        "why": None if code == 0 else why,
         "seconds": time.monotonic() - start,
         "report": found,
         "output": output.splitlines()[-_KEPT_LINES:],
     }
+
+
+def _run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[str, int | None]:
+    """(output, exit code; None past the limit). What the command started ends with it: nothing holds on to the GPU."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=seconds)[0], process.returncode
+    except subprocess.TimeoutExpired as error:
+        held = error.stdout or b""
+        return held.decode(errors="replace") if isinstance(held, bytes) else held, None
+    finally:
+        if process.poll() is None:  # past the limit, or interrupted: the keyboard's signal reaches no other session
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def command_of(part: str, *, cpu: bool, folder: Path) -> tuple[str | None, list[str], dict[str, str]]:

@@ -1,14 +1,17 @@
-"""The table of verdicts that scripts/gpu_check.py makes of a benchmark's figures."""
+"""scripts/gpu_check.py: the table of verdicts that it makes of a benchmark's figures, and its limit on a part's time."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import gpu_check
 from gpu_verdicts import BOUNDS, GEMLITE, table, verdicts
 
 
@@ -78,3 +81,14 @@ def test_nothing_measured_is_said_for_every_bound() -> None:
     assert [line.bound for line in found] == [*(bound.text for bound in BOUNDS), GEMLITE]
     assert {line.verdict for line in found} == {"not measured"}
     assert len(table(found).splitlines()) == len(found) + 2
+
+
+def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
+    """What a shell waits for, and what runs beside it."""
+    late = f"(sleep 1; touch {tmp_path}/beside) & echo started; sh -c 'sleep 1; touch {tmp_path}/waited_for'; true"
+    start = time.monotonic()
+    assert gpu_check._run(["sh", "-c", late], dict(os.environ), 0.3) == ("started\n", None)
+    assert time.monotonic() - start < 1.0
+    time.sleep(1.2)
+    assert not list(tmp_path.iterdir())
+    assert gpu_check._run(["sh", "-c", "echo wrong; exit 3"], dict(os.environ), 9.0) == ("wrong\n", 3)

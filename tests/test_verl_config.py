@@ -19,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from qarl.config import Config, build_config, describe_keys, load_config, write_resolved
 from qarl.errors import UserError
+from qarl.export_sources import find_checkpoint
 from qarl.optim import lr_scale
 from qarl.quant.scheme import SCHEMES, get_scheme
 from qarl.tbpo import TBPOConfig
@@ -488,6 +489,21 @@ def test_half_a_checkpoint_is_none(opened, capsys):
         (opened.run / "checkpoints" / f"global_step_{folder}" / "data.pt").unlink()
     with pytest.raises(UserError, match="none of the run's checkpoints is whole"):
         opened()
+
+
+def test_an_export_says_what_a_checkpoint_lacks(tmp_path):
+    folder = checkpoint(tmp_path, 6, ranks=2)
+    (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    for step in (None, 6):
+        with pytest.raises(UserError, match="step 6 is not whole") as caught:
+            find_checkpoint(tmp_path, step)
+        assert caught.value.why == "actor/ lacks the weights of at least one rank"
+    whole = checkpoint(tmp_path, 4)
+    assert find_checkpoint(tmp_path, None) == find_checkpoint(tmp_path, 4) == whole
+    with pytest.raises(UserError, match="step 6 is not whole"):
+        find_checkpoint(tmp_path, 6)
+    with pytest.raises(UserError, match="no checkpoint of step 8"):
+        find_checkpoint(tmp_path, 8)
 
 
 def test_a_resume_that_changes_what_is_trained_is_refused(opened):

@@ -86,7 +86,8 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     try:
         print(export(ExportRequest(config.run_dir, output, step=config.trainer.total_training_steps, overwrite=True)))
     except UserError as error:
-        write_summary(config.run_dir, summary | {"finished": False, "failed": f"{error.what}: {error.why}"})
+        failed = ": ".join(part for part in (error.what, error.why) if part)
+        write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
         raise
     summary["checkpoint"] = str(output)
     write_summary(config.run_dir, summary)

@@ -119,15 +119,22 @@ def test_what_needs_no_gradient_gets_none() -> None:
     assert not frozen.requires_grad
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_launch_nothing() -> None:
+    class NeverCalled(ReferenceExperts):
+        @staticmethod
+        def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            raise AssertionError("no rows to quantize")
+
     x, weights, ids, gate_up, down = make(tokens=0)
-    experts = LowBitExperts.of(ReferenceExperts, stacked(gate_up, "w8a8"), stacked(down, "w8a8"))
-    inputs = [t.requires_grad_() for t in (x, gate_up, down)]
-    y = fused_experts(inputs[0], weights, ids, inputs[1], inputs[2], experts)
+    experts = LowBitExperts.of(NeverCalled, stacked(gate_up, "w8a8"), stacked(down, "w8a8"))
+    inputs = [t.requires_grad_() for t in (x, weights, gate_up, down)]
+    y = fused_experts(*inputs[:2], ids, *inputs[2:], experts)
     y.sum().backward()
     assert y.shape == (0, 96)
     for t in inputs:
-        assert t.grad is not None and not t.grad.any()
+        assert t.grad is not None and t.grad.shape == t.shape and not t.grad.any()
+    frozen = fused_experts(x.detach().requires_grad_(), weights.detach(), ids, None, None, experts)
+    frozen.sum().backward()
 
 
 def test_experts_of_two_layers_are_refused() -> None:

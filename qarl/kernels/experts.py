@@ -221,6 +221,8 @@ class _FusedExperts(torch.autograd.Function):
         x, topk_weights, topk_ids = ctx.saved_tensors
         experts: LowBitExperts = ctx.experts
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        if not len(x):
+            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, experts)
         routing = route(topk_ids, len(experts.gate_up["weight_scale"]))
         state = _products(experts.kernel, x, experts.gate_up, routing)
         a = _dequantized(state.a, state.a_scale)
@@ -242,6 +244,20 @@ class _FusedExperts(torch.autograd.Function):
             if need_gate_up:
                 grad_gate_up = grouped.weight_gradient(grad_h, _dequantized(state.x, state.x_scale), routing.ends)
         return grad_x, grad_router, grad_gate_up, grad_down, None, None
+
+
+def _zeros(
+    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients where there are no tokens: the engine's quantizers cannot be launched on no rows."""
+    (count, rows), hidden = experts.gate_up["weight_scale"].shape[:2], x.shape[1]
+    shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
+    dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
+    made = (
+        torch.zeros(shape, dtype=dtype, device=x.device) if need else None
+        for need, shape, dtype in zip(needed, shapes, dtypes, strict=True)
+    )
+    return (*made, None, None)
 
 
 class _State(NamedTuple):

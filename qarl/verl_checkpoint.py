@@ -12,6 +12,7 @@ import json
 import logging
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,21 +86,38 @@ class Rank:
         finally:
             log.setLevel(level)
         record = file.with_name(file.name.replace("model_", "qarl_state_", 1)).with_suffix(".json")
-        return cls(file, tensors, json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {})
+        return cls(file, tensors, _read_record(record))
 
     def part(self, name: str) -> torch.Tensor:
         """This rank's part of a tensor. UserError where it is not what was saved."""
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
-        if saved is not None and int(saved, 16) != checksums([local])[0] & (2**64 - 1):
+        if self.record and (saved is None or int(saved, 16) != checksums([local])[0] & (2**64 - 1)):
             raise UserError(
                 f"{name} is not what was saved",
                 where=str(self.file),
-                why="its checksum differs from the one recorded when the checkpoint was written",
+                why="its checksum is not the one recorded when the checkpoint was written",
                 fix="export another step",
             )
         return local
+
+
+def _read_record(file: Path) -> Mapping[str, str]:
+    """Checksums by name; none, and a note, where there is no record."""
+    if not file.is_file():
+        print(f"note: there is no {file}: the weights of this rank are read unchecked", file=sys.stderr)
+        return {}
+    try:
+        record: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            "the checksums of a rank cannot be read",
+            where=str(file),
+            why=str(error),
+            fix="export another step; without the file the weights are read unchecked",
+        ) from error
+    return record
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from qarl.errors import UserError
 from qarl.export_sources import find_checkpoint
 from qarl.optim import lr_scale
 from qarl.quant.scheme import SCHEMES, get_scheme
+from qarl.rollout.checksum import checksums
 from qarl.tbpo import TBPOConfig
 from qarl.tracking import read_metrics
 from qarl.trainer import verl_process
@@ -30,6 +31,7 @@ from qarl.trainer.verl import differences, dry_run, refuse_unsupported, verl_con
 from qarl.trainer.verl_metrics import MetricsFollower, our_names
 from qarl.trainer.verl_process import worker_environment
 from qarl.trainer.verl_resume import open_verl_run
+from qarl.verl_checkpoint import VerlWeights
 from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 
 VERL_CONFIGS = sorted(
@@ -504,6 +506,26 @@ def test_an_export_says_what_a_checkpoint_lacks(tmp_path):
         find_checkpoint(tmp_path, 6)
     with pytest.raises(UserError, match="no checkpoint of step 8"):
         find_checkpoint(tmp_path, 8)
+
+
+def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsys):
+    import torch
+
+    actor = checkpoint(tmp_path, 4) / "actor"
+    weight = torch.randn(4, 4)
+    torch.save({"a": weight, "b": weight + 1}, actor / "model_world_size_1_rank_0.pt")
+    assert torch.equal(dict(VerlWeights.open(actor).tensors())["a"], weight)
+    assert "read unchecked" in capsys.readouterr().err
+    record = actor / "qarl_state_world_size_1_rank_0.json"
+    sums = [f"{value & (2**64 - 1):016x}" for value in checksums([weight, weight + 1])]
+    record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
+    assert len(dict(VerlWeights.open(actor).tensors())) == 2 and capsys.readouterr().err == ""
+    record.write_text(json.dumps({"model.a": sums[0]}))
+    with pytest.raises(UserError, match="b is not what was saved"):
+        dict(VerlWeights.open(actor).tensors())
+    record.write_text('{"model.a": "12')
+    with pytest.raises(UserError, match="checksums of a rank cannot be read"):
+        VerlWeights.open(actor)
 
 
 def test_a_resume_that_changes_what_is_trained_is_refused(opened):

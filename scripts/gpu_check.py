@@ -18,6 +18,7 @@ needs a package which is not there is left out and says which. A verdict that is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -112,9 +113,9 @@ def _run(command: list[str], environment: dict[str, str], seconds: float) -> tup
         held = error.stdout or b""
         return held.decode(errors="replace") if isinstance(held, bytes) else held, None
     finally:
-        if process.poll() is None:  # past the limit, or interrupted: the keyboard's signal reaches no other session
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def command_of(part: str, *, cpu: bool, folder: Path) -> tuple[str | None, list[str], dict[str, str]]:

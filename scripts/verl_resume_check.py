@@ -8,7 +8,8 @@ of its first step to about its last, inside steps and checkpoints alike; and sta
 
     weights, optimizer, scheduler, RNG   by checksum, on every rank: verl's own load is followed by a comparison with
                                          the record written at the save (`qarl.verl_plugin.state`)
-    data position                        the steps after the checkpoint ask the prompts that the killed run's asked
+    data position                        the steps after the checkpoint ask the prompts that the killed run's asked; a
+                                         kill right after a checkpoint leaves none to compare
 
 A run killed before its first checkpoint starts anew: only its prompts are compared. Sampling is not bitwise repeatable
 across verl's servers, so later steps are not compared. The result is JSON, written after each kill; the exit code is 1
@@ -101,6 +102,8 @@ def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
         (resumed / f"{step}.jsonl").is_file() and prompts_of_step(killed, step) == prompts_of_step(resumed, step)
         for step in again
     )
+    # verl's own thread writes them: that of the last step may not be there yet.
+    dumped = all((killed / f"{step}.jsonl").is_file() for step in range(1, killed_after))
     return {
         "killed_s_after_step_1": round(delay, 2),
         "killed_after_step": killed_after,
@@ -112,6 +115,7 @@ def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
         "last_step": logged_steps(run_dir),
         "ok": code == 0
         and sorted(verified) == list(range(args.ranks if checkpoint else 0))
+        and dumped
         and same_prompts
         and logged_steps(run_dir) == last_checkpoint(run_dir) == LAST,
     }

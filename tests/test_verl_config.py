@@ -493,6 +493,21 @@ def test_half_a_checkpoint_is_none(opened, capsys):
         opened()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.save_freq", -1),
+        ("trainer.default_local_dir", "/elsewhere"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["hf_model"]),
+    ],
+)
+def test_a_run_that_could_not_be_exported_does_not_start(key, value):
+    with pytest.raises(UserError, match="no checkpoint to export") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where == f"verl.{key}"
+    verl_config(quickstart(verl={key: value}, **{"trainer.save_final": False}), on_cpu=True)
+
+
 def test_an_export_says_what_a_checkpoint_lacks(tmp_path):
     folder = checkpoint(tmp_path, 6, ranks=2)
     (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()

@@ -128,6 +128,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 why=str(error).splitlines()[0],
                 fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
             ) from error
+    refuse_no_export(config, composed)
     validate(composed)
     return composed
 
@@ -185,6 +186,25 @@ def refuse_one_checkpoint(composed: Any) -> None:
             where="trainer.max_ckpt_to_keep",
             why="it deletes the earlier one before the next one is whole, so a run killed in between has none",
             fix="set trainer.max_ckpt_to_keep=2 or more",
+        )
+
+
+def refuse_no_export(config: Config, composed: Any) -> None:
+    """UserError where keys of the section `verl` leave no checkpoint for the export of the end."""
+    folder = Path(composed.trainer.default_local_dir).resolve()
+    problems = {
+        "trainer.save_freq": composed.trainer.save_freq <= 0,
+        "trainer.default_local_dir": folder != (config.run_dir / "checkpoints").resolve(),
+        "actor_rollout_ref.actor.checkpoint.save_contents": "model"
+        not in composed.actor_rollout_ref.actor.checkpoint.save_contents,
+    }
+    wrong = [f"verl.{key}" for key, bad in problems.items() if bad]
+    if config.trainer.save_final and wrong:
+        raise UserError(
+            "there would be no checkpoint to export at the end",
+            where=", ".join(wrong),
+            why="trainer.save_final exports the run's last checkpoint, from RUN/checkpoints",
+            fix="leave the key out, or set trainer.save_final=false",
         )
 
 

@@ -121,6 +121,15 @@ def check(name: str, args: argparse.Namespace, delay: float) -> dict[str, Any]:
     }
 
 
+def prompts_by_step(runs: Path) -> dict[int, dict[str, list[str]]]:
+    """step -> run -> its prompts, for everything that the runs in `runs` wrote down."""
+    found: dict[int, dict[str, list[str]]] = {}
+    for file in sorted(runs.glob("*/*.jsonl")):
+        if file.stem.isdecimal() and file.parent.suffix in (".killed", ".resumed"):
+            found.setdefault(int(file.stem), {})[file.parent.name] = prompts_of_step(file.parent, int(file.stem))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1)
@@ -138,7 +147,14 @@ def main() -> None:
     for number, delay in enumerate(delays):
         results.append(check(f"kill{number}", args, delay))
         print(json.dumps(results[-1]), flush=True)
-        report = {"ranks": args.ranks, "kills": results, "ok": all(result["ok"] for result in results)}
+        steps = prompts_by_step(Path(args.runs))
+        equal = all(len({tuple(prompts) for prompts in runs.values()}) == 1 for runs in steps.values())
+        report = {
+            "ranks": args.ranks,
+            "kills": results,
+            "runs_compared_by_step": {step: len(runs) for step, runs in sorted(steps.items())},
+            "ok": equal and all(result["ok"] for result in results),
+        }
         if args.output:
             write_json(args.output, report)
     sys.exit(0 if report["ok"] else 1)

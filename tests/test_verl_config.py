@@ -27,7 +27,8 @@ from qarl.tbpo import TBPOConfig
 from qarl.tracking import read_metrics
 from qarl.trainer import verl_process
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
-from qarl.trainer.verl import differences, dry_run, refuse_unsupported, verl_config, verl_keys
+from qarl.trainer.verl import differences, dry_run, verl_config, verl_keys
+from qarl.trainer.verl_checks import refuse_unsupported
 from qarl.trainer.verl_metrics import MetricsFollower, our_names
 from qarl.trainer.verl_process import worker_environment
 from qarl.trainer.verl_resume import open_verl_run

@@ -11,7 +11,8 @@ def check_backend(context: Context, topic: Topic) -> None:
     """Whether the backend takes the config."""
     config = context.config
     if config.backend == "verl":
-        from qarl.trainer.verl import refuse_unsupported, verl_config
+        from qarl.trainer.verl import verl_config
+        from qarl.trainer.verl_checks import refuse_unsupported
 
         refused = not topic.passes(refuse_unsupported, config)
         verl_config(config, on_cpu=context.target.device == "cpu")

@@ -1,0 +1,107 @@
+"""What a verl run refuses before it starts: what verl cannot do, its own checks, and keys that would spoil a run.
+
+Read in verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config
+from qarl.errors import UserError
+
+
+def unsupported(config: Config) -> dict[str, str]:
+    """Keys of ours that have no counterpart in verl and are not at the neutral value, with that value."""
+    problems = {
+        "optim.name": (config.optim.name != "adamw", "adamw"),
+        "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
+        "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
+    }
+    return {key: neutral for key, (bad, neutral) in problems.items() if bad}
+
+
+def refuse_unsupported(config: Config) -> None:
+    """UserError that names all of `unsupported`."""
+    if found := unsupported(config):
+        raise UserError(
+            "backend=verl has no counterpart of " + ", ".join(found),
+            where=", ".join(found),
+            fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
+        )
+
+
+def validate(composed: Any) -> None:
+    """verl's own checks, and what of its keys does not go with TBPO or spoils a checkpoint."""
+    refuse_corrections(composed)
+    refuse_one_checkpoint(composed)
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    try:
+        validate_config(
+            config=composed,
+            use_reference_policy=need_reference_policy(composed),
+            use_critic=need_critic(composed),
+        )
+        omega_conf_to_dataclass(composed.actor_rollout_ref.rollout)
+        omega_conf_to_dataclass(composed.algorithm)
+    except UserError:
+        raise
+    except Exception as error:  # assertions, ValueErrors and hydra's own, depending on the key
+        raise UserError(
+            "verl refuses the configuration",
+            where=f"{type(error).__name__} from verl",
+            why=" ".join(str(error).split())[:600],
+            fix="change the keys that it names; dry_run=true prints all of verl's keys",
+        ) from error
+
+
+def refuse_corrections(composed: Any) -> None:
+    """UserError where verl would put its own rollout correction on top of TBPO's, or take away what TBPO corrects."""
+    if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
+        return
+    correction = composed.algorithm.rollout_correction
+    for key, neutral, why in (
+        ("bypass_mode", False, "it takes the rollout's log-probs for the trainer's, and TBPO would see no mismatch"),
+        ("rollout_is", None, "it weighs the tokens once more, and TBPO has its own weight of the whole sequence"),
+    ):
+        if value := correction.get(key):
+            raise UserError(
+                f"rollout_correction.{key}={value} does not go with TBPO",
+                where=f"verl.algorithm.rollout_correction.{key}",
+                why=why,
+                fix=f"set it to {'null' if neutral is None else 'false'}, or choose another loss_mode of verl's",
+            )
+
+
+def refuse_one_checkpoint(composed: Any) -> None:
+    """UserError where verl would delete the only whole checkpoint before the next one is written."""
+    trainer = composed.trainer
+    if trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save"):
+        raise UserError(
+            "verl cannot keep a single checkpoint safely",
+            where="trainer.max_ckpt_to_keep",
+            why="it deletes the earlier one before the next one is whole, so a run killed in between has none",
+            fix="set trainer.max_ckpt_to_keep=2 or more",
+        )
+
+
+def refuse_no_export(config: Config, composed: Any) -> None:
+    """UserError where keys of the section `verl` leave no checkpoint for the export of the end."""
+    folder = Path(composed.trainer.default_local_dir).resolve()
+    problems = {
+        "trainer.save_freq": composed.trainer.save_freq <= 0,
+        "trainer.default_local_dir": folder != (config.run_dir / "checkpoints").resolve(),
+        "actor_rollout_ref.actor.checkpoint.save_contents": "model"
+        not in composed.actor_rollout_ref.actor.checkpoint.save_contents,
+    }
+    wrong = [f"verl.{key}" for key, bad in problems.items() if bad]
+    if config.trainer.save_final and wrong:
+        raise UserError(
+            "there would be no checkpoint to export at the end",
+            where=", ".join(wrong),
+            why="trainer.save_final exports the run's last checkpoint, from RUN/checkpoints",
+            fix="leave the key out, or set trainer.save_final=false",
+        )

@@ -259,8 +259,13 @@ def _expert_checks(device: Any) -> Iterator[dict[str, Any]]:
             for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
                 keys = {"operation": f"{operation}, {routing}", "shape": [m, *shape], "group_size": group_size}
                 yield from _checks(keys, partial(build, layer, part, m, routing))
-        if layer.failures:
-            print(f"not checked with {shape}: {layer.failures}")
+        for name, why in layer.failures.items():
+            scheme, _, kernel = name.partition(" ")
+            if kernel:  # it said that it serves here, and then could not take the weights
+                keys = {"operation": "prepare experts", "shape": list(shape), "group_size": group_size}
+                yield keys | {"kernel": f"{scheme} {kernel}", "failed": why, "good": False}
+            else:
+                print(f"not checked with {shape}: {scheme}: {why}")
 
 
 def _checks(keys: dict[str, Any], build: Callable[[], list[Any]]) -> Iterator[dict[str, Any]]:

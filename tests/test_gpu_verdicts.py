@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from qarl.kernels.experts import ReferenceExperts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import gpu_check
@@ -92,3 +95,13 @@ def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     time.sleep(1.2)
     assert not list(tmp_path.iterdir())
     assert gpu_check._run(["sh", "-c", "echo wrong; exit 3"], dict(os.environ), 9.0) == ("wrong\n", 3)
+
+
+def test_a_kernel_that_cannot_take_the_weights_fails_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(gate_up: object, down: object) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(ReferenceExperts, "prepare", staticmethod(prepare))
+    entries = list(gpu_check._expert_checks(torch.device("cpu")))
+    assert {entry["kernel"] for entry in entries if entry["operation"] == "prepare experts"} >= {"w4a16 reference"}
+    assert not any(entry["good"] for entry in entries if entry["operation"] == "prepare experts")

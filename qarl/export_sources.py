@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
             fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
         )
     chosen = max(found) if step is None else step
+    if step is None and max(torn, default=0) > chosen:
+        newest = max(torn)
+        print(f"note: the checkpoint of step {newest} is not whole: {torn[newest]}; step {chosen} is", file=sys.stderr)
     if chosen not in found:
         there = ", ".join(f"step={step}" for step in sorted(found))
         raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")

@@ -89,7 +89,13 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     except UserError as error:
         failed = ": ".join(part for part in (error.what, error.why) if part)
         write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
-        raise
+        command = f"python -m qarl.export run={config.run_dir} output={output}"
+        raise UserError(
+            f"the trained model could not be exported: {error.what}",
+            where=error.where,
+            why=error.why,
+            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is there, and {command} makes the export",
+        ) from error
     summary["checkpoint"] = str(output)
     write_summary(config.run_dir, summary)
     return summary

@@ -7,8 +7,8 @@ so all three agree on units:
     products     one matrix product [M, K] x [K, N]: seconds a call, a feature and a weight, at each measured M
     blocks       a decoder block without its products, in seconds a token and element of width
     engine       what vLLM adds to its products: seconds a step, a sequence, a layer, a logit, an attended key
-    head         lm_head's log-softmax and the embedding's gradient
-    optimizer    seconds a parameter
+    head         lm_head's log-softmax
+    optimizer    seconds a parameter, of small tensors and of large ones
     quantize     seconds a weight
     publish      seconds a byte, and a weight
     links        bytes/s between GPUs; none on a single machine
@@ -28,6 +28,13 @@ from typing import Any
 from qarl.errors import UserError
 
 KIND = "ceilings"
+LARGE = 2**25
+"""Parameters from which on a tensor is a large one: an allocator gives its memory back to the system after each use,
+and new pages cost as much as the arithmetic does."""
+
+
+def size_class(parameters: float) -> str:
+    return "large" if parameters > LARGE else "small"
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -114,24 +121,25 @@ class EngineCost:
 @dataclass(frozen=True)
 class HeadCost:
     """Seconds a logit of log-softmax with its copies: `forward`, `forward_grad` (what a backward needs is kept),
-    `backward`; `embedding` seconds a parameter of the gradient of the embedding."""
+    `backward`."""
 
     forward: float
     forward_grad: float
     backward: float
-    embedding: float
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
     """Seconds a parameter. `first`: the first micro-batch's gradient to FP32; `add`: a later one's; `clip`: norm and
-    scaling; `step_fp32`, `step_bf16`: an AdamW step by `optim.master_dtype`."""
+    scaling; `step_fp32`, `step_bf16`: an AdamW step by `optim.master_dtype`; `embedding`: the gradient of an
+    embedding."""
 
     first: float
     add: float
     clip: float
     step_fp32: float
     step_bf16: float
+    embedding: float
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,8 @@ class QuantizeCost:
 
 @dataclass(frozen=True)
 class PublishCost:
-    """Seconds a byte on the wire of `validate` and `transfer`; `apply` seconds a weight by scheme, and of `embedding`,
-    `head` (an untied lm_head) and `tied` (an embedding that is both)."""
+    """Seconds a byte on the wire of `validate` and `transfer`; `apply` seconds a weight by scheme, and of "CLASS tied"
+    (an embedding that is lm_head too) and "CLASS untied" (both together, a weight of one), CLASS as in `size_class`."""
 
     call: float
     validate: float
@@ -176,7 +184,7 @@ class Ceilings:
     blocks: Mapping[str, Mapping[str, Block]]
     engine: EngineCost
     head: HeadCost
-    optimizer: OptimizerCost
+    optimizer: Mapping[str, OptimizerCost]
     quantize: Mapping[str, QuantizeCost]
     publish: PublishCost
     memory_bytes: int
@@ -221,7 +229,7 @@ class Ceilings:
                 },
                 engine=EngineCost(**content["engine"]),
                 head=HeadCost(**content["head"]),
-                optimizer=OptimizerCost(**content["optimizer"]),
+                optimizer={name: OptimizerCost(**entry) for name, entry in content["optimizer"].items()},
                 quantize={name: QuantizeCost(**entry) for name, entry in content["quantize"].items()},
                 publish=PublishCost(**content["publish"]),
                 memory_bytes=content["memory_bytes"],

@@ -25,6 +25,9 @@ from qarl.bench.cost.measure_engine import overheads, token_costs
 from qarl.bench.cost.rig import PRODUCTS, make_engine, make_model
 from qarl.quant import packed_state_dict, quantize_model
 
+VOCABULARIES = {"small": 8192, "large": 65536}
+"""Of the embeddings of each size class that are published, 640 wide."""
+
 
 def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
     """Of BF16 and `schemes`."""
@@ -49,10 +52,8 @@ def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
                 tokens = token_costs(running, rounds)
     for direction, product in measure_products.head_products(rounds).items():
         products[f"trainer {direction} head"] = product
-    tied = replace(PRODUCTS, layers=1, tied=True)
-    model = make_model(tied)
-    with tempfile.TemporaryDirectory() as folder, make_engine(Path(folder), tied, "bf16") as running:
-        published["tied"] = {"apply": measure_products.tied_table(model, running, rounds)}
+    written = {f"{name} {'tied' if tied else 'untied'}": _tables(vocab, tied, rounds)
+               for name, vocab in VOCABULARIES.items() for tied in (False, True)}  # fmt: skip
     bf16 = published["bf16"]
     return Ceilings(
         device=report.device_name(device),
@@ -66,12 +67,18 @@ def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
         quantize=quantizers,
         publish=PublishCost(
             **{name: bf16[name] for name in ("call", "validate", "transfer")},
-            apply={name: found["apply"] for name, found in published.items()}
-            | {name: bf16[name] for name in ("embedding", "head")},
+            apply={name: found["apply"] for name, found in published.items()} | written,
         ),
         memory_bytes=0,
         facts=_facts(rounds, time.perf_counter() - start),
     )
+
+
+def _tables(vocab: int, tied: bool, rounds: int) -> float:
+    size = replace(PRODUCTS, layers=1, vocab=vocab, tied=tied)
+    model = make_model(size)
+    with tempfile.TemporaryDirectory() as folder, make_engine(Path(folder), size, "bf16") as running:
+        return measure_products.tables(model, running, rounds)
 
 
 def _facts(rounds: int, seconds: float) -> dict[str, Any]:

@@ -42,8 +42,8 @@ FEW = "one row"
 LENGTHS = (64, 128, 256, 512, 1024)
 """Of rows whose attention is measured, at ROWS * LENGTH tokens together."""
 LOGITS = (512, 32768)
-PARAMETERS = (2, 4096, 2560)
-EMBEDDING = (65536, 256)
+PARAMETERS = {"small": (2, 4096, 2560), "large": (1, 65536, 1024)}
+"""Count and shape of the tensors of each size class; the embedding has the shape of one."""
 
 
 class _StandIn(torch.autograd.Function):
@@ -150,21 +150,26 @@ def head(rounds: int) -> HeadCost:
     logits = torch.randn(tokens, vocabulary).bfloat16().requires_grad_()
     chosen = torch.randint(vocabulary, (tokens,))
     places = torch.arange(tokens)
-    table = nn.Embedding(*EMBEDDING, dtype=torch.bfloat16)
-    looked_up = table(torch.randint(EMBEDDING[0], (ROWS * LENGTH,)))
     calls = _passes(lambda: log_probs_of_logits(logits[places], chosen, temperature=1.0)[0], [logits])
-    gradient = torch.randn_like(looked_up)
-    calls["embedding"] = lambda: torch.autograd.grad(looked_up, table.weight, gradient, retain_graph=True)
     seconds = median_seconds(calls, rounds)
-    return HeadCost(
-        **{one: seconds[one] / (tokens * vocabulary) for one in PASSES},
-        embedding=seconds["embedding"] / (EMBEDDING[0] * EMBEDDING[1]),
-    )
+    return HeadCost(**{one: seconds[one] / (tokens * vocabulary) for one in PASSES})
 
 
-def optimizer(rounds: int) -> OptimizerCost:
-    """Of the trainer's own, with AdamW."""
-    count, *shape = PARAMETERS
+def _embedding(rounds: int, shape: tuple[int, int]) -> float:
+    """Seconds a parameter of an embedding's gradient."""
+    table = nn.Embedding(*shape, dtype=torch.bfloat16)
+    looked_up = table(torch.randint(shape[0], (ROWS * LENGTH,)))
+    grad = torch.randn_like(looked_up)
+    calls = {"embedding": lambda: torch.autograd.grad(looked_up, table.weight, grad, retain_graph=True)}
+    return median_seconds(calls, rounds)["embedding"] / table.weight.numel()
+
+
+def optimizer(rounds: int) -> dict[str, OptimizerCost]:
+    """Of the trainer's own, with AdamW, by size class."""
+    return {name: _optimizer(rounds, count, (rows, columns)) for name, (count, rows, columns) in PARAMETERS.items()}
+
+
+def _optimizer(rounds: int, count: int, shape: tuple[int, int]) -> OptimizerCost:
     found: dict[str, float] = {}
     for dtype in ("fp32", "bf16"):
         parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for _ in range(count)]
@@ -192,7 +197,8 @@ def optimizer(rounds: int) -> OptimizerCost:
         optim.step()
         found |= _one_by_one(calls, rounds)
     total = count * shape[0] * shape[1]
-    return OptimizerCost(**{name: seconds / total for name, seconds in found.items()})
+    costs = {name: seconds / total for name, seconds in found.items()}
+    return OptimizerCost(**costs, embedding=_embedding(rounds, shape))
 
 
 def _one_by_one(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

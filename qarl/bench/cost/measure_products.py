@@ -29,6 +29,7 @@ TRAINER_ROWS = (32, 128, 512, 2048)
 ENGINE_ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
 TRAINER_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
 ENGINE_LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+TABLES = ("model.embed_tokens.", "lm_head.")
 HEAD, HEAD_ROWS = (512, 40960), (128, 512, 1024)
 FEW_ROWS = 64
 """Up to so many rows the engine's products take their weights from memory."""
@@ -150,15 +151,14 @@ def quantizer(model: Any, rounds: int) -> QuantizeCost:
 
 
 def publish(model: Any, engine: RolloutEngine, rounds: int) -> dict[str, float]:
-    """Seconds: `call`; a byte's `validate` and `transfer`; a weight's `apply` in the blocks, `embedding`, `head`."""
+    """Seconds: `call`; a byte's `validate` and `transfer`; a weight's `apply` in the blocks."""
     tensors = list(packed_state_dict(model))
     size = sum(tensor.nbytes for _, tensor in tensors)
     assert engine.receiver is not None
     plan = engine.receiver.plan
     layer = {n: t for n, t in tensors if n.startswith("model.layers.1.")}
     linears = [p for n, p in model.model.layers[1].named_parameters() if n.endswith("proj.weight")]
-    embedding = {n: t for n, t in tensors if n.startswith("model.embed_tokens.")}
-    head = {n: t for n, t in tensors if n.startswith("lm_head.")}
+    tables = {n: t for n, t in tensors if n.startswith(TABLES)}
 
     def validate() -> None:
         check_complete(tensors, engine.expected)
@@ -169,34 +169,31 @@ def publish(model: Any, engine: RolloutEngine, rounds: int) -> dict[str, float]:
         "validate": validate,
         "transfer": lambda: checksums(tensor for _, tensor in tensors),
         "apply": lambda: plan.write(layer),
-        "embedding": lambda: plan.write(embedding),
-        "head": lambda: plan.write(head),
+        "tables": lambda: plan.write(tables),
         "publish": lambda: engine.publish(tensors, version=next(versions)),
     }
     seconds = median_seconds(calls, rounds)
-    table = PRODUCTS.vocab * PRODUCTS.hidden
     parts = seconds["validate"] + seconds["transfer"] + PRODUCTS.layers * seconds["apply"]
     return {
-        "call": max(seconds["publish"] - parts - seconds["embedding"] - seconds["head"], 0.0) / len(tensors),
+        "call": max(seconds["publish"] - parts - seconds["tables"], 0.0) / len(tensors),
         "validate": seconds["validate"] / size,
         "transfer": seconds["transfer"] / size,
         "apply": seconds["apply"] / sum(weight.numel() for weight in linears),
-        "embedding": seconds["embedding"] / table,
-        "head": seconds["head"] / table,
     }
 
 
-def tied_table(model: Any, engine: RolloutEngine, rounds: int) -> float:
-    """Seconds a weight to write an embedding that is lm_head too, whose layout is made at the end of a publish."""
+def tables(model: Any, engine: RolloutEngine, rounds: int) -> float:
+    """Seconds for each weight of the embedding to write it and lm_head; where they are one, lm_head's layout is made at
+    the end of a publish."""
     tensors = list(packed_state_dict(model))
     assert engine.receiver is not None
     plan = engine.receiver.plan
-    table = {n: t for n, t in tensors if n.startswith("model.embed_tokens.")}
+    found = {n: t for n, t in tensors if n.startswith(TABLES)}
 
     def write() -> None:
-        plan.write(table)
+        plan.write(found)
         refresh_tied_layers(engine.model())
 
     engine.publish(tensors, version=0)
     seconds = median_seconds({"write": write}, rounds)
-    return seconds["write"] / (PRODUCTS.vocab * PRODUCTS.hidden)
+    return seconds["write"] / model.get_input_embeddings().weight.numel()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from qarl.bench.cost.ceilings import Ceilings, QuantizeCost
+from qarl.bench.cost.ceilings import Ceilings, OptimizerCost, QuantizeCost, size_class
 from qarl.bench.cost.parts import Part, attention_shapes, bytes_a_weight, merged, mlp_shapes, product_part
 from qarl.bench.cost.workload import Workload
 from qarl.memory import LOGITS_AT_A_TIME, ModelSize, wire_bytes
@@ -22,6 +22,7 @@ class Trainer:
         """Whether the forward multiplies by the low-bit tensors."""
         quantized = size.linears().values()
         self.weights = sum(n * k for n, k in quantized)
+        self.table = size.vocab * size.hidden
         self.wire_low_bit = sum(wire_bytes(scheme, work.group_size, shape) for shape in quantized)
         self.wire = self.wire_low_bit + 2 * (size.parameters - self.weights)
 
@@ -84,8 +85,8 @@ class Trainer:
         parts = [product("backward"), Part("log-softmax", logits * cost.backward, "memory")]
         if in_blocks:
             parts += [product("forward"), Part("log-softmax", logits * cost.forward_grad, "memory")]
-        gradients = size.vocab * size.hidden * cost.embedding * (2 if size.tied else 1)
-        return [*parts, Part("embedding", gradients, "memory")]
+        embedding = self.ceilings.optimizer[size_class(self.table)].embedding
+        return [*parts, Part("embedding", self.table * embedding * (2 if size.tied else 1), "memory")]
 
     def old_log_prob(self, rows: Sequence[int], responses: int) -> list[Part]:
         return self._over(rows, responses, self.work.log_prob_micro_batch_size, ("forward",))
@@ -96,12 +97,13 @@ class Trainer:
     def backward(self, rows: Sequence[int], responses: int) -> list[Part]:
         """With the blocks' second forward where checkpointing is on, the gradients' way into FP32 sums, and the
         dequantized weights that the first backward after an update makes."""
-        work, cost = self.work, self.ceilings.optimizer
+        work = self.work
         again = ("forward_grad",) if work.checkpointing else ()
         parts = self._over(rows, responses, work.micro_batch_size, ("backward", *again), head_again=False)
         batches = -(-len(rows) // work.micro_batch_size)
-        added = min(work.mini_batches, batches) * cost.first + max(batches - work.mini_batches, 0) * cost.add
-        parts.append(Part("gradient sums", added * self.size.parameters / self.ranks, "memory"))
+        first, later = min(work.mini_batches, batches), max(batches - work.mini_batches, 0)
+        added = self._over_parameters(lambda cost: first * cost.first + later * cost.add)
+        parts.append(Part("gradient sums", added, "memory"))
         if self.low_bit:
             dequantize = self._quantize_cost().dequantize * self.weights * work.mini_batches
             parts.append(Part("dequantize", dequantize, "memory"))
@@ -124,10 +126,16 @@ class Trainer:
 
     def optimizer(self) -> list[Part]:
         """Clipping and steps of this rank's shard, once for each mini-batch."""
-        cost = self.ceilings.optimizer
-        step = cost.step_fp32 if self.work.master_dtype == "fp32" else cost.step_bf16
-        seconds = (cost.clip + step) * self.size.parameters / self.ranks * self.work.mini_batches
-        return [Part("clip and step", seconds, "memory")]
+        step = f"step_{self.work.master_dtype}"
+        seconds = self._over_parameters(lambda cost: cost.clip + float(getattr(cost, step)))
+        return [Part("clip and step", seconds * self.work.mini_batches, "memory")]
+
+    def _over_parameters(self, seconds: Callable[[OptimizerCost], float]) -> float:
+        """Seconds a parameter, over this rank's shards: those of embedding and lm_head may be large tensors."""
+        costs, shard = self.ceilings.optimizer, self.table / self.ranks
+        tables = self.size.embedding_parameters / self.ranks
+        rest = self.size.parameters / self.ranks - tables
+        return rest * seconds(costs["small"]) + tables * seconds(costs[size_class(shard)])
 
     def quantize(self) -> list[Part]:
         """All weights after each optimizer step; at level `off` for the publish alone, without a kernel's layout."""
@@ -142,9 +150,8 @@ class Trainer:
     def publish(self) -> list[Part]:
         """Checks, checksums at both ends, and the writing into the engine."""
         cost, size = self.ceilings.publish, self.size
-        table = size.vocab * size.hidden
-        apply = cost.apply[self.scheme] * self.weights
-        apply += cost.apply["tied"] * table if size.tied else (cost.apply["embedding"] + cost.apply["head"]) * table
+        tables = f"{size_class(self.table)} {'tied' if size.tied else 'untied'}"
+        apply = cost.apply[self.scheme] * self.weights + cost.apply[tables] * self.table
         return [
             Part("validate", cost.validate * self.wire, "memory"),
             Part("transfer", cost.transfer * self.wire, "memory"),

@@ -28,9 +28,10 @@ from typing import Any
 from qarl.errors import UserError
 
 KIND = "ceilings"
-LARGE = 2**25
-"""Parameters from which on a tensor is a large one: an allocator gives its memory back to the system after each use,
-and new pages cost as much as the arithmetic does."""
+LARGE = 2**24
+"""Parameters above which a tensor is a large one. Its BF16 copies take more than 32 MiB, glibc's highest threshold
+(mallopt(3), M_MMAP_THRESHOLD) above which memory goes back to the system after each use, and new pages cost as much as
+the arithmetic does."""
 
 
 def size_class(parameters: float) -> str:

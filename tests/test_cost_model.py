@@ -12,7 +12,16 @@ import pytest
 
 from qarl.bench.__main__ import main
 from qarl.bench.cost.arguments import CeilingsArguments, PlanArguments
-from qarl.bench.cost.ceilings import Block, Ceilings, EngineCost, Links, OptimizerCost, Product, interpolate
+from qarl.bench.cost.ceilings import (
+    Block,
+    Ceilings,
+    EngineCost,
+    Links,
+    OptimizerCost,
+    Product,
+    PublishCost,
+    interpolate,
+)
 from qarl.bench.cost.check import compare, workload_of
 from qarl.bench.cost.collectives import all_gather, all_reduce, reduce_scatter
 from qarl.bench.cost.fit import nonnegative_fit
@@ -53,11 +62,9 @@ def no_ceilings(**changes: Any) -> Ceilings:
         blocks={level: dict.fromkeys(("forward", "forward_grad", "backward"), nothing) for level in ("off", "model")},
         engine=zeroed(zero.engine),
         head=zeroed(zero.head),
-        optimizer={name: zeroed(entry) for name, entry in zero.optimizer.items()},
+        optimizer=tuple((size, zeroed(entry)) for size, entry in zero.optimizer),
         quantize={name: zeroed(entry) for name, entry in zero.quantize.items()},
-        publish=replace(
-            zero.publish, call=0.0, validate=0.0, transfer=0.0, apply=dict.fromkeys(zero.publish.apply, 0.0)
-        ),
+        publish=PublishCost(0.0, 0.0, 0.0, dict.fromkeys(zero.publish.apply, 0.0), ((1.0, 0.0),), ((1.0, 0.0),)),
         memory_bytes=0,
         facts={"threads": 1},
     )
@@ -317,7 +324,8 @@ class TestTrainer:
     def test_gradients_optimizer_and_quantizer(self) -> None:
         empty = no_ceilings()
         small = OptimizerCost(first=1.0, add=10.0, clip=100.0, step_fp32=1000.0, step_bf16=0.0, embedding=0.0)
-        optimizer = {"small": small, "large": dataclasses.replace(small, clip=0.0, step_fp32=1e4)}
+        large = dataclasses.replace(small, clip=0.0, step_fp32=1e4)
+        optimizer = ((2.0**20, small), (2.0**22, large))
         quantize = dict.fromkeys(empty.quantize, type(empty.quantize["w8a8"])(1.0, 10.0, 100.0))
         trainer = self.trainer(no_ceilings(optimizer=optimizer, quantize=quantize), mini_batches=2, micro_batch_size=1)
         parameters, weights = SMALL.parameters, 2 * 36864
@@ -328,9 +336,14 @@ class TestTrainer:
         assert seconds(backward, "dequantize") == pytest.approx(2 * 100 * weights)
         assert total(trainer.optimizer()) == pytest.approx(2 * 1100 * parameters)
         assert total(trainer.quantize()) == pytest.approx(2 * 11 * weights)
-        wide = replace(SMALL, vocab=2**20)  # 2^26 parameters: embedding and lm_head are large tensors
-        large = Trainer(wide, trainer.ceilings, "bf16", "off", WORK)
-        assert total(large.optimizer()) == pytest.approx(1100 * (wide.parameters - 2 * 2**26) + 1e4 * 2 * 2**26)
+        wide = replace(SMALL, vocab=2**20)  # embedding and lm_head have 2^26 parameters each, past the second point
+        many = Trainer(wide, trainer.ceilings, "bf16", "off", WORK)
+        assert total(many.optimizer()) == pytest.approx(1100 * (wide.parameters - 2 * 2**26) + 1e4 * 2 * 2**26)
+        # half way between the points, in the logarithm
+        between = trainer.ceilings.optimizer_at(2.0**21)
+        assert between.step_fp32 == pytest.approx(1e4 / 10**0.5)
+        sharded = Trainer(wide, trainer.ceilings, "bf16", "off", WORK, ranks=64)  # 2^20 parameters of each table
+        assert total(sharded.optimizer()) == pytest.approx(1100 * wide.parameters / 64)
         off = self.trainer(no_ceilings(quantize=quantize), level="off", mini_batches=2)
         assert total(off.quantize()) == pytest.approx(weights)
         assert off.backward([32] * 4, 96) != [] and seconds(off.backward([32] * 4, 96), "dequantize") == 0
@@ -343,8 +356,9 @@ class TestTrainer:
         wire = 2 * (36864 + 4 * 512) + 2 * (2 * 6400 + 5 * 64)
         assert sum(n for n, _ in SMALL.block_linears(0).values()) == 512
         assert total(trainer.publish()) == pytest.approx(11 * wire)
-        apply = dict.fromkeys(publish.apply, 0.0) | {"w8a8": 1.0, "small untied": 110.0, "small tied": 5.0}
-        ceilings = no_ceilings(publish=replace(no_ceilings().publish, apply=apply))
+        apply = dict.fromkeys(publish.apply, 0.0) | {"w8a8": 1.0}
+        tables = {"tied": ((1.0, 5.0),), "untied": ((1.0, 110.0),)}
+        ceilings = no_ceilings(publish=replace(no_ceilings().publish, apply=apply, **tables))
         assert total(self.trainer(ceilings).publish()) == pytest.approx(2 * 36864 + 110 * 6400)
 
 
@@ -562,13 +576,13 @@ class TestMeasuring:
         monkeypatch.setattr(measure_blocks, "LENGTHS", (32, 64))
         monkeypatch.setattr(measure_blocks, "ROWS", 2)
         monkeypatch.setattr(measure_blocks, "LENGTH", 64)
-        monkeypatch.setattr(measure_blocks, "PARAMETERS", {"small": (2, 64, 64), "large": (1, 512, 64)})
-        monkeypatch.setattr(measure, "VOCABULARIES", {"small": 256, "large": 512})
+        monkeypatch.setattr(measure_blocks, "PARAMETERS", ((2, 64, 64), (1, 512, 64)))
+        monkeypatch.setattr(measure, "VOCABULARIES", (256, 512))
         monkeypatch.setattr(measure_blocks, "LOGITS", (32, 512))
         path = tmp_path / "ceilings.json"
         assert measure.run(CeilingsArguments(path, schemes=("bf16", "w8a8"), rounds=1)) == 0
         ceilings = Ceilings.load(path)
-        assert not ceilings.assumed and set(ceilings.publish.apply) >= {"bf16", "w8a8", "large tied"}
+        assert not ceilings.assumed and set(ceilings.publish.apply) == {"bf16", "w8a8"}
         assert main(["plan", "model=SmolLM2-135M", f"ceilings={path}", "scheme=bf16,w8a8", "prompts=4", "n=2"]) == 0
         printed = capfd.readouterr().out
         assert "(measured)" in printed and "| w8a8 | linears |" in printed

@@ -8,7 +8,7 @@ so all three agree on units:
     blocks       a decoder block without its products, in seconds a token and element of width
     engine       what vLLM adds to its products: seconds a step, a sequence, a layer, a logit, an attended key
     head         lm_head's log-softmax
-    optimizer    seconds a parameter, of small tensors and of large ones
+    optimizer    seconds a parameter, by size of the tensor
     quantize     seconds a weight
     publish      seconds a byte, and a weight
     links        bytes/s between GPUs; none on a single machine
@@ -28,14 +28,6 @@ from typing import Any
 from qarl.errors import UserError
 
 KIND = "ceilings"
-LARGE = 2**24
-"""Parameters above which a tensor is a large one. Its BF16 copies take more than 32 MiB, glibc's highest threshold
-(mallopt(3), M_MMAP_THRESHOLD) above which memory goes back to the system after each use, and new pages cost as much as
-the arithmetic does."""
-
-
-def size_class(parameters: float) -> str:
-    return "large" if parameters > LARGE else "small"
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -52,6 +44,11 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
                 return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
             return float(y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)))
     raise AssertionError("points are in order of x")
+
+
+def within(points: Sequence[tuple[float, float]], x: float) -> float:
+    """As `interpolate`, but constant beyond either end: for a cost of one unit."""
+    return interpolate(points, min(x, points[-1][0]))
 
 
 @dataclass(frozen=True)
@@ -155,13 +152,16 @@ class QuantizeCost:
 
 @dataclass(frozen=True)
 class PublishCost:
-    """Seconds a byte on the wire of `validate` and `transfer`; `apply` seconds a weight by scheme, and of "CLASS tied"
-    (an embedding that is lm_head too) and "CLASS untied" (both together, a weight of one), CLASS as in `size_class`."""
+    """Seconds a byte on the wire of `validate` and `transfer`; `apply` seconds a weight by scheme; those of the
+    embedding and lm_head, a weight of one of them, by their size: `tied` where they are one, `untied` for both
+    together."""
 
     call: float
     validate: float
     transfer: float
     apply: Mapping[str, float]
+    tied: tuple[tuple[float, float], ...]
+    untied: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Ceilings:
     blocks: Mapping[str, Mapping[str, Block]]
     engine: EngineCost
     head: HeadCost
-    optimizer: Mapping[str, OptimizerCost]
+    optimizer: tuple[tuple[float, OptimizerCost], ...]
     quantize: Mapping[str, QuantizeCost]
     publish: PublishCost
     memory_bytes: int
@@ -201,6 +201,13 @@ class Ceilings:
                 fix="measure them: python -m qarl.bench ceilings json=FILE",
             )  # fmt: skip
         return self.products[name]
+
+    def optimizer_at(self, parameters: float) -> OptimizerCost:
+        """Of a tensor with so many parameters. A small one stays in the caches from one pass over it to the next; for
+        a large one the allocator takes new memory from the system each time, and gives it back."""
+        names = [field.name for field in dataclasses.fields(OptimizerCost)]
+        curves = {name: [(size, getattr(cost, name)) for size, cost in self.optimizer] for name in names}
+        return OptimizerCost(**{name: within(curve, parameters) for name, curve in curves.items()})
 
     def block(self, level: str, direction: str) -> Block:
         """Level `linears` rounds as `off` does outside of its products."""
@@ -230,9 +237,9 @@ class Ceilings:
                 },
                 engine=EngineCost(**content["engine"]),
                 head=HeadCost(**content["head"]),
-                optimizer={name: OptimizerCost(**entry) for name, entry in content["optimizer"].items()},
+                optimizer=tuple((float(size), OptimizerCost(**entry)) for size, entry in content["optimizer"]),
                 quantize={name: QuantizeCost(**entry) for name, entry in content["quantize"].items()},
-                publish=PublishCost(**content["publish"]),
+                publish=PublishCost(**{**content["publish"], **_curves(content["publish"], ("tied", "untied"))}),
                 memory_bytes=content["memory_bytes"],
                 links=None if links is None else Links(**links),
                 facts={name: value for name, value in content.items() if name not in names and name != "kind"},
@@ -262,4 +269,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _block(given: Mapping[str, Any]) -> Block:
-    return Block(**{**given, "attention": tuple((float(t), float(s)) for t, s in given["attention"])})
+    return Block(**{**given, **_curves(given, ("attention",))})
+
+
+def _curves(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, tuple[tuple[float, float], ...]]:
+    return {name: tuple((float(x), float(y)) for x, y in given[name]) for name in names}

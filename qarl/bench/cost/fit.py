@@ -10,10 +10,10 @@ import torch
 from qarl.bench.timing import measure
 
 
-def median_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Of calls that take turns (`qarl.bench.timing`), on CPU."""
+def fastest_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The fastest of calls that take turns (`qarl.bench.timing`), on CPU: what it takes when nothing disturbs it."""
     times = measure(calls, torch.device("cpu"), seconds=0.0, rounds=rounds)
-    return {name: found.median for name, found in times.items()}
+    return {name: found.minimum for name, found in times.items()}
 
 
 def nonnegative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

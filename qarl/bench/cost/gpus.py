@@ -91,9 +91,7 @@ def assumed_ceilings(gpu: str) -> Ceilings:
             prefill_pair=4 / (ATTENTION * sheet.bf16),
         ),
         head=HeadCost(30 / bandwidth, 30 / bandwidth, 40 / bandwidth),
-        optimizer=dict.fromkeys(
-            ("small", "large"), OptimizerCost(*(size / bandwidth for size in (6.0, 10.0, 12.0, 60.0, 70.0, 4.0)))
-        ),
+        optimizer=((1.0, OptimizerCost(*(size / bandwidth for size in (6.0, 10.0, 12.0, 60.0, 70.0, 4.0)))),),
         quantize={
             name: QuantizeCost(quantize=5 / bandwidth, prepare=3 / bandwidth, dequantize=4 / bandwidth)
             for name in ("w4a16", "w8a8", "fp8")
@@ -102,8 +100,9 @@ def assumed_ceilings(gpu: str) -> Ceilings:
             call=2e-5,
             validate=2 / bandwidth,
             transfer=3 / bandwidth,
-            apply=dict.fromkeys(("bf16", "w4a16", "w8a8", "fp8", "small tied", "large tied"), 4 / bandwidth)
-            | dict.fromkeys(("small untied", "large untied"), 8 / bandwidth),
+            apply=dict.fromkeys(("bf16", "w4a16", "w8a8", "fp8"), 4 / bandwidth),
+            tied=((1.0, 4 / bandwidth),),
+            untied=((1.0, 8 / bandwidth),),
         ),
         memory_bytes=sheet.memory_bytes,
         links=Links(node=LINK * sheet.nvlink, network=LINK * sheet.network, gpus_per_node=8, latency=2e-5),

@@ -25,8 +25,8 @@ from qarl.bench.cost.measure_engine import overheads, token_costs
 from qarl.bench.cost.rig import PRODUCTS, make_engine, make_model
 from qarl.quant import packed_state_dict, quantize_model
 
-VOCABULARIES = {"small": 8192, "large": 65536}
-"""Of the embeddings of each size class that are published, 640 wide."""
+VOCABULARIES = (8192, 32768, 98304)
+"""Of the embeddings that are published, 640 wide."""
 
 
 def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
@@ -52,8 +52,10 @@ def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
                 tokens = token_costs(running, rounds)
     for direction, product in measure_products.head_products(rounds).items():
         products[f"trainer {direction} head"] = product
-    written = {f"{name} {'tied' if tied else 'untied'}": _tables(vocab, tied, rounds)
-               for name, vocab in VOCABULARIES.items() for tied in (False, True)}  # fmt: skip
+    tables = {
+        name: tuple((float(vocab * PRODUCTS.hidden), _tables(vocab, name == "tied", rounds)) for vocab in VOCABULARIES)
+        for name in ("tied", "untied")
+    }
     bf16 = published["bf16"]
     return Ceilings(
         device=report.device_name(device),
@@ -66,8 +68,12 @@ def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
         optimizer=measure_blocks.optimizer(rounds),
         quantize=quantizers,
         publish=PublishCost(
-            **{name: bf16[name] for name in ("call", "validate", "transfer")},
-            apply={name: found["apply"] for name, found in published.items()} | written,
+            call=bf16["call"],
+            validate=bf16["validate"],
+            transfer=bf16["transfer"],
+            apply={name: found["apply"] for name, found in published.items()},
+            tied=tables["tied"],
+            untied=tables["untied"],
         ),
         memory_bytes=0,
         facts=_facts(rounds, time.perf_counter() - start),

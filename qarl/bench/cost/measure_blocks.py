@@ -19,7 +19,7 @@ from torch import nn
 
 from qarl.align import align_model
 from qarl.bench.cost.ceilings import Block, HeadCost, OptimizerCost
-from qarl.bench.cost.fit import median_seconds, nonnegative_fit
+from qarl.bench.cost.fit import fastest_seconds, nonnegative_fit
 from qarl.bench.cost.rig import RigSize, make_model
 from qarl.config import OptimConfig
 from qarl.kernels.logprob import log_probs_of_logits
@@ -42,8 +42,9 @@ FEW = "one row"
 LENGTHS = (64, 128, 256, 512, 1024)
 """Of rows whose attention is measured, at ROWS * LENGTH tokens together."""
 LOGITS = (512, 32768)
-PARAMETERS = {"small": (2, 4096, 2560), "large": (1, 65536, 1024)}
-"""Count and shape of the tensors of each size class; the embedding has the shape of one."""
+PARAMETERS = ((64, 512, 512), (16, 1024, 1024), (4, 2048, 2048), (1, 16384, 1024), (1, 65536, 1024))
+"""Count and shape of tensors that an optimizer steps at a time, more than caches hold; in order of size. An embedding
+has the shape of one."""
 
 
 class _StandIn(torch.autograd.Function):
@@ -79,7 +80,7 @@ def blocks(level: str, rounds: int) -> dict[str, Block]:
     calls |= {f"{FEW} {one}": call for one, call in _block_passes(BASE, level, 1).items()}
     for length in LENGTHS:
         calls |= {f"{length} {one}": call for one, call in _attention_passes(level, length).items()}
-    seconds = median_seconds(calls, rounds)
+    seconds = fastest_seconds(calls, rounds)
     return {one: _block({n.removesuffix(f" {one}"): s for n, s in seconds.items() if n.endswith(f" {one}")})
             for one in PASSES}  # fmt: skip
 
@@ -151,7 +152,7 @@ def head(rounds: int) -> HeadCost:
     chosen = torch.randint(vocabulary, (tokens,))
     places = torch.arange(tokens)
     calls = _passes(lambda: log_probs_of_logits(logits[places], chosen, temperature=1.0)[0], [logits])
-    seconds = median_seconds(calls, rounds)
+    seconds = fastest_seconds(calls, rounds)
     return HeadCost(**{one: seconds[one] / (tokens * vocabulary) for one in PASSES})
 
 
@@ -161,12 +162,14 @@ def _embedding(rounds: int, shape: tuple[int, int]) -> float:
     looked_up = table(torch.randint(shape[0], (ROWS * LENGTH,)))
     grad = torch.randn_like(looked_up)
     calls = {"embedding": lambda: torch.autograd.grad(looked_up, table.weight, grad, retain_graph=True)}
-    return median_seconds(calls, rounds)["embedding"] / table.weight.numel()
+    return fastest_seconds(calls, rounds)["embedding"] / table.weight.numel()
 
 
-def optimizer(rounds: int) -> dict[str, OptimizerCost]:
-    """Of the trainer's own, with AdamW, by size class."""
-    return {name: _optimizer(rounds, count, (rows, columns)) for name, (count, rows, columns) in PARAMETERS.items()}
+def optimizer(rounds: int) -> tuple[tuple[float, OptimizerCost], ...]:
+    """Of the trainer's own, with AdamW: (parameters of a tensor, its cost)."""
+    return tuple(
+        (float(rows * columns), _optimizer(rounds, count, (rows, columns))) for count, rows, columns in PARAMETERS
+    )
 
 
 def _optimizer(rounds: int, count: int, shape: tuple[int, int]) -> OptimizerCost:
@@ -202,11 +205,11 @@ def _optimizer(rounds: int, count: int, shape: tuple[int, int]) -> OptimizerCost
 
 
 def _one_by_one(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """As `median_seconds` without its warm-up, which would call one twice in a row."""
+    """As `fastest_seconds` without its warm-up, which would call one twice in a row."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             start = perf_counter()
             call()
             taken[name].append(perf_counter() - start)
-    return {name: sorted(values)[len(values) // 2] for name, values in taken.items()}
+    return {name: min(values) for name, values in taken.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qarl.bench.cost.ceilings import Product
-from qarl.bench.cost.fit import median_seconds
+from qarl.bench.cost.fit import fastest_seconds
 from qarl.bench.cost.rig import PRODUCTS, TINY, RigSize, make_engine, make_model
 from qarl.kernels.vllm_attention import causal_attention
 from qarl.quant import packed_state_dict
@@ -82,7 +82,7 @@ def _decode(size: RigSize, rounds: int) -> dict[int, dict[str, float]]:
     """For each of `SEQUENCES` the seconds of a decode `step`, and of the `request`: a call less its decode steps."""
     with tempfile.TemporaryDirectory() as folder, make_engine(Path(folder), size, "bf16") as engine:
         engine.publish(list(packed_state_dict(make_model(size))), version=0)
-        seconds = median_seconds(
+        seconds = fastest_seconds(
             {f"{b} {length}": _generate(engine, b, length) for b in SEQUENCES for length in (1, *RESPONSE)}, rounds
         )
     found = {}
@@ -110,7 +110,7 @@ def _tokens(engine: RolloutEngine, rounds: int) -> dict[str, float]:
     gate_up = torch.randn(TOKENS, 2 * size.intermediate).bfloat16()
     q, k = (torch.randn(TOKENS, width).bfloat16() for width in (query, key))
     attention = layer.self_attn
-    seconds = median_seconds(
+    seconds = fastest_seconds(
         {
             "norm": lambda: layer.input_layernorm(hidden, residual),
             "activation": lambda: layer.mlp.act_fn(gate_up),
@@ -135,7 +135,7 @@ def _attention(rounds: int) -> dict[str, float]:
         q, k, v = (torch.randn(1, length, count, size).bfloat16() for count in (heads, kv_heads, kv_heads))
         for name, prompt in (("decode", 0), ("prefill", length)):
             calls[f"{name} {length}"] = lambda q=q, k=k, v=v, p=prompt: causal_attention(q, k, v, size**-0.5, [p])
-    seconds = median_seconds(calls, max(rounds, 5))
+    seconds = fastest_seconds(calls, max(rounds, 5))
     short, long = ATTENTION
     pairs = (long * (long + 1) - short * (short + 1)) / 2 * heads * size
     return {

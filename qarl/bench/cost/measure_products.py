@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qarl.bench.cost.ceilings import Product, QuantizeCost
-from qarl.bench.cost.fit import median_seconds, nonnegative_fit
+from qarl.bench.cost.fit import fastest_seconds, nonnegative_fit
 from qarl.bench.cost.rig import PRODUCTS
 from qarl.quant import packed_state_dict
 from qarl.quant.linear import QuantLinear
@@ -52,7 +52,7 @@ def _both_passes(linears: list[Any], row_counts: tuple[int, ...], rounds: int) -
         calls: dict[str, Callable[[], object]] = {}
         for number, linear in enumerate(linears):
             calls |= {f"{name} {number}": call for name, call in _passes(linear, rows).items()}
-        seconds = median_seconds(calls, rounds)
+        seconds = fastest_seconds(calls, rounds)
         for name, found in taken.items():
             found[rows] = [seconds[f"{name} {i}"] for i in range(len(linears))]
     return {name: _product(shapes, found) for name, found in taken.items()}
@@ -100,7 +100,7 @@ def engine_products(engine: RolloutEngine, rounds: int) -> Product:
         for name in ENGINE_LAYERS:
             members = [layer.get_submodule(name) for layer in (layers if rows <= FEW_ROWS else layers[:1])]
             calls[name] = _in_turn(members, rows)
-        seconds = median_seconds(calls, max(rounds, len(layers)) if rows <= FEW_ROWS else rounds)
+        seconds = fastest_seconds(calls, max(rounds, len(layers)) if rows <= FEW_ROWS else rounds)
         taken[rows] = [seconds[name] for name in ENGINE_LAYERS]
     return _product([_engine_shape(name) for name in ENGINE_LAYERS], taken)
 
@@ -141,10 +141,10 @@ def quantizer(model: Any, rounds: int) -> QuantizeCost:
         for layer in layers:
             layer.quantized().dequantize(torch.bfloat16)
 
-    seconds = median_seconds({"all": requantize, "dequantize": dequantize}, rounds)
-    prepare = sorted(parts["prepare"])[len(parts["prepare"]) // 2]
+    seconds = fastest_seconds({"all": requantize, "dequantize": dequantize}, rounds)
+    prepare = min(parts["prepare"])
     return QuantizeCost(
-        quantize=max(seconds["all"] - prepare, 0.0) / weights,
+        quantize=min(parts["quantize"]) / weights,
         prepare=prepare / weights,
         dequantize=seconds["dequantize"] / weights,
     )
@@ -172,7 +172,7 @@ def publish(model: Any, engine: RolloutEngine, rounds: int) -> dict[str, float]:
         "tables": lambda: plan.write(tables),
         "publish": lambda: engine.publish(tensors, version=next(versions)),
     }
-    seconds = median_seconds(calls, rounds)
+    seconds = fastest_seconds(calls, rounds)
     parts = seconds["validate"] + seconds["transfer"] + PRODUCTS.layers * seconds["apply"]
     return {
         "call": max(seconds["publish"] - parts - seconds["tables"], 0.0) / len(tensors),
@@ -195,5 +195,5 @@ def tables(model: Any, engine: RolloutEngine, rounds: int) -> float:
         refresh_tied_layers(engine.model())
 
     engine.publish(tensors, version=0)
-    seconds = median_seconds({"write": write}, rounds)
+    seconds = fastest_seconds({"write": write}, rounds)
     return seconds["write"] / model.get_input_embeddings().weight.numel()

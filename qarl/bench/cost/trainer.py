@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from qarl.bench.cost.ceilings import Ceilings, OptimizerCost, QuantizeCost, size_class
+from qarl.bench.cost.ceilings import Ceilings, OptimizerCost, QuantizeCost, within
 from qarl.bench.cost.parts import Part, attention_shapes, bytes_a_weight, merged, mlp_shapes, product_part
 from qarl.bench.cost.workload import Workload
 from qarl.memory import LOGITS_AT_A_TIME, ModelSize, wire_bytes
@@ -85,7 +86,7 @@ class Trainer:
         parts = [product("backward"), Part("log-softmax", logits * cost.backward, "memory")]
         if in_blocks:
             parts += [product("forward"), Part("log-softmax", logits * cost.forward_grad, "memory")]
-        embedding = self.ceilings.optimizer[size_class(self.table)].embedding
+        embedding = self.ceilings.optimizer_at(self.table).embedding
         return [*parts, Part("embedding", self.table * embedding * (2 if size.tied else 1), "memory")]
 
     def old_log_prob(self, rows: Sequence[int], responses: int) -> list[Part]:
@@ -131,11 +132,17 @@ class Trainer:
         return [Part("clip and step", seconds * self.work.mini_batches, "memory")]
 
     def _over_parameters(self, seconds: Callable[[OptimizerCost], float]) -> float:
-        """Seconds a parameter, over this rank's shards: those of embedding and lm_head may be large tensors."""
-        costs, shard = self.ceilings.optimizer, self.table / self.ranks
-        tables = self.size.embedding_parameters / self.ranks
-        rest = self.size.parameters / self.ranks - tables
-        return rest * seconds(costs["small"]) + tables * seconds(costs[size_class(shard)])
+        """Seconds a parameter, over this rank's shard of every tensor: the linears, embedding and lm_head, and the
+        rest (norms, biases, routers), all of it small."""
+        size = self.size
+        tensors = Counter(n * k for n, k in size.linears().values())
+        tensors[self.table] += 1 if size.tied else 2
+        tensors[1] += size.parameters - sum(parameters * count for parameters, count in tensors.items())
+        found = 0.0
+        for parameters, count in tensors.items():
+            shard = parameters / self.ranks
+            found += count * shard * seconds(self.ceilings.optimizer_at(shard))
+        return found
 
     def quantize(self) -> list[Part]:
         """All weights after each optimizer step; at level `off` for the publish alone, without a kernel's layout."""
@@ -150,8 +157,8 @@ class Trainer:
     def publish(self) -> list[Part]:
         """Checks, checksums at both ends, and the writing into the engine."""
         cost, size = self.ceilings.publish, self.size
-        tables = f"{size_class(self.table)} {'tied' if size.tied else 'untied'}"
-        apply = cost.apply[self.scheme] * self.weights + cost.apply[tables] * self.table
+        tables = within(cost.tied if size.tied else cost.untied, self.table)
+        apply = cost.apply[self.scheme] * self.weights + tables * self.table
         return [
             Part("validate", cost.validate * self.wire, "memory"),
             Part("transfer", cost.transfer * self.wire, "memory"),

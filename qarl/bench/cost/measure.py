@@ -1,6 +1,6 @@
 """`python -m qarl.bench ceilings`: measures `qarl.bench.cost.ceilings.Ceilings` on this machine.
 
-    python -m qarl.bench ceilings json=FILE        rounds=5 threads=1
+    python -m qarl.bench ceilings json=FILE rounds=4 threads=1
 
 Single operations only, of sizes that no model has: see the modules of the parts. A few minutes on one core.
 """

@@ -18,7 +18,7 @@ from qarl.bench.steps import agree, run, spread, tables
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.checks import log_prob_bound, problems, worst
 from qarl.bench.steps.meter import Memory, Meter
-from qarl.bench.steps.models import cut_config, default_group_size, find_model, known_models
+from qarl.bench.steps.models import MODELS, cut_config, default_group_size, find_model, known_models
 from qarl.bench.steps.results import Key, results
 from qarl.errors import UserError
 
@@ -426,3 +426,20 @@ def test_real_rollouts(tmp_path: Path) -> None:
     assert sizes == {(1, 3), (1, 6), (4, 3), (4, 6)}
 
 
+
+
+@pytest.mark.vllm
+def test_rollouts_of_experts(tmp_path: Path) -> None:
+    """On weights that vLLM makes up; on a CPU it has no kernel for low-bit experts, and that scheme gets no figures."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
+    config = json.loads((MODELS / "Qwen3-30B-A3B/config.json").read_text()) | sizes | heads
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts/config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
+    path = tmp_path / "rollout.json"
+    given = [f"model={tmp_path / 'experts'}", "schemes=bf16,w8a8", "batch=4", "prompt_length=4", "response_length=6"]
+    code = main(["rollout", "device=cpu", *given, "group_size=32", "repeats=2", f"json={path}"])
+    document = json.loads(path.read_text())
+    (result,) = document["results"]
+    assert (code, result["scheme"], list(document["failures"])) == (1, "bf16", ["w8a8, 2 layers"])
+    assert result["checks"]["response_lengths"] == [6] * 4 and result["phases"]["decode"]["median"] > 0

@@ -102,14 +102,17 @@ class RolloutEngine:
         num_threads = torch.get_num_threads()
         try:
             self.llm = LLM(**_llm_arguments(self.config))
-            self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
-            check_same_layers(self.model(), self.expected)
-            (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
+            self._prepare_publish()
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
         except BaseException:
             self.close()
             raise
+
+    def _prepare_publish(self) -> None:
+        self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
+        check_same_layers(self.model(), self.expected)
+        (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
         """Close vLLM and start it anew, with dummy weights: what is left to do after `ReloadFailed`."""

@@ -193,7 +193,7 @@ def _check_part(arguments: Arguments, where: str) -> None:
             f"{arguments.source.name} is a mixture of experts",
             where=where,
             why="the trainer has no quantized experts yet",
-            fix="python -m qarl.bench rollout model=... schemes=bf16, or kernels model=qwen3-30b-a3b",
+            fix="python -m qarl.bench rollout model=..., or kernels model=qwen3-30b-a3b",
         )
 
 

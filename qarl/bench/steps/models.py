@@ -101,7 +101,7 @@ def default_group_size(config: Mapping[str, Any]) -> int:
 
 
 def write_model(source: Source, layers: int, folder: Path) -> int:
-    """A Hugging Face folder of `source` with so many layers; the number of its parameters."""
+    """A Hugging Face folder of `source` with so many layers, of experts without weights; the number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -110,6 +110,12 @@ def write_model(source: Source, layers: int, folder: Path) -> int:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers)))
     config = AutoConfig.from_pretrained(folder)
+    if source.has_experts:  # only its rollouts are timed, on weights that vLLM makes up
+        tokenizer = _numbered_tokens(config.vocab_size)
+        tokenizer.save_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return sum(parameter.numel() for parameter in model.parameters())
     if source.folder is None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ Each answers {"phases", "peak_bytes", "checks"}; an exception is answered as {"e
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config
 
 Answer = dict[str, Any]
+ROUTERS = r"re:.*mlp\.gate$"
 PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
 
 
@@ -44,7 +46,8 @@ def serve(connection: Connection, arguments: Arguments, scheme: str, layers: int
     """The process: build, answer "ready" with what was built, then one answer a command until the pipe closes."""
     logging.disable_progress_bar()
     try:
-        bench = BENCHES[arguments.part](arguments, scheme, layers, folder)
+        experts = arguments.source.has_experts
+        bench = (ExpertsRolloutBench if experts else BENCHES[arguments.part])(arguments, scheme, layers, folder)
         connection.send({"ready": bench.describe()})
     except Exception as error:
         connection.send({"error": _reason(error)})
@@ -180,6 +183,7 @@ class EngineBench:
         level = "off" if arguments.part == "rollout" or scheme == "bf16" else "linears"
         config = bench_config(arguments, scheme, level, folder)
         self.policy = Policy.load(config)
+        self.vocab_size = int(self.policy.model.config.vocab_size)
         self.engine = RolloutEngine(engine_config(config))
         device = self.policy.device
         self.timer = Meter(Memory(device), torch.cuda.synchronize if device.type == "cuda" else None)
@@ -221,7 +225,7 @@ class EngineBench:
         return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
 
     def rollout_step(self, batch: int, length: int) -> Answer:
-        prompts = random_prompts(self.arguments, self.policy.model.config.vocab_size, batch)
+        prompts = random_prompts(self.arguments, self.vocab_size, batch)
         self.timer.take()
         lengths: list[int] = []
         for phase, tokens in (("prefill", 1), ("rollout", length)):
@@ -234,6 +238,39 @@ class EngineBench:
         seconds["decode"] = seconds["rollout"] - seconds["prefill"]
         checks = {"response_lengths": lengths, "response_length": length}
         return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
+
+
+class DummyEngine(RolloutEngine):
+    """vLLM on the dummy weights it starts with: for models that cannot be published to yet. Its speed is the same."""
+
+    def _prepare_publish(self) -> None:
+        """Nothing will be published."""
+
+    @property
+    def weight_version(self) -> int:
+        return 0
+
+
+class ExpertsRolloutBench(EngineBench):
+    """Rollouts of a mixture of experts, without a trainer's model; routers stay unquantized."""
+
+    def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
+        self.arguments, self.scheme, self.layers = arguments, scheme, layers
+        config = engine_config(bench_config(arguments, scheme, "off", folder))
+        self.engine = DummyEngine(dataclasses.replace(config, ignore=(*config.ignore, ROUTERS)))
+        self.vocab_size = int(arguments.source.config["vocab_size"])
+        device = next(self.engine.model().parameters()).device
+        self.timer = Meter(Memory(device), torch.cuda.synchronize if device.type == "cuda" else None)
+
+    def describe(self) -> Answer:
+        return {
+            "parameters": sum(tensor.numel() for tensor in self.engine.model().parameters()),
+            "levels": {},
+            "kernels": [],
+            "engine_kernels": engine_kernels(self.engine),
+            "memory": self.timer.memory.source,
+            "weights": "vLLM's dummy ones",
+        }
 
 
 def engine_kernels(engine: RolloutEngine) -> list[str]:

@@ -12,6 +12,7 @@ from qarl.bench import grouped
 from qarl.bench.__main__ import main
 from qarl.bench.arguments import Arguments
 from qarl.bench.shapes import EXPERTS, Experts
+from qarl.bench.steps.models import MODELS
 
 SMALL = Experts(experts=6, top_k=2, hidden=96, intermediate=64)
 
@@ -22,7 +23,7 @@ def layer(shape: Experts = SMALL) -> grouped.ExpertLayer:
 
 
 def test_the_experts_are_those_of_the_model() -> None:
-    path = Path(__file__).parent / "model_configs" / "Qwen3-30B-A3B" / "config.json"
+    path = MODELS / "Qwen3-30B-A3B" / "config.json"
     config = json.loads(path.read_text())
     keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
     assert EXPERTS["qwen3-30b-a3b"] == tuple(config[key] for key in keys)

@@ -169,8 +169,11 @@ class TestCollectives:
         assert reduce_scatter(self.LINKS, 400, 4).seconds == pytest.approx(3.5)
         assert all_reduce(self.LINKS, 400, 4).seconds == pytest.approx(7.0)
 
-    def test_the_network_decides_between_nodes(self) -> None:
-        assert all_gather(self.LINKS, 160, 16).seconds == pytest.approx(15.5)
+    def test_between_nodes_all_adapters_of_a_node_work(self) -> None:
+        """150 of 160 bytes: 8 adapters of 10 in a node, 4 where the last node has 4 GPUs; NVLink's 100 at most."""
+        assert all_gather(self.LINKS, 160, 16).seconds == pytest.approx(150 / 80 + 0.5)
+        assert all_gather(self.LINKS, 120, 12).seconds == pytest.approx(110 / 40 + 0.5)
+        assert all_gather(replace(self.LINKS, network=20.0), 160, 16).seconds == pytest.approx(150 / 100 + 0.5)
 
     def test_one_gpu_has_nobody_to_talk_to(self) -> None:
         assert all_gather(None, 400, 1).seconds == 0

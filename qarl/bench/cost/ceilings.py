@@ -166,7 +166,8 @@ class PublishCost:
 
 @dataclass(frozen=True)
 class Links:
-    """Between GPUs: bytes/s of one GPU within a node and between nodes, GPUs a node, and seconds of latency."""
+    """Between GPUs: bytes/s of one GPU within a node, of each GPU's adapter between nodes, GPUs a node, and seconds of
+    latency."""
 
     node: float
     network: float

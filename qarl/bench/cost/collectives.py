@@ -1,6 +1,8 @@
 """Seconds of collectives, by the usual ring counts: of S bytes on N GPUs each GPU sends and receives S (N-1)/N for an
-all-gather or reduce-scatter, twice that for an all-reduce. The slowest link of the ring decides: between nodes as soon
-as the GPUs are on several."""
+all-gather or reduce-scatter, twice that for an all-reduce. NCCL lays as many rings as a node has adapters, so that each
+adapter carries its share of the S bytes: between nodes a ring's rate is that of all adapters of a node together, or
+NVLink's where that is slower. Measured so: bus bandwidth near the sum of the adapters' rates (NVIDIA/nccl #495, 75 of
+100 GB/s with 8 adapters of 12.5; NVIDIA/nccl-tests #100, 91 of 100 GB/s with 4 of 25)."""
 
 from __future__ import annotations
 
@@ -30,4 +32,7 @@ def all_reduce(links: Links | None, size: float, gpus: int) -> Part:
 def _slowest(links: Links | None, gpus: int) -> tuple[float, float]:
     if links is None:
         raise UserError("the ceilings have no links between GPUs", where=f"gpus={gpus}", fix="gpus=1, or gpu=h100")
-    return (links.node if gpus <= links.gpus_per_node else links.network), links.latency
+    if gpus <= links.gpus_per_node:
+        return links.node, links.latency
+    fewest = gpus % links.gpus_per_node or links.gpus_per_node  # on the last node
+    return min(links.node, fewest * links.network), links.latency

@@ -37,6 +37,12 @@ def test_the_default_says_something_real() -> None:
     assert parse("schemes=w4a16,bf16").schemes == ("bf16", "w4a16")
 
 
+def test_all_engines_together_take_a_gpus_share() -> None:
+    """Those of two depths too: four schemes at two depths are eight engines."""
+    for given, engines in (("layers=30", 4), ("layers=2,4", 8), ("schemes=bf16,fp8,fp8", 2)):
+        assert engines * parse(given).gpu_memory_utilization == pytest.approx(0.6), given
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -327,6 +333,9 @@ def test_an_extrapolation_says_so() -> None:
     cut = document | {"model": document["model"] | {"parameters": [1], "layers": [2]}}  # type: ignore[operator]
     text = tables.markdown({**cut, "results": one})
     assert "extrapolated" not in text and "nothing is said of what those would take" in text
+    deep = cut["model"] | {"layers": [2, 30], "parameters": [1, 2]}  # type: ignore[operator]
+    text = tables.markdown({**cut, "model": deep, "results": one})
+    assert "nothing is said" not in text, "the whole model is among those that were measured"
 
 
 def test_a_level_that_fell_back_says_so() -> None:

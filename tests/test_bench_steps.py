@@ -283,6 +283,7 @@ class FakeWorker:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "Worker", FakeWorker)
     monkeypatch.setattr(run, "write_model", lambda source, layers, folder: 135_000_000)
+    monkeypatch.setattr(run, "check_memory", lambda arguments, parameters: None)  # no process takes any
 
 
 @pytest.mark.usefixtures("fakes")
@@ -301,6 +302,25 @@ def test_a_failing_check_withholds_the_figures(tmp_path: Path, capsys: pytest.Ca
     assert document["model"]["parameters"] == [135_000_000] and document["workload"]["sequences"] == 32
     assert len(document["results"][0]["phases"]["step"]["samples"]) == 3  # the round that warms up is not counted
     assert image.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.usefixtures("fakes")
+def test_none_is_always_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wakes first, or follows another scheme's step, is measured under other conditions."""
+    order: list[tuple[str, str]] = []
+
+    class Logging(FakeWorker):
+        def call(self, **command: Any) -> dict[str, Any]:
+            order.append((self.scheme, command["level"]))
+            return answer(1.0)
+
+    monkeypatch.setattr(run, "Worker", Logging)
+    assert main(["steps", "device=cpu", "schemes=w8a8,w4a16", "levels=off,linears,model", "repeats=3"]) == 0
+    rounds = [order[start : start + 6] for start in range(6, 24, 6)]
+    assert [one[0] for one in rounds] == [("w8a8", "off"), ("w4a16", "linears"), ("w8a8", "model")]
+    for scheme in ("w8a8", "w4a16"):
+        levels = [[level for name, level in one if name == scheme] for one in rounds]
+        assert [set(place) for place in zip(*levels, strict=True)] == [{"off", "linears", "model"}] * 3
 
 
 @pytest.mark.usefixtures("fakes")

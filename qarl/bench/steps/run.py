@@ -8,9 +8,9 @@
 
 Keys: `qarl.bench.steps.arguments.Arguments`. What is timed is the local trainer and its engine themselves
 (`qarl.bench.steps.trainer`), every scheme in a process of its own (`qarl.bench.steps.worker`). A round takes one step
-of every scheme and level in turn, so that a machine whose speed drifts slows all alike; ratios to BF16 are taken round
-by round. A scheme at a level that fails a check (`qarl.bench.steps.checks`) in any round gets no figures, the reason is
-printed, and the exit code is 1.
+of every scheme and level in turn, each round from another one on, so that a machine whose speed drifts slows all alike
+and none is always the first; ratios to BF16 are taken round by round. A scheme at a level that fails a check
+(`qarl.bench.steps.checks`) in any round gets no figures, the reason is printed, and the exit code is 1.
 
 The base of all ratios is `bf16` at `off`: plain BF16 in rollout and trainer.
 """
@@ -129,7 +129,7 @@ class Measured:
                         workers[scheme, layers] = worker
             for number in range(arguments.warmup + arguments.repeats):
                 print(f"round {number + 1} of {arguments.warmup + arguments.repeats}", file=sys.stderr)
-                self._round(workers, counted=number >= arguments.warmup)
+                self._round(workers, number - arguments.warmup)
 
     def _start(self, scheme: str, layers: int, folder: Path) -> Worker | None:
         try:
@@ -140,10 +140,12 @@ class Measured:
         self.built[f"{scheme}, {layers} layers"] = worker.built
         return worker
 
-    def _round(self, workers: Mapping[tuple[str, int], Worker], *, counted: bool) -> None:
-        for (scheme, layers), worker in workers.items():
+    def _round(self, workers: Mapping[tuple[str, int], Worker], number: int) -> None:
+        """One of everything. `number`: of the counted round, from 0; below that it warms up."""
+        counted = number >= 0
+        for (scheme, layers), worker in _turned(list(workers.items()), number):
             stepped = False
-            for key, command in commands(self.arguments, scheme, layers):
+            for key, command in _turned(list(commands(self.arguments, scheme, layers)), number):
                 if str(key) in self.failures:
                     continue
                 if stepped and not counted and command["do"] == "step":
@@ -195,6 +197,12 @@ class Measured:
             "results": results(arguments, self.samples),
             "failures": self.failures,
         }
+
+
+def _turned(items: list[Any], number: int) -> list[Any]:
+    """`items` from another one on in every counted round: what goes first finds the caches as others left them."""
+    start = max(number, 0) % max(len(items), 1)
+    return items[start:] + items[:start]
 
 
 def commands(arguments: Arguments, scheme: str, layers: int) -> Iterator[tuple[Key, dict[str, Any]]]:

@@ -298,6 +298,7 @@ def test_a_failing_check_withholds_the_figures(tmp_path: Path, capsys: pytest.Ca
     document = json.loads(path.read_text())
     assert {(r["scheme"], r["level"]) for r in document["results"]} == {("bf16", "off"), ("w8a8", "off")}
     assert document["failures"].keys() == {"w8a8, level linears, 30 layers", "fp8, 30 layers"}
+    assert str(tmp_path) not in json.dumps(document), "where this machine keeps its files is nobody's business"
     assert document["commit"] and document["date"] and document["versions"]["torch"] == torch.__version__
     assert document["model"]["parameters"] == [135_000_000] and document["workload"]["sequences"] == 32
     assert len(document["results"][0]["phases"]["step"]["samples"]) == 3  # the round that warms up is not counted

@@ -373,6 +373,8 @@ class TestSteps:
         size = ModelSize.from_config(find_model("Qwen3-8B").config)
         work = replace(WORK, prompts=64, n=8, prompt_length=512, response_length=1024, response_max=4096, padded=False)
         h100 = assumed_ceilings("h100")
+        assert h100.links  # nodes with one adapter, so that the links show beside the computation
+        h100 = replace(h100, links=replace(h100.links, network=h100.links.network / h100.links.gpus_per_node))
         one, two = (predict(size, h100, work, "bf16", "off", Layout(gpus)) for gpus in (8, 16))
         assert two.seconds("backward") < 0.7 * one.seconds("backward") and two.rollout < one.rollout
         assert two.seconds("communication") > one.seconds("communication")

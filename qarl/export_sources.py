@@ -76,7 +76,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path) -> Source:
-    """The checkpoint in `folder`, checked as its backend's files allow: by digest, or that all ranks are there.
+    """The checkpoint in `folder`. A local one is checked here, by digest; the tensors of verl's as they are read.
 
     Raises:
         UserError: it is damaged, or its files cannot be read.

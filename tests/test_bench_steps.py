@@ -351,10 +351,10 @@ def test_an_extrapolation_says_so() -> None:
     text = tables.markdown({**document, "results": results(arguments, samples)})
     assert "**30 layers were not measured**" in text and "| bf16 | `off` | 30 (extrapolated) |" in text
     one = results(parse("layers=2", "schemes=bf16", "levels=off"), {Key("bf16", "off", 2): [answer(1.0)] * 2})
-    cut = document | {"model": document["model"] | {"parameters": [1], "layers": [2]}}  # type: ignore[operator]
+    cut = document | {"model": document["model"] | {"parameters": [1], "layers": [2]}}  # type: ignore[operator]  # a nested dict
     text = tables.markdown({**cut, "results": one})
     assert "extrapolated" not in text and "nothing is said of what those would take" in text
-    deep = cut["model"] | {"layers": [2, 30], "parameters": [1, 2]}  # type: ignore[operator]
+    deep = cut["model"] | {"layers": [2, 30], "parameters": [1, 2]}  # type: ignore[operator]  # a nested dict
     text = tables.markdown({**cut, "model": deep, "results": one})
     assert "nothing is said" not in text, "the whole model is among those that were measured"
 

@@ -161,7 +161,7 @@ class TrainerAlone(BenchTrainer):
     """Without an engine, on random responses that count as sampled by the trainer itself (delta is 0 then)."""
 
     def start_engine(self) -> RolloutEngine:
-        return None  # type: ignore[return-value]
+        return None  # type: ignore[return-value]  # no engine takes part, and nobody asks for one
 
     def random_batch(self) -> Batch:
         """A batch of the step's sizes; `rollout_log_probs` are zero."""

@@ -83,7 +83,12 @@ def test_adamw_on_masters_is_torch_adamw_in_fp32() -> None:
     reference = {n: torch.nn.Parameter(p.detach().float()) for n, p in parameters.items()}
     config = make_config()
     adamw = torch.optim.AdamW(
-        reference.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        reference.values(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     optimizer = make_optimizer(parameters)
     for step in range(5):

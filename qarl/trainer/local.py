@@ -33,6 +33,7 @@ from qarl.config import Config
 from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.optim import MasterOptimizer
 from qarl.plots import plot_run
+from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.rewards import score_responses
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
@@ -61,6 +62,8 @@ class LocalTrainer:
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
+        if parts.policy.device.type == "cpu":
+            keep_freed_memory()
         self.replace_policy(parts.policy)
         self.engine = self.start_engine()
         self.tbpo = tbpo_config(config.actor)

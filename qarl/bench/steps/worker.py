@@ -29,6 +29,7 @@ from qarl.bench.steps.checks import log_prob_bound
 from qarl.bench.steps.meter import Memory, Meter
 from qarl.bench.steps.trainer import BenchTrainer, TrainerAlone, bench_config, random_prompts
 from qarl.errors import UserError
+from qarl.process import keep_freed_memory
 from qarl.quant.linear import invalidate_quantized
 from qarl.quant.phases import measure_phases
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
@@ -45,6 +46,8 @@ PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
 def serve(connection: Connection, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
     """The process: build, answer "ready" with what was built, then one answer a command until the pipe closes."""
     logging.disable_progress_bar()
+    if arguments.device == "cpu":
+        keep_freed_memory()
     try:
         experts = arguments.source.has_experts
         bench = (ExpertsRolloutBench if experts else BENCHES[arguments.part])(arguments, scheme, layers, folder)

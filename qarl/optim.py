@@ -9,10 +9,11 @@ nearest, and at learning rates near 1e-6 that is nearly every update. Two ways a
 
 Either way gradients of all micro-batches are summed in FP32: in BF16 the sum itself would round them away.
 
-AdamW is `torch.optim.AdamW`, fused: one pass over each parameter, without temporaries; Muon is `SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package (the package's other
-classes need a process group). As in verl, weight decay reaches every parameter, norms and biases too, and the schedule
-counts training steps, not optimizer steps, from zero: with a warmup the first step has learning rate 0. Unlike verl's
-cosine, ours stays at the minimum after `total_training_steps` instead of rising again.
+AdamW is `torch.optim.AdamW`, fused: one pass over each parameter, without temporaries; Muon is
+`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package (the package's other classes need a process group). As in
+verl, weight decay reaches every parameter, norms and biases too, and the schedule counts training steps, not optimizer
+steps, from zero: with a warmup the first step has learning rate 0. Unlike verl's cosine, ours stays at the minimum
+after `total_training_steps` instead of rising again.
 """
 
 from __future__ import annotations

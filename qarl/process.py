@@ -1,7 +1,8 @@
 """The process that trainer and engine share: its threads, and the environment vLLM reads when it is imported.
 
 Nothing is set at import: `limit_threads` is called before torch is imported, `configure_vllm_process` right before the
-first `import vllm`, `keep_freed_memory` where a trainer on a CPU is built. What the user has set in the environment stays.
+first `import vllm`, `keep_freed_memory` where a trainer on a CPU is built. What the user has set in the environment
+stays.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from conftest import ROOT, save_random_model
 
 from qarl.bench.__main__ import main
-from qarl.bench.steps import agree, run, spread, tables
+from qarl.bench.steps import run, spread, tables
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.checks import log_prob_bound, problems, worst
 from qarl.bench.steps.meter import Memory, Meter
@@ -102,41 +101,6 @@ def test_models_by_name_and_folder(tmp_path: Path) -> None:
     assert default_group_size(find_model("Qwen3-8B").config) == 128
 
 
-# Statistics, by hand.
-
-
-def test_spread_by_hand() -> None:
-    """Standard deviation 1, t(2) = 4.303, sqrt(1 + 1/3): half of the interval is 4.9687."""
-    found = spread.spread([1.0, 3.0, 2.0])
-    assert found["median"] == 2 and found["samples"] == [1, 3, 2]
-    assert found["high"] - 2 == pytest.approx(4.9687, abs=1e-4) == 2 - found["low"]
-    assert spread.spread([5.0, 5.0]) == {"median": 5, "low": 5, "high": 5, "samples": [5, 5]}
-
-
-@pytest.mark.parametrize(("degrees", "t"), list(enumerate(spread.STUDENT_T, start=1)))
-def test_student_t_leaves_5_percent(degrees: int, t: float) -> None:
-    """The density's integral from 0, substituting x = tan(a): no tail is cut off."""
-    scale = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
-    steps = 20_000
-    width = math.atan(t) / steps
-    angles = [(i + 0.5) * width for i in range(steps)]
-    area = sum((1 + math.tan(a) ** 2 / degrees) ** (-(degrees + 1) / 2) / math.cos(a) ** 2 for a in angles)
-    assert 2 * scale * area * width == pytest.approx(0.95, abs=1e-4)
-
-
-def test_ratios_are_taken_round_by_round() -> None:
-    """A machine that gets three times slower changes no ratio."""
-    assert spread.ratios([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == {"median": 2, "low": 2, "high": 2, "samples": [2, 2, 2]}
-
-
-def test_extrapolation_by_hand() -> None:
-    """Fixed 10, one second a layer: 12 at 2 layers, 14 at 4, 38 at 28; in a slower round twice that."""
-    shallow, deep = [12.0, 24.0], [14.0, 28.0]
-    assert spread.extrapolate(shallow, deep, (2, 4), 28)["samples"] == [38, 76]
-    layer, fixed = spread.per_layer(shallow, deep, (2, 4))
-    assert layer["samples"] == [1, 2] and fixed["samples"] == [10, 20]
-
-
 def answer(step: float, publish: float = 0.1) -> dict[str, Any]:
     phases = {"rollout": step / 2, "prefill": step / 8, "decode": step * 3 / 8, "publish": publish, "step": step}
     peaks = {"rollout": 2**30, "step": 2**31}
@@ -146,21 +110,21 @@ def answer(step: float, publish: float = 0.1) -> dict[str, Any]:
 def test_results_of_two_depths() -> None:
     arguments = parse("layers=2,4", "schemes=bf16,w8a8", "levels=off,linears")
     samples = {
-        Key("bf16", "off", 2): [answer(12.0), answer(24.0)],
-        Key("bf16", "off", 4): [answer(14.0), answer(28.0)],
-        Key("w8a8", "off", 2): [answer(8.0), answer(16.0)],
-        Key("w8a8", "off", 4): [answer(9.0), answer(18.0)],
-        Key("w8a8", "linears", 2): [answer(9.0), answer(18.0)],
+        Key("bf16", "off", 2): [[answer(12.0), answer(24.0)]],
+        Key("bf16", "off", 4): [[answer(14.0), answer(28.0)]],
+        Key("w8a8", "off", 2): [[answer(8.0), answer(16.0)]],
+        Key("w8a8", "off", 4): [[answer(9.0), answer(18.0)]],
+        Key("w8a8", "linears", 2): [[answer(9.0), answer(18.0)]],
     }
     found = {(r["scheme"], r["level"], r["layers"]): r for r in results(arguments, samples)}
     assert set(found) == {(k.scheme, k.level, k.layers) for k in samples} | {("bf16", "off", 30), ("w8a8", "off", 30)}
     whole = found["w8a8", "off", 30]  # fixed 7, half a second a layer
-    assert whole["extrapolated"] and whole["phases"]["step"]["samples"] == [22, 44]
-    assert whole["step_per_layer"]["samples"] == [0.5, 1] and whole["step_fixed"]["samples"] == [7, 14]
-    assert whole["speedup"]["step"]["samples"] == [pytest.approx(40 / 22)] * 2
-    assert whole["publish_share"]["samples"] == [pytest.approx(0.1 / 22), pytest.approx(0.1 / 44)]
+    assert whole["extrapolated"] and whole["phases"]["step"]["samples"] == [[22, 44]]
+    assert whole["step_per_layer"]["samples"] == [[0.5, 1]] and whole["step_fixed"]["samples"] == [[7, 14]]
+    assert whole["speedup"]["step"]["samples"] == [pytest.approx([40 / 22] * 2)]
+    assert whole["publish_share"]["samples"] == [pytest.approx([0.1 / 22, 0.1 / 44])]
     shallow = found["w8a8", "linears", 2]
-    assert shallow["to_off"]["step"]["median"] == 9 / 8 and shallow["speedup"]["step"]["median"] == pytest.approx(4 / 3)
+    assert shallow["to_off"]["step"]["mean"] == 9 / 8 and shallow["speedup"]["step"]["mean"] == pytest.approx(4 / 3)
     assert shallow["tokens_per_s"]["prefill"] == pytest.approx(32 * 8 / (9 / 8 * 1.5))
     assert shallow["tokens_per_s"]["decode"] == pytest.approx(32 * 15 / (9 * 3 / 8 * 1.5))
     assert shallow["peak_bytes"] == {"rollout": 2**30, "step": 2**31}
@@ -168,7 +132,7 @@ def test_results_of_two_depths() -> None:
 
 def test_one_depth_claims_nothing_about_the_whole() -> None:
     arguments = parse("layers=2", "schemes=bf16")
-    (found,) = results(arguments, {Key("bf16", "off", 2): [answer(12.0), answer(24.0)]})
+    (found,) = results(arguments, {Key("bf16", "off", 2): [[answer(12.0), answer(24.0)]]})
     assert found["layers"] == 2 and "extrapolated" not in found
 
 
@@ -301,7 +265,7 @@ def test_a_failing_check_withholds_the_figures(tmp_path: Path, capsys: pytest.Ca
     assert str(tmp_path) not in json.dumps(document), "where this machine keeps its files is nobody's business"
     assert document["commit"] and document["date"] and document["versions"]["torch"] == torch.__version__
     assert document["model"]["parameters"] == [135_000_000] and document["workload"]["sequences"] == 32
-    assert len(document["results"][0]["phases"]["step"]["samples"]) == 3  # the round that warms up is not counted
+    assert len(document["results"][0]["phases"]["step"]["samples"][0]) == 3  # the round that warms up is not counted
     assert image.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -325,6 +289,32 @@ def test_none_is_always_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_every_launch_has_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds say which process was asked: the third launch's fp8 cannot start, and takes its earlier figures along."""
+    started: list[str] = []
+
+    class Numbered(FakeWorker):
+        def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: Path) -> None:
+            started.append(scheme)
+            self.built, self.number = {}, started.count(scheme)
+            if scheme == "fp8" and self.number == 3:
+                raise run.WorkerFailed("out of memory")
+
+        def call(self, **command: Any) -> dict[str, Any]:
+            return answer(float(self.number))
+
+    monkeypatch.setattr(run, "Worker", Numbered)
+    path = tmp_path / "a.json"
+    given = ["device=cpu", "schemes=bf16,fp8", "levels=off", "launches=4", "repeats=2", f"json={path}"]
+    assert main(["steps", *given]) == 1
+    document = json.loads(path.read_text())
+    (result,) = document["results"]
+    assert result["scheme"] == "bf16" and result["phases"]["step"]["mean"] == 2.5
+    assert result["phases"]["step"]["samples"] == [[1, 1], [2, 2], [3, 3], [4, 4]]
+    assert document["failures"] == {"fp8, 30 layers": "out of memory"} and started.count("fp8") == 3
+
+
+@pytest.mark.usefixtures("fakes")
 def test_tables_come_from_the_json(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     from bench_table import rewrite
@@ -342,15 +332,15 @@ def test_tables_come_from_the_json(tmp_path: Path) -> None:
 def test_an_extrapolation_says_so() -> None:
     document = {
         "kind": "steps", "device": "cpu", "versions": {}, "commit": "c", "date": "2026-11-20T", "failures": {},
-        "arguments": {"repeats": 2, "response_length": [32]},
+        "arguments": {"launches": 1, "repeats": 2, "response_length": [32]},
         "model": {"name": "M", "weights": "random", "parameters": [1, 2], "layers": [2, 4], "num_hidden_layers": 30},
         "workload": {"prompts": 4, "n": 4, "prompt_length": 16, "mini_batches": 1, "micro_batch_size": 16},
     }  # fmt: skip
     arguments = parse("layers=2,4", "schemes=bf16", "levels=off")
-    samples = {Key("bf16", "off", depth): [answer(10.0 + depth), answer(10.0 + depth)] for depth in (2, 4)}
+    samples = {Key("bf16", "off", depth): [[answer(10.0 + depth), answer(10.0 + depth)]] for depth in (2, 4)}
     text = tables.markdown({**document, "results": results(arguments, samples)})
     assert "**30 layers were not measured**" in text and "| bf16 | `off` | 30 (extrapolated) |" in text
-    one = results(parse("layers=2", "schemes=bf16", "levels=off"), {Key("bf16", "off", 2): [answer(1.0)] * 2})
+    one = results(parse("layers=2", "schemes=bf16", "levels=off"), {Key("bf16", "off", 2): [[answer(1.0)] * 2]})
     cut = document | {"model": document["model"] | {"parameters": [1], "layers": [2]}}  # type: ignore[operator]  # a nested dict
     text = tables.markdown({**cut, "results": one})
     assert "extrapolated" not in text and "nothing is said of what those would take" in text
@@ -362,47 +352,18 @@ def test_an_extrapolation_says_so() -> None:
 def test_a_level_that_fell_back_says_so() -> None:
     arguments = parse("schemes=bf16", "levels=model", part="trainer")
     fallen = answer(1.0) | {"checks": {"level_applied": "linears"}}
-    (result,) = results(arguments, {Key("bf16", "model", 30): [fallen, fallen]})
+    (result,) = results(arguments, {Key("bf16", "model", 30): [[fallen, fallen]]})
     assert tables._labels({"kind": "trainer", "results": [result]}, result) == ["bf16", "`model` (ran as `linears`)"]
 
 
 def test_seconds_in_three_digits() -> None:
-    texts = [tables.seconds(spread.spread([value, value])) for value in (0.0, 0.001234, 0.01234, 1.234, 123.4)]
+    texts = [tables.seconds(spread.spread([[value, value]])) for value in (0.0, 0.001234, 0.01234, 1.234, 123.4)]
     assert texts == ["0", "0.00123 ±0.00000", "0.0123 ±0.0000", "1.23 ±0.00", "123.4 ±0.0"]
 
 
 def test_too_little_memory_is_said_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="fewer schemes"):
         run.check_memory(parse("model=Qwen2.5-Math-7B"), [7_000_000_000_000])
-
-
-# Two runs.
-
-
-def write(path: Path, *steps: float, scheme: str = "w8a8") -> str:
-    arguments = parse("schemes=bf16,w8a8", "levels=off")
-    samples = {Key(scheme, "off", 30): [answer(step) for step in steps]}
-    document = dict.fromkeys(agree.SAME, "same") | {"results": results(arguments, samples)}
-    path.write_text(json.dumps(document))
-    return str(path)
-
-
-def test_two_runs_agree_within_their_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write(tmp_path / "a.json", 10.0, 10.1, 9.9)
-    near, far = write(tmp_path / "b.json", 10.4, 10.5, 10.3), write(tmp_path / "c.json", 13.0, 13.1, 12.9)
-    assert main(["agree", a, near]) == 0 and "figures agree" in capsys.readouterr().out
-    assert main(["agree", a, far]) == 1
-    assert "w8a8 off 30 phases step: 10 [" in capsys.readouterr().err
-    assert main(["agree", a, write(tmp_path / "d.json", 10.0, 10.1, 9.9, scheme="bf16")]) == 1
-    assert "in one file only" in capsys.readouterr().err
-
-
-def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.json", 10.0, 10.1)
-    other = json.loads(Path(a).read_text()) | {"device": "another"}
-    (tmp_path / "b.json").write_text(json.dumps(other))
-    for given in ([a], [a, str(tmp_path / "b.json")], [a, str(tmp_path / "none.json")], [a, a, "figures=some"]):
-        assert main(["agree", *given]) == 2
 
 
 # The real thing.
@@ -439,10 +400,10 @@ def test_real_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("w8a8", level) for level in ("off", "linears", "model")
     }
     for result in found.values():
-        phases = {name: value["median"] for name, value in result["phases"].items()}
+        phases = {name: value["mean"] for name, value in result["phases"].items()}
         assert min(phases.values()) >= 0 and phases["sum"] <= phases["step"]
         assert result["checks"]["response_lengths"] == [6] * 4 and result["tokens_per_s"]["decode"] > 0
-        assert len(result["speedup"]["step"]["samples"]) == 2 and result["peak_bytes"]["update"] > 2**26
+        assert len(result["speedup"]["step"]["samples"][0]) == 2 and result["peak_bytes"]["update"] > 2**26
     assert found["w8a8", "model"]["checks"]["mismatch_abs_mean"] < found["w8a8", "off"]["checks"]["mismatch_abs_mean"]
     assert document["built"]["w8a8, 2 layers"]["engine_kernels"] == ["CPUInt8ScaledMMLinearKernel"]
 
@@ -454,8 +415,6 @@ def test_real_rollouts(tmp_path: Path) -> None:
     assert main(["rollout", "device=cpu", *given]) == 0
     sizes = {(r["batch"], r["response_length"]) for r in json.loads(path.read_text())["results"]}
     assert sizes == {(1, 3), (1, 6), (4, 3), (4, 6)}
-
-
 
 
 @pytest.mark.vllm
@@ -472,4 +431,4 @@ def test_rollouts_of_experts(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     (result,) = document["results"]
     assert (code, result["scheme"], list(document["failures"])) == (1, "bf16", ["w8a8, 2 layers"])
-    assert result["checks"]["response_lengths"] == [6] * 4 and result["phases"]["decode"]["median"] > 0
+    assert result["checks"]["response_lengths"] == [6] * 4 and result["phases"]["decode"]["mean"] > 0

@@ -36,12 +36,12 @@ def steps_file(folder: Path, scale: float) -> tuple[Path, Path]:
     size = ModelSize.from_config({**STEPS["model"], "num_hidden_layers": 2})
     ceilings = replace(assumed_ceilings("h100"), links=None, memory_bytes=0, facts={"threads": 1})
     step = predict(size, ceilings, workload_of(STEPS), "w8a8", "linears")
-    phases = {p: {"median": scale * step.seconds(p)} for p in ("prefill", "decode", "backward")}
+    phases = {p: {"mean": scale * step.seconds(p)} for p in ("prefill", "decode", "backward")}
     result = {
         "scheme": "w8a8",
         "level": "linears",
         "layers": 2,
-        "phases": {**phases, "step": {"median": scale * step.step}},
+        "phases": {**phases, "step": {"mean": scale * step.step}},
     }
     for name, content in (("steps", STEPS | {"results": [result]}), ("ceilings", ceilings.to_json())):
         (folder / f"{name}.json").write_text(json.dumps(content))

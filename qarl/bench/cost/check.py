@@ -75,7 +75,7 @@ def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, A
                 "layers": result["layers"],
                 "extrapolated": bool(result.get("extrapolated")),
                 "phases": {
-                    phase: _pair(_predicted(step, phase), result["phases"][phase]["median"])
+                    phase: _pair(_predicted(step, phase), result["phases"][phase]["mean"])
                     for phase in COMPARED
                     if phase in result["phases"]
                 },

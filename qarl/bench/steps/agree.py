@@ -1,25 +1,35 @@
 """`python -m qarl.bench agree A.json B.json`: whether two runs of a benchmark agree within the spread that they report.
 
-Every figure of both files is compared: seconds of each phase, ratios to plain BF16, publish's share. Two agree where
-their 95% prediction intervals meet (`qarl.bench.steps.spread`). `figures=ratios` leaves the seconds out, for a machine
-whose speed is another from run to run. Exit code 1 where one does not agree, or is in one file only.
+Every figure of both files is compared: seconds of each phase, ratios to plain BF16, publish's share. For each, Welch's
+t-test on the launches of the two runs (their rounds, where each is a single launch) says how often two runs of one
+thing would differ by that much. Of hundreds of figures 5% fall below 5% by chance, so the verdict is Holm's: a figure
+differs where its p-value is below 5% after the correction for how many there are, and in 95 of 100 pairs of runs that
+measured the same no figure does. How many are below 5% one by one is printed too, with the largest difference.
+
+`figures=ratios` leaves the seconds out, for a machine whose speed is another from run to run. Exit code 1 where a
+figure differs, or is in one file only.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qarl.bench.arguments import one_of
-from qarl.bench.steps.spread import Spread, overlap
+from qarl.bench.steps.spread import Spread, p_value
 from qarl.errors import UserError
 
 SAME = ("kind", "device", "model", "workload")
 """What two runs must have in common to be comparable."""
 FIGURES = ("all", "ratios")
+LEVEL = 0.05
 
 
 def run_agree(part: str, given: Sequence[str]) -> int:
@@ -35,30 +45,68 @@ def run_agree(part: str, given: Sequence[str]) -> int:
         if first.get(key) != second.get(key):
             raise UserError(f"the two runs have another {key}", where=" and ".join(files),
                             why=f"{first.get(key)} and {second.get(key)}")  # fmt: skip
-    compared, apart = differences(first, second, seconds=figures == "all")
-    for line in apart:
-        print(line, file=sys.stderr)
-    print(f"{compared - len(apart)} of {compared} figures agree")
-    return 1 if apart or not compared else 0
+    a, b = (dict(_figures(document, figures == "all")) for document in (first, second))
+    alone = sorted(a.keys() ^ b.keys())
+    compared = [Compared(name, a[name], b[name]) for name in a if name in b]
+    apart = differing(compared)
+    for name in alone:
+        print(f"{name}: is in one file only", file=sys.stderr)
+    for one in apart:
+        print(f"{one.name}: {_interval(one.first)} and {_interval(one.second)}, p {one.p:.1g}", file=sys.stderr)
+    if compared:
+        print(_verdict(compared, apart))
+    return 1 if apart or alone or not compared else 0
 
 
-def differences(first: Mapping[str, Any], second: Mapping[str, Any], *, seconds: bool) -> tuple[int, list[str]]:
-    """How many figures there are, and a line for each that does not agree."""
-    a, b = dict(_figures(first, seconds)), dict(_figures(second, seconds))
-    apart = []
-    for name in {**a, **b}:
-        if name not in a or name not in b:
-            apart.append(f"{name}: is in one file only")
-        elif not overlap(a[name], b[name]):
-            apart.append(f"{name}: {_interval(a[name])} and {_interval(b[name])}")
-    return len({**a, **b}), apart
+@dataclass(frozen=True)
+class Compared:
+    """One figure of two runs."""
+
+    name: str
+    first: Spread
+    second: Spread
+
+    @property
+    def difference(self) -> float:
+        """Of the means, relative to the first's."""
+        if not self.first["mean"]:
+            return 0.0 if not self.second["mean"] else math.inf
+        return abs(self.second["mean"] / self.first["mean"] - 1)
+
+    @cached_property
+    def p(self) -> float:
+        return p_value(self.first, self.second)
+
+
+def differing(compared: Sequence[Compared]) -> list[Compared]:
+    """Those whose p-value is below 5% by Holm's procedure: the smallest of m against 5% / m, the next against
+    5% / (m - 1), until one is not."""
+    ordered = sorted(compared, key=lambda one: one.p)
+    for place, one in enumerate(ordered):
+        if one.p >= LEVEL / (len(ordered) - place):
+            return ordered[:place]
+    return ordered
+
+
+def _verdict(compared: Sequence[Compared], apart: Sequence[Compared]) -> str:
+    singly = sum(one.p < LEVEL for one in compared)
+    largest = max(compared, key=lambda one: one.difference)
+    median = statistics.median(one.difference for one in compared)
+    return (
+        f"{len(compared) - len(apart)} of {len(compared)} figures agree; {singly} have p < {LEVEL:.0%} one by one, "
+        f"{LEVEL * len(compared):.0f} are to be expected by chance\n"
+        f"difference of the means: median {median:.1%}, largest {largest.difference:.1%} ({largest.name})"
+    )
 
 
 def _figures(document: Mapping[str, Any], seconds: bool) -> Iterator[tuple[str, Spread]]:
     for result in document["results"]:
         labels = ("scheme", "level", "layers", "batch", "response_length")
         name = " ".join(str(result[label]) for label in labels if result.get(label))
-        for kind in (("phases",) if seconds else ()) + ("speedup", "to_off"):
+        kinds = ("phases",) if seconds else ()
+        kinds += ("speedup",) if result["scheme"] != "bf16" or result["level"] not in ("off", None) else ()
+        kinds += ("to_off",) if result["level"] != "off" else ()  # a ratio to itself is always 1
+        for kind in kinds:
             for phase, value in result.get(kind, {}).items():
                 yield f"{name} {kind} {phase}", value
         if "publish_share" in result:
@@ -66,7 +114,7 @@ def _figures(document: Mapping[str, Any], seconds: bool) -> Iterator[tuple[str, 
 
 
 def _interval(value: Spread) -> str:
-    return f"{value['median']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
+    return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -76,4 +124,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError("the file cannot be read", where=str(path), why=str(error)) from error
     if "results" not in document or "workload" not in document:
         raise UserError("not a file of qarl.bench steps, rollout, trainer or publish", where=str(path))
+    if any("mean" not in value for result in document["results"] for value in result["phases"].values()):
+        raise UserError("a file of another release of qarl.bench", where=str(path), fix="measure again")
     return document

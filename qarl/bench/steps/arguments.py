@@ -33,7 +33,9 @@ class Arguments:
     micro_batch      sequences of a forward and backward; all of a mini-batch by default
     group_size       of int4 weights; the largest of 128, 64, 32 that divides every input size
     master_dtype     fp32 or bf16, as optim.master_dtype
-    repeats          counted rounds over all schemes and levels
+    launches         times that all processes are started anew; with two or more, launches and not rounds are the unit
+                     of the statistics, and what differs from run to run is in the spread
+    repeats          counted rounds over all schemes and levels, of each launch
     warmup           rounds before, not counted; in them only the first level of a scheme makes rollouts
     threads          of a CPU
     gpu_memory_utilization   of each engine, all schemes' and depths' live side by side; 0.6 shared out by default
@@ -56,6 +58,7 @@ class Arguments:
     micro_batch: int
     group_size: int
     master_dtype: str
+    launches: int
     repeats: int
     warmup: int
     threads: int
@@ -108,6 +111,7 @@ class Arguments:
             micro_batch=number("micro_batch", max(prompts * n // max(mini_batches, 1), 1)),
             group_size=number("group_size", default_group_size(source.config)),
             master_dtype=values.get("master_dtype", "fp32"),
+            launches=number("launches", 1),
             repeats=number("repeats", 3),
             warmup=number("warmup", 1),
             threads=number("threads", 1),
@@ -133,14 +137,23 @@ class Arguments:
 
 def _check(arguments: Arguments) -> None:
     where = f"qarl.bench {arguments.part}"
-    positive = ("prompts", "prompt_length", "mini_batches", "micro_batch", "group_size", "threads")
+    positive = (
+        "prompts",
+        "prompt_length",
+        "mini_batches",
+        "micro_batch",
+        "group_size",
+        "launches",
+        "repeats",
+        "threads",
+    )
     for key in positive:
         if getattr(arguments, key) < 1:
             raise UserError(f"{key} must be 1 or more", where=where)
     if arguments.n < 2:
         raise UserError("n must be 2 or more", where=where, why="an advantage is relative to the other responses")
-    if arguments.repeats < 2:
-        raise UserError("repeats must be 2 or more", where=where, why="one measurement has no spread")
+    if arguments.launches * arguments.repeats < 2:
+        raise UserError("repeats or launches must be 2 or more", where=where, why="one measurement has no spread")
     if arguments.warmup < 1:
         raise UserError("warmup must be 1 or more", where=where, why="first calls allocate and compile")
     if min(arguments.response_length) < 2 or min(arguments.batch) < 1:

@@ -31,7 +31,7 @@ def plot(path: Path, document: Mapping[str, Any]) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(max(10, 1.3 * len(results)), 5))
     bottom = [0.0] * len(results)
     for phase in STACKED[document["kind"]]:
-        heights = [result["phases"].get(phase, {}).get("median", 0.0) for result in results]
+        heights = [result["phases"].get(phase, {}).get("mean", 0.0) for result in results]
         left.bar(names, heights, bottom=bottom, label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     left.set(title=f"{document['model']['name']}, {_depth(document)} layers", ylabel="seconds")
@@ -53,12 +53,12 @@ def _speedups(axis: Any, document: Mapping[str, Any], results: Sequence[Any], na
     for number, phase in enumerate(phases):
         found = [result.get("speedup", {}).get(phase) for result in results]
         places = [i + (number - (len(phases) - 1) / 2) * width for i in range(len(names))]
-        medians = [value["median"] if value else 0.0 for value in found]
-        errors = [value["high"] - value["median"] if value else 0.0 for value in found]
-        axis.bar(places, medians, width, yerr=errors, capsize=2, label=phase)
+        means = [value["mean"] if value else 0.0 for value in found]
+        errors = [value["high"] - value["mean"] if value else 0.0 for value in found]
+        axis.bar(places, means, width, yerr=errors, capsize=2, label=phase)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(names)), names)
-    highest = max((value["median"] for r in results for value in r.get("speedup", {}).values()), default=1.0)
+    highest = max((value["mean"] for r in results for value in r.get("speedup", {}).values()), default=1.0)
     axis.set(title="times as fast as plain BF16", ylim=(0, 1.3 * highest))
     axis.legend(fontsize=7)
 

@@ -11,7 +11,9 @@ from qarl.bench.steps.checks import worst
 from qarl.bench.steps.spread import extrapolate, per_layer, ratios, spread
 
 Answer = dict[str, Any]
-Samples = Mapping["Key", Sequence[Answer]]
+Launches = Sequence[Sequence[Answer]]
+"""Of each launch one answer a round."""
+Samples = Mapping["Key", Launches]
 NORMALISED = ("step", "rollout", "prefill", "decode", "old_log_prob", "update", "quantize", "publish")
 
 
@@ -54,29 +56,29 @@ def results(arguments: Arguments, samples: Samples) -> list[dict[str, Any]]:
     return found
 
 
-def _extrapolated(
-    shallow: Sequence[Answer], deep: Sequence[Answer], depths: tuple[int, int], full: int
-) -> list[Answer]:
-    """Answers as the whole model would give them, round by round; no peaks, and the checks of both depths."""
-    names = [name for name in deep[0]["phases"] if name != "publish_share"]
+def _extrapolated(shallow: Launches, deep: Launches, depths: tuple[int, int], full: int) -> list[list[Answer]]:
+    """Answers as the whole model would give them, round by round; no peaks, and the checks of the deeper one."""
+    names = [name for name in deep[0][0]["phases"] if name != "publish_share"]
     columns = {
         name: extrapolate(_samples(shallow, name), _samples(deep, name), depths, full)["samples"] for name in names
     }
-    answers = []
-    for number, checks in enumerate(answer["checks"] for answer in deep):
-        phases = {name: column[number] for name, column in columns.items()}
-        if "publish_share" in deep[0]["phases"]:
+
+    def answer(launch: int, number: int) -> Answer:
+        phases = {name: column[launch][number] for name, column in columns.items()}
+        if "publish_share" in deep[0][0]["phases"]:
             phases["publish_share"] = phases["publish"] / phases["step"]
-        answers.append({"phases": phases, "peak_bytes": {}, "checks": checks})
-    return answers
+        return {"phases": phases, "peak_bytes": {}, "checks": deep[launch][number]["checks"]}
+
+    return [[answer(launch, number) for number in range(len(rounds))] for launch, rounds in enumerate(deep)]
 
 
 def _entry(arguments: Arguments, key: Key, samples: Samples) -> dict[str, Any]:
     """One result. Seconds, `publish_share` (of the step) and ratios are `qarl.bench.steps.spread.Spread`s; `speedup`
     is plain BF16's time over this one's, `to_off` this one's over that of the same scheme at `off`."""
-    answers = samples[key]
+    launches = samples[key]
+    answers = [answer for rounds in launches for answer in rounds]
     names = [name for name in answers[0]["phases"] if name != "publish_share"]
-    phases = {name: spread(_samples(answers, name)) for name in names}
+    phases = {name: spread(_samples(launches, name)) for name in names}
     peaks = answers[0]["peak_bytes"]
     result: dict[str, Any] = {
         "scheme": key.scheme,
@@ -90,24 +92,24 @@ def _entry(arguments: Arguments, key: Key, samples: Samples) -> dict[str, Any]:
     if key.batch:
         result |= {"batch": key.batch, "response_length": key.length}
     if "publish_share" in answers[0]["phases"]:
-        result["publish_share"] = spread(_samples(answers, "publish_share"))
+        result["publish_share"] = spread(_samples(launches, "publish_share"))
     shared = [name for name in NORMALISED if name in names]
     if base := samples.get(key.plain()):
-        result["speedup"] = {name: ratios(_samples(base, name), _samples(answers, name)) for name in shared}
+        result["speedup"] = {name: ratios(_samples(base, name), _samples(launches, name)) for name in shared}
     if off := samples.get(replace(key, level="off")):
-        result["to_off"] = {name: ratios(_samples(answers, name), _samples(off, name)) for name in shared}
+        result["to_off"] = {name: ratios(_samples(launches, name), _samples(off, name)) for name in shared}
     return result
 
 
 def _tokens_per_s(arguments: Arguments, key: Key, phases: Mapping[str, Any]) -> dict[str, float]:
-    """Of the medians. The first token of a response comes from the prefill."""
+    """Of the means. The first token of a response comes from the prefill."""
     if "prefill" not in phases:
         return {}
     sequences = key.batch or arguments.sequences
     length = key.length or arguments.response_length[0]
     tokens = {"prefill": sequences * arguments.prompt_length, "decode": sequences * (length - 1)}
-    return {name: count / phases[name]["median"] for name, count in tokens.items()}
+    return {name: count / phases[name]["mean"] for name, count in tokens.items()}
 
 
-def _samples(answers: Sequence[Answer], name: str) -> list[float]:
-    return [answer["phases"][name] for answer in answers]
+def _samples(launches: Launches, name: str) -> list[list[float]]:
+    return [[answer["phases"][name] for answer in rounds] for rounds in launches]

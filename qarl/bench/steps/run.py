@@ -9,8 +9,9 @@
 Keys: `qarl.bench.steps.arguments.Arguments`. What is timed is the local trainer and its engine themselves
 (`qarl.bench.steps.trainer`), every scheme in a process of its own (`qarl.bench.steps.worker`). A round takes one step
 of every scheme and level in turn, each round from another one on, so that a machine whose speed drifts slows all alike
-and none is always the first; ratios to BF16 are taken round by round. A scheme at a level that fails a check
-(`qarl.bench.steps.checks`) in any round gets no figures, the reason is printed, and the exit code is 1.
+and none is always the first; ratios to BF16 are taken round by round. `launches=N` starts all processes anew N times.
+A scheme at a level that fails a check (`qarl.bench.steps.checks`) in any round gets no figures, the reason is printed,
+and the exit code is 1.
 
 The base of all ratios is `bf16` at `off`: plain BF16 in rollout and trainer.
 """
@@ -21,7 +22,7 @@ import datetime
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,12 @@ def run(arguments: Arguments) -> int:
 
 
 class Measured:
-    """Everything that was measured: `samples` holds one answer a round for each key that has not failed."""
+    """Everything that was measured: `samples` holds, for each key that has not failed, the answers of each launch, one
+    a round."""
 
     def __init__(self, arguments: Arguments, folder: Path) -> None:
         self.arguments = arguments
-        self.samples: dict[Key, list[dict[str, Any]]] = {}
+        self.samples: dict[Key, list[list[dict[str, Any]]]] = {}
         self.failures: dict[str, str] = {}
         self.built: dict[str, dict[str, Any]] = {}
         self.parameters: list[int] = []
@@ -119,33 +121,49 @@ class Measured:
             folders[layers] = folder / f"layers{layers}"
             self.parameters.append(write_model(arguments.source, layers, folders[layers]))
         check_memory(arguments, self.parameters)
+        for launch in range(arguments.launches):
+            self._launch(launch, folders)
+
+    def _launch(self, launch: int, folders: Mapping[int, Path]) -> None:
+        """Start every process, and take its rounds."""
+        repeats, warmup = self.arguments.repeats, self.arguments.warmup
         with ExitStack() as stack:
             workers = {}
-            for layers in arguments.layers:
-                for scheme in arguments.schemes:
-                    worker = self._start(scheme, layers, folders[layers])
+            for layers, folder in folders.items():
+                for scheme in self.arguments.schemes:
+                    worker = self._start(scheme, layers, folder)
                     if worker:
                         stack.callback(worker.close)
                         workers[scheme, layers] = worker
-            for number in range(arguments.warmup + arguments.repeats):
-                print(f"round {number + 1} of {arguments.warmup + arguments.repeats}", file=sys.stderr)
-                self._round(workers, number - arguments.warmup)
+            for number in range(-warmup, repeats):
+                which = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
+                print(f"launch {launch + 1} of {self.arguments.launches}, {which}", file=sys.stderr)
+                self._round(workers, launch, number)
 
     def _start(self, scheme: str, layers: int, folder: Path) -> Worker | None:
+        name = f"{scheme}, {layers} layers"
+        if name in self.failures:
+            return None
         try:
             worker = Worker(self.arguments, scheme, layers, folder)
         except WorkerFailed as error:
-            self.failures[f"{scheme}, {layers} layers"] = str(error)
+            self._fail(name, str(error), lambda key: (key.scheme, key.layers) == (scheme, layers))
             return None
-        self.built[f"{scheme}, {layers} layers"] = worker.built
+        self.built[name] = worker.built
         return worker
 
-    def _round(self, workers: Mapping[tuple[str, int], Worker], number: int) -> None:
+    def _fail(self, name: str, why: str, concerns: Callable[[Key], bool]) -> None:
+        """From here on there are no figures of what this concerns, those of earlier rounds included."""
+        self.failures[name] = why
+        self.samples = {key: samples for key, samples in self.samples.items() if not concerns(key)}
+
+    def _round(self, workers: Mapping[tuple[str, int], Worker], launch: int, number: int) -> None:
         """One of everything. `number`: of the counted round, from 0; below that it warms up."""
         counted = number >= 0
-        for (scheme, layers), worker in _turned(list(workers.items()), number):
+        turn = launch * self.arguments.repeats + number if counted else 0
+        for (scheme, layers), worker in _turned(list(workers.items()), turn):
             stepped = False
-            for key, command in _turned(list(commands(self.arguments, scheme, layers)), number):
+            for key, command in _turned(list(commands(self.arguments, scheme, layers)), turn):
                 if str(key) in self.failures:
                     continue
                 if stepped and not counted and command["do"] == "step":
@@ -154,15 +172,20 @@ class Measured:
                 try:
                     answer = worker.call(**command)
                     found = problems(answer["checks"])
-                    if counted and "step" in answer["phases"]:
-                        print(f"  {key}: {answer['phases']['step']:.2f} s", file=sys.stderr)
                 except WorkerFailed as error:
                     found = [str(error)]
                 if found:
-                    self.failures[str(key)] = "; ".join(found)
-                    self.samples.pop(key, None)
+                    self._fail(str(key), "; ".join(found), key.__eq__)
                 elif counted:
-                    self.samples.setdefault(key, []).append(answer)
+                    self._keep(key, launch, answer)
+
+    def _keep(self, key: Key, launch: int, answer: dict[str, Any]) -> None:
+        launches = self.samples.setdefault(key, [])
+        if len(launches) <= launch:
+            launches.append([])
+        launches[launch].append(answer)
+        if "step" in answer["phases"]:
+            print(f"  {key}: {answer['phases']['step']:.2f} s", file=sys.stderr)
 
     def document(self) -> dict[str, Any]:
         arguments = self.arguments
@@ -201,7 +224,7 @@ class Measured:
 
 def _turned(items: list[Any], number: int) -> list[Any]:
     """`items` from another one on in every counted round: what goes first finds the caches as others left them."""
-    start = max(number, 0) % max(len(items), 1)
+    start = number % max(len(items), 1)
     return items[start:] + items[:start]
 
 

@@ -1,56 +1,108 @@
-"""Repeated measurements in three numbers, and the time of a whole model from two depths.
+"""Repeated measurements as a mean with its 95% confidence interval, and the time of a whole model from two depths.
 
-`low` and `high` are the 95% prediction interval about the median: where one more measurement on the same machine is to
-be expected, if measurements are normal, median ± t s sqrt(1 + 1/n) with Student's t of n - 1 degrees of freedom. It is
-wide for three measurements, as it must be: three say little about spread.
+Rounds of one process share whatever that process got: its memory's pages, its place on the machine. A second run has
+other processes, so it may differ by more than rounds do (Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
+ISMM 2013). With several launches the unit of all statistics is therefore the launch, by the median of its rounds, which
+one disturbed round does not move; with a single launch it is the round, and the interval says nothing about a launch
+more. `low` and `high` are mean ± t s / sqrt(n) over n units, with Student's t of n - 1 degrees of freedom.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypedDict
 
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5% quantiles for 1 to 15 degrees of freedom; from there 2.131 is a little too wide."""
+Samples = Sequence[Sequence[float]]
+"""Of each launch those of its rounds."""
+CONFIDENCE = 0.95
+_INTERVALS = 2000
 
 
 class Spread(TypedDict):
-    median: float
+    mean: float
     low: float
     high: float
-    samples: list[float]
+    samples: list[list[float]]
 
 
-def spread(samples: Sequence[float]) -> Spread:
-    """Of two measurements or more."""
-    values = [float(value) for value in samples]
-    n, median = len(values), statistics.median(values)
-    t = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1]
-    half = t * statistics.stdev(values) * (1 + 1 / n) ** 0.5
-    return {"median": median, "low": median - half, "high": median + half, "samples": values}
+def units(samples: Samples) -> list[float]:
+    """What counts as one measurement: a launch, by its median; of a single launch its rounds."""
+    if len(samples) == 1:
+        return [float(value) for value in samples[0]]
+    return [float(statistics.median(rounds)) for rounds in samples]
 
 
-def ratios(base: Sequence[float], other: Sequence[float]) -> Spread:
+def spread(samples: Samples) -> Spread:
+    """Of two launches or more, or two rounds or more of one."""
+    values = units(samples)
+    mean = statistics.fmean(values)
+    half = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half, "samples": [list(rounds) for rounds in samples]}
+
+
+def ratios(base: Samples, other: Samples) -> Spread:
     """base / other round by round: what slows both in a round falls out."""
-    return spread([a / b for a, b in zip(base, other, strict=True)])
+    return spread(_by_round(lambda a, b: a / b, base, other))
 
 
-def overlap(a: Spread, b: Spread) -> bool:
-    """Whether two runs agree: the intervals meet."""
-    return a["low"] <= b["high"] and b["low"] <= a["high"]
-
-
-def extrapolate(shallow: Sequence[float], deep: Sequence[float], depths: tuple[int, int], full: int) -> Spread:
+def extrapolate(shallow: Samples, deep: Samples, depths: tuple[int, int], full: int) -> Spread:
     """The time at depth `full`, from the times of each round at two depths, taken as fixed + layers * per_layer."""
     first, second = depths
     scale = (full - first) / (second - first)
-    return spread([a + (b - a) * scale for a, b in zip(shallow, deep, strict=True)])
+    return spread(_by_round(lambda a, b: a + (b - a) * scale, shallow, deep))
 
 
-def per_layer(shallow: Sequence[float], deep: Sequence[float], depths: tuple[int, int]) -> tuple[Spread, Spread]:
+def per_layer(shallow: Samples, deep: Samples, depths: tuple[int, int]) -> tuple[Spread, Spread]:
     """(time of one layer, time of what does not depend on depth: embedding, lm_head, the engine's own), by round."""
     first, second = depths
-    slopes = [(b - a) / (second - first) for a, b in zip(shallow, deep, strict=True)]
-    fixed = [a - first * slope for a, slope in zip(shallow, slopes, strict=True)]
-    return spread(slopes), spread(fixed)
+    layer = _by_round(lambda a, b: (b - a) / (second - first), shallow, deep)
+    fixed = _by_round(lambda a, slope: a - first * slope, shallow, layer)
+    return spread(layer), spread(fixed)
+
+
+def _by_round(of_two: Callable[[float, float], float], a: Samples, b: Samples) -> list[list[float]]:
+    return [
+        [of_two(one, other) for one, other in zip(mine, theirs, strict=True)] for mine, theirs in zip(a, b, strict=True)
+    ]
+
+
+def p_value(a: Spread, b: Spread) -> float:
+    """Of Welch's t-test: how often two runs of one thing would differ by this much or more, if units are normal."""
+    first, second = units(a["samples"]), units(b["samples"])
+    errors = [statistics.variance(values) / len(values) for values in (first, second)]
+    difference = abs(statistics.fmean(first) - statistics.fmean(second))
+    if not sum(errors):
+        return 1.0 if difference == 0 else 0.0
+    freedom = sum(errors) ** 2 / sum(
+        error**2 / (len(values) - 1) for error, values in zip(errors, (first, second), strict=True)
+    )
+    return two_sided_tail(difference / math.sqrt(sum(errors)), freedom)
+
+
+@cache
+def student_t(freedom: int) -> float:
+    """The value that |t| stays below in 95% of cases."""
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_tail(middle, freedom) > 1 - CONFIDENCE else (low, middle)
+    return high
+
+
+def two_sided_tail(t: float, freedom: float) -> float:
+    """P(|T| > t) of Student's t, also for degrees of freedom that are no whole number, by Simpson's rule.
+
+    With T = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), up to a factor.
+    """
+    whole = _integral(0.0, freedom)
+    return _integral(math.atan(t / math.sqrt(freedom)), freedom) / whole
+
+
+def _integral(start: float, freedom: float) -> float:
+    """Of cos(x)^(freedom - 1) from `start` to pi / 2, with pi / 2 - x = u^2: smooth at the end for any freedom >= 1."""
+    step = math.sqrt(math.pi / 2 - start) / _INTERVALS
+    heights = [2 * u * math.sin(u * u) ** (freedom - 1) for u in (i * step for i in range(_INTERVALS + 1))]
+    return (heights[0] + 4 * sum(heights[1::2]) + 2 * sum(heights[2:-1:2]) + heights[-1]) * step / 3

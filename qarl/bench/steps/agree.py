@@ -103,10 +103,9 @@ def _figures(document: Mapping[str, Any], seconds: bool) -> Iterator[tuple[str, 
     for result in document["results"]:
         labels = ("scheme", "level", "layers", "batch", "response_length")
         name = " ".join(str(result[label]) for label in labels if result.get(label))
-        kinds = ("phases",) if seconds else ()
-        kinds += ("speedup",) if result["scheme"] != "bf16" or result["level"] not in ("off", None) else ()
-        kinds += ("to_off",) if result["level"] != "off" else ()  # a ratio to itself is always 1
-        for kind in kinds:
+        base = result["scheme"] == "bf16" and result["level"] in ("off", None)
+        kinds = {"phases": seconds, "speedup": not base, "to_off": result["level"] != "off"}  # to itself it is always 1
+        for kind in (kind for kind, wanted in kinds.items() if wanted):
             for phase, value in result.get(kind, {}).items():
                 yield f"{name} {kind} {phase}", value
         if "publish_share" in result:

@@ -36,7 +36,8 @@ class Arguments:
     launches         times that all processes are started anew; with two or more, launches and not rounds are the unit
                      of the statistics, and what differs from run to run is in the spread
     repeats          counted rounds over all schemes and levels, of each launch
-    warmup           rounds before, not counted; in them only the first level of a scheme makes rollouts
+    warmup           rounds before, not counted; in them only the first level of a scheme makes rollouts. On a CPU the
+                     second one still gets memory that the system has to hand out (`qarl.process.keep_freed_memory`)
     threads          of a CPU
     gpu_memory_utilization   of each engine, all schemes' and depths' live side by side; 0.6 shared out by default
     device           cuda where there is one, else cpu
@@ -113,7 +114,7 @@ class Arguments:
             master_dtype=values.get("master_dtype", "fp32"),
             launches=number("launches", 1),
             repeats=number("repeats", 3),
-            warmup=number("warmup", 1),
+            warmup=number("warmup", 2),
             threads=number("threads", 1),
             gpu_memory_utilization=float(values.get("gpu_memory_utilization", 0.6 / len(schemes) / len(layers))),
             json=Path(values["json"]) if "json" in values else None,

@@ -3,11 +3,14 @@
 A phase inside another is taken out of it (`exclusive`), so that the phases of a step add up. Peak memory is, on a GPU,
 the most that PyTorch's allocator had handed out (`torch.cuda.max_memory_allocated`; vLLM's too, it is in this
 process); on a CPU the high-water mark of resident memory, which Linux sets back on request (proc(5), clear_refs). That
-is the whole process: weights, optimizer, engine and libraries included.
+is the whole process: weights, optimizer, engine and libraries included. A trainer on a CPU keeps what it frees
+(`qarl.process.keep_freed_memory`), so that phases would all show the highest one's: with `Memory.trim` freed memory
+goes back first, which is slow, and a step that is measured so is not timed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +23,19 @@ from qarl.metrics import PhaseTimer
 
 
 class Memory:
-    """The high-water mark of this process. `source` says which; "ru_maxrss" cannot be set back: it only grows."""
+    """The high-water mark of this process. `source` says which; "ru_maxrss" cannot be set back: it only grows.
+    `trim`: give freed memory back before each reset (glibc alone can)."""
 
     def __init__(self, device: torch.device) -> None:
+        self.trim = False
         self.source = "torch.cuda.max_memory_allocated" if device.type == "cuda" else "peak RSS"
         if device.type != "cuda" and not _reset_resident():
             self.source = "ru_maxrss"
 
     def reset(self) -> None:
         if self.source == "peak RSS":
+            if self.trim:
+                _trim()
             _reset_resident()
         elif self.source != "ru_maxrss":
             torch.cuda.reset_peak_memory_stats()
@@ -49,6 +56,12 @@ def _reset_resident() -> bool:
     except OSError:
         return False
     return True
+
+
+def _trim() -> None:
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class Meter(PhaseTimer):

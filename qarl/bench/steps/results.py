@@ -37,9 +37,12 @@ class Key:
         return replace(self, scheme="bf16", level="off" if self.level else "")
 
 
-def results(arguments: Arguments, samples: Samples) -> list[dict[str, Any]]:
-    """A result for each key, those of the whole model last where it was extrapolated."""
-    found = [_entry(arguments, key, samples) for key in samples]
+def results(
+    arguments: Arguments, samples: Samples, peaks: Mapping[Key, Mapping[str, int]] | None = None
+) -> list[dict[str, Any]]:
+    """A result for each key, those of the whole model last where it was extrapolated, for which no peak is known."""
+    peaks = peaks or {}
+    found = [_entry(arguments, key, samples) | {"peak_bytes": dict(peaks.get(key, {}))} for key in samples]
     whole = arguments.source.layers
     if len(arguments.layers) == 2 and whole not in arguments.layers:
         first, second = arguments.layers
@@ -52,12 +55,12 @@ def results(arguments: Arguments, samples: Samples) -> list[dict[str, Any]]:
         for key, (shallow, deep) in pairs.items():
             layer, fixed = per_layer(_samples(shallow, "step"), _samples(deep, "step"), (first, second))
             parts = {"extrapolated": True, "step_per_layer": layer, "step_fixed": fixed}
-            found.append(_entry(arguments, key, made) | parts)
+            found.append(_entry(arguments, key, made) | {"peak_bytes": {}} | parts)
     return found
 
 
 def _extrapolated(shallow: Launches, deep: Launches, depths: tuple[int, int], full: int) -> list[list[Answer]]:
-    """Answers as the whole model would give them, round by round; no peaks, and the checks of the deeper one."""
+    """Answers as the whole model would give them, round by round, with the checks of the deeper one."""
     names = [name for name in deep[0][0]["phases"] if name != "publish_share"]
     columns = {
         name: extrapolate(_samples(shallow, name), _samples(deep, name), depths, full)["samples"] for name in names
@@ -67,7 +70,7 @@ def _extrapolated(shallow: Launches, deep: Launches, depths: tuple[int, int], fu
         phases = {name: column[launch][number] for name, column in columns.items()}
         if "publish_share" in deep[0][0]["phases"]:
             phases["publish_share"] = phases["publish"] / phases["step"]
-        return {"phases": phases, "peak_bytes": {}, "checks": deep[launch][number]["checks"]}
+        return {"phases": phases, "checks": deep[launch][number]["checks"]}
 
     return [[answer(launch, number) for number in range(len(rounds))] for launch, rounds in enumerate(deep)]
 
@@ -79,14 +82,12 @@ def _entry(arguments: Arguments, key: Key, samples: Samples) -> dict[str, Any]:
     answers = [answer for rounds in launches for answer in rounds]
     names = [name for name in answers[0]["phases"] if name != "publish_share"]
     phases = {name: spread(_samples(launches, name)) for name in names}
-    peaks = answers[0]["peak_bytes"]
     result: dict[str, Any] = {
         "scheme": key.scheme,
         "level": key.level or None,
         "layers": key.layers,
         "phases": phases,
         "tokens_per_s": _tokens_per_s(arguments, key, phases),
-        "peak_bytes": {name: max(answer["peak_bytes"].get(name, 0) for answer in answers) for name in peaks},
         "checks": worst([answer["checks"] for answer in answers]),
     }
     if key.batch:

@@ -108,11 +108,12 @@ def run(arguments: Arguments) -> int:
 
 class Measured:
     """Everything that was measured: `samples` holds, for each key that has not failed, the answers of each launch, one
-    a round."""
+    a round, and `peaks` the bytes that each phase of it had at most."""
 
     def __init__(self, arguments: Arguments, folder: Path) -> None:
         self.arguments = arguments
         self.samples: dict[Key, list[list[dict[str, Any]]]] = {}
+        self.peaks: dict[Key, dict[str, int]] = {}
         self.failures: dict[str, str] = {}
         self.built: dict[str, dict[str, Any]] = {}
         self.parameters: list[int] = []
@@ -139,6 +140,9 @@ class Measured:
                 which = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
                 print(f"launch {launch + 1} of {self.arguments.launches}, {which}", file=sys.stderr)
                 self._round(workers, launch, number)
+            if launch == self.arguments.launches - 1:
+                print("a round that is not timed, for peak memory", file=sys.stderr)
+                self._memory_round(workers)
 
     def _start(self, scheme: str, layers: int, folder: Path) -> Worker | None:
         name = f"{scheme}, {layers} layers"
@@ -179,6 +183,17 @@ class Measured:
                 elif counted:
                     self._keep(key, launch, answer)
 
+    def _memory_round(self, workers: Mapping[tuple[str, int], Worker]) -> None:
+        for (scheme, layers), worker in workers.items():
+            for key, command in commands(self.arguments, scheme, layers):
+                if key not in self.samples:
+                    continue
+                try:
+                    worker.call(do="measure_memory")
+                    self.peaks[key] = worker.call(**command)["peak_bytes"]
+                except WorkerFailed as error:
+                    self._fail(str(key), str(error), key.__eq__)
+
     def _keep(self, key: Key, launch: int, answer: dict[str, Any]) -> None:
         launches = self.samples.setdefault(key, [])
         if len(launches) <= launch:
@@ -217,7 +232,7 @@ class Measured:
                 "master_dtype": arguments.master_dtype,
             },
             "built": self.built,
-            "results": results(arguments, self.samples),
+            "results": results(arguments, self.samples, self.peaks),
             "failures": self.failures,
         }
 

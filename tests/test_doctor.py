@@ -520,6 +520,7 @@ def topic_of(name: str, *arguments: str, target: Target | None = None, threads: 
         ("all", [], "note", "OMP_NUM_THREADS=all is not a number"),
         ("1,2", [], "ok", "1 thread (OMP_NUM_THREADS)"),
         (None, [], "ok", "(all cores)"),
+        ("4096", ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", "4096 threads (OMP_NUM_THREADS) in each of"),
     ],
 )
 def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:

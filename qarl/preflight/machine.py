@@ -87,17 +87,23 @@ def check_threads(context: Context, topic: Topic) -> None:
     number = (given or "").partition(",")[0]
     if given and not number.isdecimal():
         topic.note(f"OMP_NUM_THREADS={given} is not a number and is not used", fix="set it to a number, or unset it")
-    threads = wanted or (int(number) if number.isdecimal() and int(number) else 0) or cores
+    verl = context.config.backend == "verl"
+    ranks = context.config.trainer.n_gpus_per_node if verl else 1
+    if verl and context.target.device == "cuda" and not wanted and not number.isdecimal():
+        topic.ok("Ray gives each worker the threads of the CPUs that it asks for")
+        return
+    threads = wanted or (int(number) if number.isdecimal() and int(number) else 0) or max(1, cores // ranks)
     source = "trainer.num_threads" if wanted else "OMP_NUM_THREADS" if number.isdecimal() else "all cores"
-    if threads > cores:
+    each = f" in each of {ranks} workers" if ranks > 1 else ""
+    if threads * ranks > cores:
         topic.warning(
-            f"{threads} threads ({source}) on {cores} cores",
+            f"{threads} threads ({source}){each} on {cores} cores",
             where=source,
             why="threads that wait for each other on too few cores make a step tens of times slower",
-            fix=f"set trainer.num_threads={cores} or less",
+            fix=f"set trainer.num_threads={max(1, cores // ranks)} or less",
         )
     else:
-        topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}) on {cores} cores")
+        topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}){each} on {cores} cores")
 
 
 CHECKS = (check_elsewhere, check_cpu, check_gpu, check_threads)

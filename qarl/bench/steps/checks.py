@@ -24,7 +24,7 @@ The engine's checksums have already shown that it holds the very bytes that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 UNIT = 2.0**-8
@@ -32,6 +32,7 @@ ROUNDINGS = 8
 QUANTIZER_ERROR = {"w8a8": 4 / 127 / 12**0.5, "fp8": 2.0**-4 / 3**0.5}
 """e: int8, a step of amax / 127 with amax about 4 standard deviations, uniform; e4m3, half a step of 2^-3 at worst."""
 MODEL_SHARE = 0.1
+MODEL_TO_OFF = 0.05
 
 
 def log_prob_bound(scheme: str, level: str, *, layers: int, spread: float, largest: float) -> float | None:
@@ -45,12 +46,7 @@ def log_prob_bound(scheme: str, level: str, *, layers: int, spread: float, large
 
 def problems(checks: Mapping[str, Any]) -> list[str]:
     """Why a result may not be shown; none where all is well. `checks` is what a worker found in one step."""
-    found = []
-    delta, bound = checks.get("mismatch_abs_mean"), checks.get("mismatch_bound")
-    if delta is not None and not math.isfinite(delta):
-        found.append("log-probs of the trainer are not finite")
-    elif delta is not None and bound is not None and delta > bound:
-        found.append(f"mean |log-prob difference| to the rollout is {delta:.2e}, {bound:.2e} is allowed")
+    found = [*_layer_problems(checks), *_log_prob_problems(checks)]
     if not math.isfinite(checks.get("grad_norm", 0.0)):
         found.append("the gradient is not finite")
     lengths, asked = checks.get("response_lengths"), checks.get("response_length")
@@ -61,6 +57,39 @@ def problems(checks: Mapping[str, Any]) -> list[str]:
     if checks.get("quantized_layers") != checks.get("expected_layers"):
         found.append(f"{checks.get('quantized_layers')} linears are quantized, not {checks.get('expected_layers')}")
     return found
+
+
+def _layer_problems(checks: Mapping[str, Any]) -> Iterator[str]:
+    error, bound = checks.get("layer_error", 0.0), checks.get("layer_bound", 0.0)
+    if not error <= bound:  # NaN is not
+        yield (
+            f"{checks['layer_worst']}: on the same input the trainer's output is off {checks['layer_against']} by "
+            f"{error:.1e} of its size, {bound:.1e} is allowed: other numbers are multiplied, or by another kernel"
+        )
+    compared, expected = checks.get("layers_compared"), checks.get("layers_expected")
+    if compared != expected:
+        yield f"{compared} linears could be compared, not {expected}"
+    if unlike := checks.get("unlike_tensors"):
+        more = f" and {len(unlike) - 1} others" if len(unlike) > 1 else ""
+        yield f"the engine's {unlike[0]}{more} is not the trainer's: the publish did not write it, or it was changed"
+
+
+def _log_prob_problems(checks: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("mismatch", "sample"):
+        delta, bound = checks.get(f"{name}_abs_mean"), checks.get(f"{name}_bound")
+        if delta is not None and not math.isfinite(delta):
+            yield "log-probs of the trainer are not finite"
+        elif delta is not None and bound is not None and delta > bound:
+            against = checks.get("sample_against", "the rollout") if name == "sample" else "the rollout"
+            yield f"mean |log-prob difference| to {against} is {delta:.2e}, {bound:.2e} is allowed"
+    if not math.isfinite(checks.get("sample_spread", 0.0)):
+        yield "log-probs are not finite"
+    aligned, off = checks.get("sample_abs_mean"), checks.get("sample_abs_mean_off")
+    if aligned is not None and off is not None and not aligned <= MODEL_TO_OFF * off:
+        yield (
+            f"mean |log-prob difference| to the rollout is {aligned:.2e} where `off` has {off:.2e} on the same tokens, "
+            f"{MODEL_TO_OFF:.0%} of that is allowed: norms, rotary embedding or attention are not aligned"
+        )
 
 
 def worst(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ time, before its step is timed, as in training the step before leaves them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import random
@@ -83,26 +84,24 @@ def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_
     return float(zlib.crc32(solution_str.encode()) & 1)
 
 
-def load_levels(arguments: Arguments, scheme: str, folder: str) -> dict[str, Policy]:
-    """Level -> policy, all on the parameters of the first."""
-    policies: dict[str, Policy] = {}
-    for level in arguments.levels_of(scheme):
-        policy = Policy.load(bench_config(arguments, scheme, level, folder))
-        if policies:
-            first = next(iter(policies.values())).model
-            policy.model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-        policies[level] = policy
-    return policies
+def at_level(plain: Policy, level: str) -> Policy:
+    """A policy at `level` on the parameters of `plain`, which is at `off`."""
+    if level == "off":
+        return plain
+    shared = {id(parameter): parameter for parameter in plain.model.parameters()}
+    return Policy(copy.deepcopy(plain.model, shared), plain.scheme, plain.ignore, align=level)
 
 
 class BenchTrainer(LocalTrainer):
-    """`policies`: level -> policy on shared parameters; `batch`: that of the last step."""
+    """`plain`: the policy at `off`, measured or not; `policies`: level -> policy, all on the parameters of `plain`;
+    `batch`: that of the last step."""
 
     timer: Meter
 
     def __init__(self, arguments: Arguments, scheme: str, folder: str) -> None:
         self.arguments = arguments
-        self.policies = load_levels(arguments, scheme, folder)
+        self.plain = Policy.load(bench_config(arguments, scheme, "off", folder))
+        self.policies = {level: at_level(self.plain, level) for level in arguments.levels_of(scheme)}
         self.level, policy = next(iter(self.policies.items()))
         tokenizer, hf_config = load_tokenizer(folder)
         token_ids = random_prompts(arguments, hf_config.vocab_size, arguments.prompts)

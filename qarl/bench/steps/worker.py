@@ -25,14 +25,24 @@ import torch
 from transformers.utils import logging
 
 from qarl.bench.steps.arguments import Arguments
-from qarl.bench.steps.checks import log_prob_bound
+from qarl.bench.steps.compare import (
+    SEQUENCES,
+    abs_mean,
+    as_batch,
+    beside_dequantized,
+    bound_of,
+    compare_with_engine,
+    log_probs,
+    move_weights,
+    sample,
+    sampled,
+)
 from qarl.bench.steps.meter import Memory, Meter
-from qarl.bench.steps.trainer import BenchTrainer, TrainerAlone, bench_config, random_prompts
+from qarl.bench.steps.trainer import BenchTrainer, TrainerAlone, at_level, bench_config, random_prompts
 from qarl.errors import UserError
 from qarl.process import keep_freed_memory
-from qarl.quant.linear import invalidate_quantized
 from qarl.quant.phases import measure_phases
-from qarl.rollout.engine import RolloutEngine, SamplingConfig
+from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.manifest import PublishReport, quantized_layers
 from qarl.trainer.local import publish_metrics
 from qarl.trainer.policy import Policy
@@ -82,6 +92,7 @@ class StepBench:
         self.arguments, self.scheme, self.layers = arguments, scheme, layers
         self.trainer = self.trainer_class(arguments, scheme, folder)
         self.levels = {level: policy.align for level, policy in self.trainer.policies.items()}
+        self.compared: dict[str, Answer] = {}
         if self.trainer_class is BenchTrainer:
             self.trainer.publish()
 
@@ -108,7 +119,7 @@ class StepBench:
         phases = answer["phases"]
         phases["decode"] = phases["rollout"] - phases["prefill"]
         phases["publish_share"] = phases["publish"] / phases["step"]
-        answer["checks"] |= self._mismatch(level, metrics)
+        answer["checks"] |= self._mismatch(level, metrics) | self._compared_once(level)
         return answer
 
     def warm(self, level: str) -> Answer:
@@ -119,12 +130,14 @@ class StepBench:
         trainer.update(trainer.batch, trainer.old_log_probs(trainer.batch))
         trainer.publish()
         trainer.timer.take()
-        return {"phases": {}, "peak_bytes": {}, "checks": {}}
+        return {"phases": {}, "peak_bytes": {}, "checks": self._compared_once(level)}
 
     def trainer_step(self, level: str) -> Answer:
         assert isinstance(self.trainer, TrainerAlone)
         self.trainer.use(level)
-        return self._answer(level, *self._timed(self.trainer.trainer_step))
+        answer = self._answer(level, *self._timed(self.trainer.trainer_step))
+        answer["checks"] |= self._compared_once(level)
+        return answer
 
     def _timed(self, call: Callable[[], dict[str, float]]) -> tuple[float, dict[str, float]]:
         self.trainer.synchronize()
@@ -150,23 +163,35 @@ class StepBench:
         }
         return {"phases": phases, "peak_bytes": {**peaks, "step": max(peaks.values())}, "checks": checks}
 
+    def _compared_once(self, level: str) -> Answer:
+        """The checks beside the engine at the weights that a step has moved and published, in the first round alone:
+        that one is never counted."""
+        if level not in self.compared:
+            self.compared[level] = self._compare(level)
+        return self.compared[level]
+
+    def _compare(self, level: str) -> Answer:
+        """At `off` the engine is compared with a trainer whose linears are quantized: it must be right there too."""
+        trainer, applied = self.trainer, self.levels[level]
+        witness = level == "off" and self.scheme != "bf16"
+        policy = at_level(trainer.plain, "linears") if witness else trainer.policies[level]
+        prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(self.arguments.n)]
+        batch = sample(trainer.engine, prompts, self.arguments.response_length[0])
+        checks = compare_with_engine(policy, trainer.engine, batch, self.layers)
+        if applied in ("model", "exact"):
+            checks["sample_abs_mean_off"] = abs_mean(log_probs(trainer.plain, batch), sampled(batch))
+        return checks
+
     def _mismatch(self, level: str, metrics: Mapping[str, float]) -> Answer:
         batch = self.trainer.batch
         assert batch is not None
-        sampled = batch.rollout_log_probs[batch.response_mask]
-        bound = log_prob_bound(
-            self.scheme,
-            self.levels[level],
-            layers=self.layers,
-            spread=float(sampled.std()),
-            largest=float(sampled.abs().max()),
-        )
+        rollout = sampled(batch)
         return {
             "mismatch_abs_mean": metrics["mismatch/abs_mean"],
             "mismatch_abs_max": metrics["mismatch/abs_max"],
             "mismatch_k3": metrics["mismatch/k3"],
-            "mismatch_bound": bound,
-            "log_prob_spread": float(sampled.std()),
+            "mismatch_bound": bound_of(rollout, self.trainer.policies[level], self.layers),
+            "log_prob_spread": float(rollout.std()),
             "response_lengths": batch.response_mask.sum(1).tolist(),
             "response_length": self.arguments.response_length[0],
             "published_mbytes": metrics["publish/mbytes"],
@@ -177,13 +202,32 @@ class StepBench:
 class TrainerBench(StepBench):
     trainer_class = TrainerAlone
 
+    def _compare(self, level: str) -> Answer:
+        """Without an engine: linears with the product of what they would publish, higher levels with `linears`."""
+        trainer = self.trainer
+        assert isinstance(trainer, TrainerAlone)
+        policy, batch = trainer.policies[level], trainer.random_batch()
+        found, checks = beside_dequantized(policy, batch)
+        checks |= {"layers_expected": len(policy.quantized_layers()), "sample_spread": float(found.std())}
+        if self.levels[level] in ("model", "exact"):
+            below = "off" if self.scheme == "bf16" else "linears"
+            witness = at_level(trainer.plain, below)
+            other = log_probs(witness, batch)
+            checks |= {
+                "sample_abs_mean": abs_mean(found, other),
+                "sample_bound": bound_of(other, witness, self.layers),
+                "sample_against": f"level {below}",
+            }
+        return checks
+
 
 class EngineBench:
-    """An engine and the weights it is given, without an optimizer."""
+    """An engine and the weights it is given, without an optimizer. The trainer's model is at `linears`, where its
+    quantized layers must give what the engine's give."""
 
     def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
         self.arguments, self.scheme, self.layers = arguments, scheme, layers
-        level = "off" if arguments.part == "rollout" or scheme == "bf16" else "linears"
+        level = "off" if scheme == "bf16" else "linears"
         config = bench_config(arguments, scheme, level, folder)
         self.policy = Policy.load(config)
         self.vocab_size = int(self.policy.model.config.vocab_size)
@@ -192,6 +236,8 @@ class EngineBench:
         self.timer = Meter(Memory(device), torch.cuda.synchronize if device.type == "cuda" else None)
         self.version = 0
         self._publish()
+        self.timer.take()
+        self.compared = self._compare()
 
     def describe(self) -> Answer:
         layers = self.policy.quantized_layers().values()
@@ -211,8 +257,14 @@ class EngineBench:
         self.version += 1
         return report
 
+    def _compare(self) -> Answer:
+        prompts = random_prompts(self.arguments, self.vocab_size, SEQUENCES)
+        batch = sample(self.engine, prompts, max(self.arguments.response_length))
+        return compare_with_engine(self.policy, self.engine, batch, self.layers)
+
     def publish_step(self) -> Answer:
-        invalidate_quantized(self.policy.model)
+        """A publish of weights that the engine does not have yet, and then whether it has them."""
+        move_weights(self.policy, self.version)
         self.timer.take()
         with measure_phases() as quantizing:
             report = self._publish()
@@ -225,22 +277,30 @@ class EngineBench:
             "quantized_layers": len(quantized_layers(self.engine.expected)),
             "expected_layers": expected,
         }
-        return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
+        return {"phases": seconds, "peak_bytes": peaks, "checks": checks | self._compare()}
 
     def rollout_step(self, batch: int, length: int) -> Answer:
         prompts = random_prompts(self.arguments, self.vocab_size, batch)
         self.timer.take()
-        lengths: list[int] = []
         for phase, tokens in (("prefill", 1), ("rollout", length)):
             self.engine.reset_prefix_cache()
             with self.timer.phase(phase):
                 sampling = SamplingConfig(tokens, ignore_eos=True)
                 responses = self.engine.generate(prompts, sampling, list(range(batch)))
-            lengths = [len(response) for response in responses.response_token_ids]
+        lengths = [len(response) for response in responses.response_token_ids]
         seconds, _, peaks = self.timer.take()
         seconds["decode"] = seconds["rollout"] - seconds["prefill"]
-        checks = {"response_lengths": lengths, "response_length": length}
+        checks = {"response_lengths": lengths, "response_length": length} | self._mismatch(responses)
         return {"phases": seconds, "peak_bytes": peaks, "checks": checks}
+
+    def _mismatch(self, responses: RolloutBatch) -> Answer:
+        """Of the first few of `responses`; their tokens may be too few to tell a spread by."""
+        batch = as_batch(responses)
+        rollout, spread = sampled(batch), self.compared["sample_spread"]
+        return self.compared | {
+            "mismatch_abs_mean": abs_mean(log_probs(self.policy, batch), rollout),
+            "mismatch_bound": bound_of(rollout, self.policy, self.layers, spread=spread),
+        }
 
 
 class DummyEngine(RolloutEngine):
@@ -255,7 +315,11 @@ class DummyEngine(RolloutEngine):
 
 
 class ExpertsRolloutBench(EngineBench):
-    """Rollouts of a mixture of experts, without a trainer's model; routers stay unquantized."""
+    """Rollouts of a mixture of experts; routers stay unquantized.
+
+    There is no trainer's model of such a scheme to compare with, and the weights are vLLM's dummy ones. All that is
+    checked: the engine's log-probs are finite (`RolloutEngine.generate` raises) and the responses as long as asked.
+    """
 
     def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
         self.arguments, self.scheme, self.layers = arguments, scheme, layers
@@ -274,6 +338,9 @@ class ExpertsRolloutBench(EngineBench):
             "memory": self.timer.memory.source,
             "weights": "vLLM's dummy ones",
         }
+
+    def _mismatch(self, responses: RolloutBatch) -> Answer:
+        return {}
 
 
 def engine_kernels(engine: RolloutEngine) -> list[str]:

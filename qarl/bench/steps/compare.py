@@ -6,11 +6,12 @@ and nothing is sampled: a linear that multiplies by other numbers shows by its n
 one layer; their outputs are compared side by side. What is no linear of a decoder layer (norms, embedding, lm_head) is
 compared tensor by tensor.
 
-The sequences are few and short: it is arithmetic that is compared, and below 192 keys level `model` is exact.
+The sequences are few and short: it is arithmetic that is compared, and up to 192 keys level `model` is exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -82,14 +83,18 @@ def abs_mean(found: torch.Tensor, other: torch.Tensor) -> float:
     return float((found - other).abs().mean())
 
 
-def bound_of(rollout: torch.Tensor, policy: Policy, layers: int, *, spread: float | None = None) -> float | None:
-    """`log_prob_bound` for these log-probs of sampled tokens; `spread`: theirs, where they are too few to tell."""
+def bound_of(
+    policy: Policy, layers: int, batch: Batch, found: torch.Tensor, *, spread: float | None = None
+) -> float | None:
+    """`log_prob_bound` for the log-probs `found` of `batch`; `spread`: theirs, where they are too few to tell."""
     return log_prob_bound(
         policy.scheme.name,
         policy.align,
         layers=layers,
-        spread=float(rollout.std()) if spread is None else spread,
-        largest=float(rollout.abs().max()),
+        keys=int((batch.prompt_lengths + batch.response_mask.sum(1)).max()),
+        spread=float(found.std()) if spread is None else spread,
+        largest=float(found.abs().max()),
+        tokens=len(found),
     )
 
 
@@ -100,7 +105,7 @@ def compare_with_engine(policy: Policy, engine: RolloutEngine, batch: Batch, lay
     return checks | {
         "layers_expected": len(PARTS) * layers,
         "sample_abs_mean": abs_mean(found, rollout),
-        "sample_bound": bound_of(rollout, policy, layers),
+        "sample_bound": bound_of(policy, layers, batch, rollout),
         "sample_spread": float(rollout.std()),
     }
 
@@ -121,7 +126,6 @@ def beside_engine(policy: Policy, engine: RolloutEngine, batch: Batch) -> tuple[
 
 def beside_dequantized(policy: Policy, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs of `batch`, and the checks of every quantized linear against the tensors it would publish."""
-
     layers: Layers = {(name,): _product(layer) for name, layer in policy.quantized_layers().items()}
     found, checks = _beside(policy, batch, layers, "the FP32 product with its published tensors")
     return found, checks | {"layer_bound": UNIT}
@@ -147,7 +151,7 @@ def _product(layer: QuantLinear) -> Expected:
 def _beside(policy: Policy, batch: Batch, layers: Layers, against: str) -> tuple[torch.Tensor, dict[str, Any]]:
     with _hooked(policy.model, layers) as errors:
         found = log_probs(policy, batch)
-    worst = max(errors, key=lambda name: errors[name] if errors[name] >= 0 else float("inf"), default="")
+    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf, default="")
     checks = {
         "layer_error": errors.get(worst, 0.0),
         "layer_worst": worst,
@@ -159,7 +163,8 @@ def _beside(policy: Policy, batch: Batch, layers: Layers, against: str) -> tuple
 
 @contextmanager
 def _hooked(model: nn.Module, layers: Layers) -> Iterator[dict[str, float]]:
-    """While it is open, every forward of the linears in `layers` is compared: names -> relative difference, RMS."""
+    """While it is open, a forward compares the linears in `layers`: names -> RMS of the difference over that of the
+    output."""
     errors: dict[str, float] = {}
     handles = []
 
@@ -171,10 +176,8 @@ def _hooked(model: nn.Module, layers: Layers) -> Iterator[dict[str, float]]:
             if len(outputs) == len(names):
                 theirs = expected(args[0].flatten(0, -2)).float()
                 difference = torch.cat(outputs, -1).float() - theirs
-                error = float(difference.norm() / theirs.norm())
-                # A comparison with NaN is false: whatever comes first stays.
                 label = "/".join((names[0], *(name.rpartition(".")[2] for name in names[1:])))
-                errors[label] = error if not errors.get(label, 0.0) > error else errors[label]
+                errors[label] = float(difference.norm() / theirs.norm())
                 outputs.clear()
 
         return compare

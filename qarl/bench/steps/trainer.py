@@ -162,10 +162,11 @@ class TrainerAlone(BenchTrainer):
     def start_engine(self) -> RolloutEngine:
         return None  # type: ignore[return-value]  # no engine takes part, and nobody asks for one
 
-    def random_batch(self) -> Batch:
-        """A batch of the step's sizes; `rollout_log_probs` are zero."""
-        length, vocabulary = self.config.data.max_response_length, self.policy.model.config.vocab_size
-        prompts = [prompt.prompt_token_ids for prompt in self.parts.train_prompts for _ in range(self.config.rollout.n)]
+    def random_batch(self, sequences: int, length: int) -> Batch:
+        """At most so many of a step's sequences, their responses of `length`; `rollout_log_probs` are zero."""
+        vocabulary = self.policy.model.config.vocab_size
+        repeated = [prompt for prompt in self.parts.train_prompts for _ in range(self.config.rollout.n)]
+        prompts = [prompt.prompt_token_ids for prompt in repeated[:sequences]]
         draw = random.Random(1)
         responses = [[draw.randrange(vocabulary) for _ in range(length)] for _ in prompts]
         zeros = [[0.0] * length for _ in prompts]
@@ -175,7 +176,7 @@ class TrainerAlone(BenchTrainer):
 
     def trainer_step(self) -> dict[str, float]:
         """Old log-probs and update of a random batch."""
-        self.batch = self.random_batch()
+        self.batch = self.random_batch(self.arguments.sequences, self.config.data.max_response_length)
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(self.batch)
         self.batch.rollout_log_probs = old_log_probs

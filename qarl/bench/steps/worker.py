@@ -27,6 +27,7 @@ from transformers.utils import logging
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.compare import (
     SEQUENCES,
+    TOKENS,
     abs_mean,
     as_batch,
     beside_dequantized,
@@ -173,14 +174,17 @@ class StepBench:
     def _compare(self, level: str) -> Answer:
         """At `off` the engine is compared with a trainer whose linears are quantized: it must be right there too."""
         trainer, applied = self.trainer, self.levels[level]
-        witness = level == "off" and self.scheme != "bf16"
-        policy = at_level(trainer.plain, "linears") if witness else trainer.policies[level]
+        policy = self._below() if level == "off" else trainer.policies[level]
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(self.arguments.n)]
         batch = sample(trainer.engine, prompts, self.arguments.response_length[0])
         checks = compare_with_engine(policy, trainer.engine, batch, self.layers)
         if applied in ("model", "exact"):
-            checks["sample_abs_mean_off"] = abs_mean(log_probs(trainer.plain, batch), sampled(batch))
+            checks["sample_abs_mean_below"] = abs_mean(log_probs(self._below(), batch), sampled(batch))
         return checks
+
+    def _below(self) -> Policy:
+        """What levels `model` and `exact` add to: the engine's linears, the rest as transformers computes it."""
+        return at_level(self.trainer.plain, "off" if self.scheme == "bf16" else "linears")
 
     def _mismatch(self, level: str, metrics: Mapping[str, float]) -> Answer:
         batch = self.trainer.batch
@@ -190,7 +194,7 @@ class StepBench:
             "mismatch_abs_mean": metrics["mismatch/abs_mean"],
             "mismatch_abs_max": metrics["mismatch/abs_max"],
             "mismatch_k3": metrics["mismatch/k3"],
-            "mismatch_bound": bound_of(rollout, self.trainer.policies[level], self.layers),
+            "mismatch_bound": bound_of(self.trainer.policies[level], self.layers, batch, rollout),
             "log_prob_spread": float(rollout.std()),
             "response_lengths": batch.response_mask.sum(1).tolist(),
             "response_length": self.arguments.response_length[0],
@@ -206,17 +210,16 @@ class TrainerBench(StepBench):
         """Without an engine: linears with the product of what they would publish, higher levels with `linears`."""
         trainer = self.trainer
         assert isinstance(trainer, TrainerAlone)
-        policy, batch = trainer.policies[level], trainer.random_batch()
+        policy, batch = trainer.policies[level], trainer.random_batch(SEQUENCES, TOKENS)
         found, checks = beside_dequantized(policy, batch)
         checks |= {"layers_expected": len(policy.quantized_layers()), "sample_spread": float(found.std())}
         if self.levels[level] in ("model", "exact"):
-            below = "off" if self.scheme == "bf16" else "linears"
-            witness = at_level(trainer.plain, below)
-            other = log_probs(witness, batch)
+            below = self._below()
+            other = log_probs(below, batch)
             checks |= {
                 "sample_abs_mean": abs_mean(found, other),
-                "sample_bound": bound_of(other, witness, self.layers),
-                "sample_against": f"level {below}",
+                "sample_bound": bound_of(below, self.layers, batch, other),
+                "sample_against": f"level {below.align}",
             }
         return checks
 
@@ -299,7 +302,7 @@ class EngineBench:
         rollout, spread = sampled(batch), self.compared["sample_spread"]
         return self.compared | {
             "mismatch_abs_mean": abs_mean(log_probs(self.policy, batch), rollout),
-            "mismatch_bound": bound_of(rollout, self.policy, self.layers, spread=spread),
+            "mismatch_bound": bound_of(self.policy, self.layers, batch, rollout, spread=spread),
         }
 
 

@@ -6,7 +6,7 @@ and nothing is sampled: a linear that multiplies by other numbers shows by its n
 one layer; their outputs are compared side by side. What is no linear of a decoder layer (norms, embedding, lm_head) is
 compared tensor by tensor.
 
-The sequences are few and short: it is arithmetic that is compared, and up to 192 keys level `model` is exact.
+The sequences are few and short: it is arithmetic that is compared.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from qarl.bench.steps.checks import UNIT, log_prob_bound
+from qarl.bench.steps.checks import FIRST_TOKENS, UNIT, log_prob_bound
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.policy import Policy
 
 SEQUENCES = 8
+PROMPT_TOKENS = 4
 TOKENS = 16
-"""Of a prompt at most, and of a response."""
+"""Of a response."""
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "o_proj": ("o_proj",),
@@ -44,8 +46,11 @@ Layers = Mapping[tuple[str, ...], Expected]
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], length: int) -> Batch:
-    """Responses of at most `TOKENS` tokens to the first few prompts, cut short, from the weights the engine has."""
-    asked = [list(prompt[:TOKENS]) for prompt in prompts[:SEQUENCES]]
+    """Responses of at most `TOKENS` tokens to the first few prompts, cut short, from the weights the engine has.
+
+    Fewer prompts are asked several times.
+    """
+    asked = [list(prompt[:PROMPT_TOKENS]) for prompt in islice(cycle(prompts), SEQUENCES)]
     engine.reset_prefix_cache()
     sampling = SamplingConfig(min(length, TOKENS), ignore_eos=True)
     found = engine.generate(asked, sampling, list(range(len(asked))))
@@ -83,15 +88,18 @@ def abs_mean(found: torch.Tensor, other: torch.Tensor) -> float:
     return float((found - other).abs().mean())
 
 
-def bound_of(
-    policy: Policy, layers: int, batch: Batch, found: torch.Tensor, *, spread: float | None = None
-) -> float | None:
-    """`log_prob_bound` for the log-probs `found` of `batch`; `spread`: theirs, where they are too few to tell."""
+def first_abs_median(found: torch.Tensor, other: torch.Tensor, batch: Batch) -> float:
+    """Of the first tokens of each response; all are of one length."""
+    delta = (found - other).abs().view(len(batch), -1)
+    return float(delta[:, :FIRST_TOKENS].median())
+
+
+def bound_of(policy: Policy, layers: int, found: torch.Tensor, *, spread: float | None = None) -> float | None:
+    """`log_prob_bound` for the log-probs `found`; `spread`: theirs, where they are too few to tell."""
     return log_prob_bound(
         policy.scheme.name,
         policy.align,
         layers=layers,
-        keys=int((batch.prompt_lengths + batch.response_mask.sum(1)).max()),
         spread=float(found.std()) if spread is None else spread,
         largest=float(found.abs().max()),
         tokens=len(found),
@@ -103,9 +111,10 @@ def compare_with_engine(policy: Policy, engine: RolloutEngine, batch: Batch, lay
     found, checks = beside_engine(policy, engine, batch)
     rollout = sampled(batch)
     return checks | {
+        "first_abs_median": first_abs_median(found, rollout, batch),
         "layers_expected": len(PARTS) * layers,
         "sample_abs_mean": abs_mean(found, rollout),
-        "sample_bound": bound_of(policy, layers, batch, rollout),
+        "sample_bound": bound_of(policy, layers, rollout),
         "sample_spread": float(rollout.std()),
     }
 

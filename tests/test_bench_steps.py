@@ -174,7 +174,7 @@ def test_a_peak_belongs_to_every_phase_that_is_open() -> None:
     with meter.phase("after"):
         pass
     _, _, peaks = meter.take()
-    assert peaks["outer"] == peaks["inner"] > peaks["before"] + 2**25
+    assert peaks["inner"] <= peaks["outer"] < peaks["inner"] + 2**20 and peaks["inner"] > peaks["before"] + 2**25
     assert peaks["inner"] > peaks["after"] + 2**25
 
 

@@ -8,6 +8,7 @@ measured minutes away from the next. So all live side by side and the parent wak
     {"do": "trainer_step", "level": LEVEL}             its old log-probs and update, without an engine
     {"do": "publish_step"}                             quantize and publish
     {"do": "rollout_step", "batch": B, "length": R}    a prefill, and a rollout of B sequences
+    {"do": "measure_memory"}                           nothing; from here on peaks are each phase's own, and steps slow
 
 Each answers {"phases", "peak_bytes", "checks"}; an exception is answered as {"error": text}.
 """
@@ -85,7 +86,17 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
 
 
-class StepBench:
+class Bench:
+    """What every process does."""
+
+    timer: Meter
+
+    def measure_memory(self) -> Answer:
+        self.timer.memory.trim = True
+        return {}
+
+
+class StepBench(Bench):
     """Training steps of one scheme at every level."""
 
     trainer_class: type[BenchTrainer] = BenchTrainer
@@ -93,6 +104,7 @@ class StepBench:
     def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
         self.arguments, self.scheme, self.layers = arguments, scheme, layers
         self.trainer = self.trainer_class(arguments, scheme, folder)
+        self.timer = self.trainer.timer
         self.levels = {level: policy.align for level, policy in self.trainer.policies.items()}
         self.compared: dict[str, Answer] = {}
         if self.trainer_class is BenchTrainer:
@@ -226,7 +238,7 @@ class TrainerBench(StepBench):
         return checks
 
 
-class EngineBench:
+class EngineBench(Bench):
     """An engine and the weights it is given, without an optimizer. The trainer's model is at `linears`, where its
     quantized layers must give what the engine's give."""
 

@@ -1,5 +1,4 @@
-"""The benchmark of steps: arguments, statistics with numbers by hand, tables. Its
-checks, and real runs, are in test_bench_checks.py."""
+"""The benchmark of steps: arguments, statistics by hand, tables. Its checks are in test_bench_checks.py."""
 
 from __future__ import annotations
 

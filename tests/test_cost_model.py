@@ -14,20 +14,18 @@ from qarl.bench.cost.ceilings import (
     Block,
     Ceilings,
     EngineCost,
-    Links,
     OptimizerCost,
     Product,
     PublishCost,
     interpolate,
 )
-from qarl.bench.cost.collectives import all_gather, all_reduce, reduce_scatter
 from qarl.bench.cost.fit import nonnegative_fit
 from qarl.bench.cost.gpus import SHEETS, assumed_ceilings
 from qarl.bench.cost.parts import Part, binding, distinct_experts, merged, mlp_shapes, product_part, total
 from qarl.bench.cost.rollout import Engine
 from qarl.bench.cost.step import Layout, predict
 from qarl.bench.cost.trainer import Trainer
-from qarl.bench.cost.workload import Workload, deal, response_lengths, simulate_decoding
+from qarl.bench.cost.workload import Workload, deal, response_lengths
 from qarl.bench.steps.models import find_model
 from qarl.errors import UserError
 from qarl.memory import ModelSize
@@ -102,6 +100,11 @@ class TestFit:
         # (c - 1)^2 + (c/2 - 1)^2 are least at c = 1.5 / 1.25.
         assert nonnegative_fit([[1.0, 1.0], [1.0, 2.0]], [1.0, 4.0]) == pytest.approx([0.0, 1.2])
 
+    @pytest.mark.parametrize("seconds", [0.0, -1e-9, float("nan")])
+    def test_times_that_are_none_are_refused(self, seconds: float) -> None:
+        with pytest.raises(UserError, match="cannot be fitted"):
+            nonnegative_fit([[1.0, 1.0], [1.0, 2.0]], [1.0, seconds])
+
 
 class TestProducts:
     def test_a_call_its_features_and_its_weights(self) -> None:
@@ -125,6 +128,10 @@ class TestProducts:
         activation = memory  # two bytes too
         assert h100.seconds(1, [(1e4, 1e4)]) == pytest.approx(1e8 * memory + 2e4 * activation)
         assert h100.seconds(2**14, [(1e4, 1e4)]) == pytest.approx(2**14 * (1e8 * compute + 2e4 * activation))
+
+    def test_a_call_costs_the_same_beyond_the_measured_rows(self) -> None:
+        product = Product.of([(1, 5.0, 0.1, 0.01), (10, 5.0, 1.0, 0.1)])
+        assert product.seconds(100, [(2, 3)]) == pytest.approx(5.0 + 10.0 * 5 + 1.0 * 6)
 
     def test_low_bit_weights_decode_faster_and_int4_does_not_train_faster(self) -> None:
         for gpu in ("h100", "h200", "a100"):
@@ -159,28 +166,6 @@ class TestParts:
         assert mlp_shapes(SMALL, 128, fused=True, parallel=2) == [(128, 64), (64, 64)]
 
 
-class TestCollectives:
-    LINKS = Links(node=100.0, network=10.0, gpus_per_node=8, latency=0.5)
-
-    def test_rings(self) -> None:
-        # 400 bytes on 4 GPUs: each receives 300, at 100 a second
-        assert all_gather(self.LINKS, 400, 4).seconds == pytest.approx(3.5)
-        assert all_gather(self.LINKS, 400, 4, calls=3).seconds == pytest.approx(4.5)
-        assert reduce_scatter(self.LINKS, 400, 4).seconds == pytest.approx(3.5)
-        assert all_reduce(self.LINKS, 400, 4).seconds == pytest.approx(7.0)
-
-    def test_between_nodes_all_adapters_of_a_node_work(self) -> None:
-        """150 of 160 bytes: 8 adapters of 10 in a node, 4 where the last node has 4 GPUs; NVLink's 100 at most."""
-        assert all_gather(self.LINKS, 160, 16).seconds == pytest.approx(150 / 80 + 0.5)
-        assert all_gather(self.LINKS, 120, 12).seconds == pytest.approx(110 / 40 + 0.5)
-        assert all_gather(replace(self.LINKS, network=20.0), 160, 16).seconds == pytest.approx(150 / 100 + 0.5)
-
-    def test_one_gpu_has_nobody_to_talk_to(self) -> None:
-        assert all_gather(None, 400, 1).seconds == 0
-        with pytest.raises(UserError, match="no links"):
-            all_gather(None, 400, 2)
-
-
 class TestLengths:
     def test_the_mean_is_kept_and_nothing_is_longer_than_allowed(self) -> None:
         lengths = response_lengths(1000, 2000, 8192, seed=3)
@@ -200,43 +185,6 @@ class TestLengths:
         assert WORK.row_lengths() == [32] * 4
         assert replace(WORK, prompt_length=9).row_lengths() == [40] * 4
         assert replace(WORK, prompt_length=9, padded=False).row_lengths() == [33] * 4
-
-
-class TestDecoding:
-    def test_equal_responses_step_together(self) -> None:
-        # 3 responses of 5 tokens after 10: 4 steps (the first token is the prefill's) with 33, 36, 39, 42 keys
-        run = simulate_decoding([5, 5, 5], 10, lambda batch, keys: keys, kv_tokens=1e9, max_num_seqs=8)
-        assert (run.steps, run.seconds, run.mean_batch) == (4, 33 + 36 + 39 + 42, 3)
-
-    def test_the_batch_shrinks_as_responses_end(self) -> None:
-        # left to decode: 1, 3, 3. One step of 3, two of 2.
-        run = simulate_decoding([2, 4, 4], 10, lambda batch, keys: batch, kv_tokens=1e9, max_num_seqs=8)
-        assert (run.steps, run.seconds) == (3, 3 + 2 + 2)
-        assert run.mean_batch == pytest.approx(7 / 3)
-
-    def test_a_slot_is_taken_again(self) -> None:
-        # two at a time, left 1, 3, 2: steps with {1, 3}, {3 less 1, 2}, both end: 3 steps of 2
-        run = simulate_decoding([2, 4, 3], 10, lambda batch, keys: batch, kv_tokens=1e9, max_num_seqs=2)
-        assert (run.steps, run.seconds) == (3, 6)
-
-    def test_kv_memory_limits_the_batch(self) -> None:
-        # a response takes 10 + 5 tokens: 40 hold two
-        run = simulate_decoding([5] * 4, 10, lambda batch, keys: 1.0, kv_tokens=40, max_num_seqs=8)
-        assert (run.steps, run.mean_batch) == (8, 2)
-
-    def test_a_step_at_a_time_gives_the_same(self) -> None:
-        lengths = response_lengths(12, 20, 60, seed=1)
-
-        def cost(batch: float, keys: float) -> float:
-            return 3.0 + 0.5 * batch + 0.01 * keys
-
-        run = simulate_decoding(lengths, 7, cost, kv_tokens=1e9, max_num_seqs=64)
-        by_hand, left, there = 0.0, [n - 1 for n in lengths if n > 1], 8
-        while left:
-            by_hand += cost(len(left), len(left) * there)
-            left = [n - 1 for n in left if n > 1]
-            there += 1
-        assert run.seconds == pytest.approx(by_hand)
 
 
 class TestEngine:
@@ -264,12 +212,22 @@ class TestEngine:
         engine = EngineCost(1.0, 0, 0, 0, 0, request=5.0, request_sequence=0.5, token_hidden=0, token_intermediate=0,
                             token_width=0, decode_key=0, decode_kv=0, prefill_pair=1.0)  # fmt: skip
         work = replace(WORK, max_num_batched_tokens=24)  # three prompts of 8 tokens, then the fourth
-        parts = self.engine(no_ceilings(engine=engine), work=work).prefill(4)
+        parts = self.engine(no_ceilings(engine=engine), work=work).prefill([0, 0, 1, 1])
         assert seconds(parts, "overhead") == pytest.approx(2)
         assert seconds(parts, "requests") == pytest.approx(5 + 4 * 0.5)
         assert seconds(parts, "attention") == pytest.approx(2 * 4 * 36 * 64)  # 8 * 9 / 2 pairs a prompt
-        shared = self.engine(no_ceilings(engine=engine), work=replace(work, prefix_caching=True)).prefill(4)
+        shared = self.engine(no_ceilings(engine=engine), work=replace(work, prefix_caching=True)).prefill([0, 0, 1, 1])
         assert seconds(shared, "attention") == pytest.approx(2 * 2 * 36 * 64)
+
+    def test_what_a_preempted_response_computes_again(self) -> None:
+        # A token of a step takes 1 s in each layer and element of the hidden width, a (query, key) pair 10 s.
+        engine = replace(no_ceilings().engine, token_hidden=1.0, prefill_pair=10.0)
+        made = Engine(SMALL, no_ceilings(engine=engine), "w8a8", replace(WORK, prefix_caching=True),
+                      kv_bytes=3.5 * 16 * SMALL.kv_bytes_per_token())  # fmt: skip
+        # Three blocks of 16. Two responses of 24 to prompts of 8 have a block each for 8 steps, and then want four.
+        parts, run = made.decode([24, 24], [0, 1])
+        assert made.kv_blocks == 3 and run.recomputed == ((17, 17),)
+        assert seconds(parts, "recomputation") == pytest.approx(2 * 64 * (17 + 10 * 17 * 18 / 2))
 
     def test_experts_that_are_needed_are_read(self) -> None:
         sparse = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0, 1))
@@ -393,6 +351,15 @@ class TestSteps:
         path = tmp_path / "ceilings.json"
         path.write_text(json.dumps(ceilings.to_json()))
         assert Ceilings.load(path) == ceilings
+
+    def test_responses_of_a_prompt_are_spread_over_engines(self) -> None:
+        """Four responses of 24 to each of two prompts of 8: two engines prefill both prompts, as does one."""
+        engine = replace(no_ceilings().engine, prefill_pair=1.0, decode_key=1.0)
+        work = replace(WORK, n=4, prefix_caching=True)
+        one, two = (predict(SMALL, no_ceilings(engine=engine), work, "bf16", "off", Layout(gpus)) for gpus in (1, 2))
+        assert one.seconds("prefill") == pytest.approx(2 * 2 * 36 * 64) == two.seconds("prefill")
+        many = predict(SMALL, no_ceilings(engine=engine), work, "bf16", "off", Layout(8))
+        assert many.seconds("prefill") == pytest.approx(2 * 36 * 64)
 
     @pytest.mark.parametrize("gpu", SHEETS)
     def test_data_sheets_say_that_they_are_assumed(self, gpu: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qarl.bench import report
 from qarl.bench.__main__ import main
+from qarl.bench.arguments import Arguments
 from qarl.bench.cost.arguments import CeilingsArguments, PlanArguments
 from qarl.bench.cost.ceilings import Block, Ceilings
 from qarl.bench.cost.check import compare, workload_of
@@ -31,15 +34,24 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def steps_file(folder: Path, scale: float) -> tuple[Path, Path]:
+def strings(content: Any) -> Iterator[str]:
+    """Every string in a JSON document, keys aside."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from strings(value)
+
+
+def steps_file(folder: Path, scale: float, scheme: str = "w8a8", level: str = "linears") -> tuple[Path, Path]:
     """Steps that took `scale` times what is predicted from the ceilings beside them."""
     size = ModelSize.from_config({**STEPS["model"], "num_hidden_layers": 2})
     ceilings = replace(assumed_ceilings("h100"), links=None, memory_bytes=0, facts={"threads": 1})
-    step = predict(size, ceilings, workload_of(STEPS), "w8a8", "linears")
+    step = predict(size, ceilings, workload_of(STEPS), scheme, level)
     phases = {p: {"mean": scale * step.seconds(p)} for p in ("prefill", "decode", "backward")}
     result = {
-        "scheme": "w8a8",
-        "level": "linears",
+        "scheme": scheme,
+        "level": level,
         "layers": 2,
         "phases": {**phases, "step": {"mean": scale * step.step}},
     }
@@ -62,6 +74,59 @@ class TestCommands:
         steps, ceilings = steps_file(tmp_path, scale)
         assert main(["plan", f"check={steps}", f"ceilings={ceilings}"]) == 1
         assert main(["plan", f"check={steps}", f"ceilings={ceilings}", "tolerance=0.3"]) == 0
+
+    def test_a_phase_that_is_not_predicted_is_an_error_of_its_own(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The BF16 step has no quantizer: one that takes 2% of a step within 20% fails, one of 0.5% is let pass."""
+        steps, ceilings = steps_file(tmp_path, 1.0, "bf16", "off")
+        content = json.loads(steps.read_text())
+        phases = content["results"][0]["phases"]
+        for share, code in ((0.02, 1), (0.005, 0)):
+            phases["quantize"] = {"mean": share * phases["step"]["mean"]}
+            steps.write_text(json.dumps(content))
+            out = tmp_path / "check.json"
+            assert main(["plan", f"check={steps}", f"ceilings={ceilings}", f"json={out}"]) == code
+            (result,) = json.loads(out.read_text())["results"]
+            assert result["phases"]["quantize"]["error"] == -1
+            assert result["not_predicted"] == (["quantize"] if code else [])
+            printed = capsys.readouterr().out
+            assert ("not predicted: quantize of bf16 off" in printed) == bool(code)
+            assert "1 of 1 steps within 20%" in printed
+
+    def test_a_step_without_a_measured_time_is_a_failure(self, tmp_path: Path) -> None:
+        steps, ceilings = steps_file(tmp_path, 0.0)
+        out = tmp_path / "check.json"
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}", f"json={out}"]) == 1
+        assert json.loads(out.read_text())["results"][0]["phases"]["step"]["error"] is None
+
+    def test_no_folder_of_this_machine_in_a_file(self, tmp_path: Path) -> None:
+        """Neither of the arguments, nor of a model that is a folder."""
+        folder = tmp_path / "some model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(dict(find_model("Qwen3-8B").config)))
+        steps, ceilings = steps_file(tmp_path, 1.0)
+        out = tmp_path / "out.json"
+        given = [f"model={folder}", "gpus=4", "prompts=16", "scheme=bf16", f"json={out}", f"plot={tmp_path / 'x.png'}"]
+        assert main(["plan", *given]) == 0
+        text = out.read_text()
+        assert str(tmp_path) not in text and '"json": "out.json"' in text and '"model": "some model"' in text
+        assert main(["plan", "model=Qwen3-8B", "prompts=16", f"ceilings={ceilings}", f"json={out}"]) == 0
+        text = out.read_text()
+        assert str(tmp_path) not in text and '"ceilings": "ceilings.json"' in text
+        assert main(["plan", f"check={steps}", f"ceilings={ceilings}", f"json={out}"]) == 0
+        assert str(tmp_path) not in out.read_text()
+
+    def test_arguments_in_a_file_name_no_folder(self) -> None:
+        given = report.given(Arguments("cpu", ("small",), json=Path("/some/where/x.json")))
+        assert given["json"] == "x.json" and given["plot"] is None and given["model"] == ("small",)
+
+    def test_committed_results_name_no_folder(self) -> None:
+        files = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
+        assert files
+        for path in files:
+            found = [text for text in strings(json.loads(path.read_text(encoding="utf-8"))) if text.startswith("/")]
+            assert not found, f"{path.name}: {found}"
 
     def test_nothing_compared_is_a_failure(self, tmp_path: Path) -> None:
         steps, ceilings = steps_file(tmp_path, 1.0)
@@ -201,6 +266,7 @@ class TestMeasuring:
         path = tmp_path / "ceilings.json"
         assert measure.run(CeilingsArguments(path, schemes=("bf16", "w8a8"), rounds=1)) == 0
         ceilings = Ceilings.load(path)
+        assert ceilings.facts["keeps_freed_memory"] in (True, False)
         assert not ceilings.assumed and set(ceilings.publish.apply) == {"bf16", "w8a8"}
         assert main(["plan", "model=SmolLM2-135M", f"ceilings={path}", "scheme=bf16,w8a8", "prompts=4", "n=2"]) == 0
         printed = capfd.readouterr().out

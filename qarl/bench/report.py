@@ -49,6 +49,16 @@ def commit() -> str:
     return run.stdout.strip() or "unknown"
 
 
+def given(arguments: Any) -> dict[str, Any]:
+    """The fields of a dataclass of arguments for a file that others read: of a path its last part, because the folders
+    are this machine's."""
+    return {
+        field.name: value.name if isinstance(value, Path) else value
+        for field in dataclasses.fields(arguments)
+        for value in (getattr(arguments, field.name),)
+    }
+
+
 def document(
     arguments: Arguments,
     device: torch.device,
@@ -56,17 +66,13 @@ def document(
     results: list[dict[str, Any]],
     failures: dict[str, str],
 ) -> dict[str, Any]:
-    given = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in dataclasses.asdict(arguments).items()
-    }
     return {
         "benchmark": "kernels",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "versions": versions(),
         "commit": commit(),
-        "arguments": given,
+        "arguments": given(arguments),
         "ceilings": ceilings,
         "results": results,
         "not_measured": failures,

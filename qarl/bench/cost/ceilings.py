@@ -28,6 +28,9 @@ from typing import Any
 from qarl.errors import UserError
 
 KIND = "ceilings"
+COSTS = ("copy_bytes_per_s", "products", "blocks", "engine", "head", "optimizer", "quantize", "publish", "links")
+CURVES = ("points", "attention", "optimizer", "tied", "untied")
+"""Lists of points, in order of their first number."""
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -65,7 +68,8 @@ class Product:
 
     def seconds(self, rows: float, shapes: Sequence[tuple[float, float]], calls: float | None = None) -> float:
         """Of one product with a weight of each shape [N, K]; `calls` where several are one call."""
-        call, feature, weight = (interpolate([(p[0], p[i]) for p in self.points], rows) for i in (1, 2, 3))
+        call = within([(p[0], p[1]) for p in self.points], rows)
+        feature, weight = (interpolate([(p[0], p[i]) for p in self.points], rows) for i in (2, 3))
         features, weights = sum(n + k for n, k in shapes), sum(n * k for n, k in shapes)
         return call * (len(shapes) if calls is None else calls) + feature * features + weight * weights
 
@@ -166,13 +170,17 @@ class PublishCost:
 
 @dataclass(frozen=True)
 class Links:
-    """Between GPUs: bytes/s of one GPU within a node, of each GPU's adapter between nodes, GPUs a node, and seconds of
-    latency."""
+    """Between GPUs: bytes/s of one GPU within a node, of each GPU's adapter between nodes, and GPUs a node; seconds of
+    latency of a gather or scatter within a node and between nodes; of the engine's own all-reduce within a node, whose
+    latency grows with its bytes at `reduce_rate` until NCCL is as fast."""
 
     node: float
     network: float
     gpus_per_node: int
-    latency: float
+    node_latency: float
+    network_latency: float
+    reduce_latency: float
+    reduce_rate: float
 
 
 @dataclass(frozen=True)
@@ -204,8 +212,7 @@ class Ceilings:
         return self.products[name]
 
     def optimizer_at(self, parameters: float) -> OptimizerCost:
-        """Of a tensor with so many parameters. A small one stays in the caches from one pass over it to the next; for
-        a large one the allocator takes new memory from the system each time, and gives it back."""
+        """Of a tensor with so many parameters: a small one stays in the caches from one pass over it to the next."""
         names = [field.name for field in dataclasses.fields(OptimizerCost)]
         curves = {name: [(size, getattr(cost, name)) for size, cost in self.optimizer] for name in names}
         return OptimizerCost(**{name: within(curve, parameters) for name, curve in curves.items()})
@@ -220,10 +227,11 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str = "ceilings") -> Ceilings:
-        """UserError for what is no ceilings file, or an incomplete one."""
+        """UserError for what is no ceilings file, an incomplete one, or one with costs that cannot be."""
         if content.get("kind") != KIND:
             raise UserError("this is no ceilings file", where=where, why=f"its kind is {content.get('kind')!r}",
                             fix="python -m qarl.bench ceilings json=FILE makes one")  # fmt: skip
+        _check_costs({name: value for name, value in content.items() if name in COSTS}, where)
         try:
             names = {field.name for field in dataclasses.fields(cls)} - {"facts"}
             links = content["links"]
@@ -267,6 +275,28 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"cannot use {path}", why="it holds no JSON object", fix="name a file of qarl.bench")
     return content
+
+
+def _check_costs(given: Any, where: str, name: str = "") -> None:
+    """UserError where a number is negative or none, or the points of a curve are not in order: no prediction from
+    numbers that are not, and at sizes between and beyond the points, can then be negative."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            _check_costs(value, where, f"{name}.{key}" if name else key)
+    elif isinstance(given, list | tuple):
+        if name.rpartition(".")[2] in CURVES:
+            sizes = [point[0] for point in given if isinstance(point, list | tuple) and point]
+            if not sizes or any(not low < high for low, high in pairwise(sizes)):
+                raise _impossible(where, f"the points of {name} are none, or not in order of size")
+        for number, value in enumerate(given):
+            _check_costs(value, where, f"{name}[{number}]")
+    elif isinstance(given, float | int) and not (math.isfinite(given) and given >= 0):
+        raise _impossible(where, f"{name} is {given}")
+
+
+def _impossible(where: str, why: str) -> UserError:
+    fix = "measure again: python -m qarl.bench ceilings json=FILE"
+    return UserError("the ceilings have a cost that cannot be", where=where, why=why, fix=fix)
 
 
 def _block(given: Mapping[str, Any]) -> Block:

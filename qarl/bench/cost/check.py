@@ -2,7 +2,8 @@
 `qarl.bench steps` measured, for every scheme, level and phase.
 
 The ceilings come from single operations of other sizes, and nothing of the measured steps goes into the prediction.
-Exit code 1 where a step is off by more than `tolerance`, or none could be compared.
+Exit code 1 where a step is off by more than `tolerance`, a phase of some weight was predicted to take nothing, or none
+could be compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from qarl.bench import report
 from qarl.bench.cost.arguments import PlanArguments
 from qarl.bench.cost.ceilings import Ceilings, read_json
+from qarl.bench.cost.doubts import warn
 from qarl.bench.cost.step import Step, predict
 from qarl.bench.cost.workload import Workload
 from qarl.errors import UserError
@@ -23,6 +25,9 @@ from qarl.memory import ModelSize
 COMPARED = (
     "prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step",
 )  # fmt: skip
+NEGLIGIBLE = 0.01
+"""Share of a step below which a phase that is predicted to take nothing is let pass: quantize in BF16 takes
+microseconds to find out that there is nothing to do."""
 FACTS = ("commit", "date", "seconds", "rounds")
 """Of the ceilings, in the file that is written."""
 
@@ -46,7 +51,8 @@ def workload_of(document: Mapping[str, Any]) -> Workload:
 
 
 def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, Any]]:
-    """For each result: scheme, level, layers, and by phase `predicted` and `measured` seconds and the relative `error`.
+    """For each result: scheme, level, layers, and by phase `predicted` and `measured` seconds and the relative `error`;
+    `not_predicted` names the phases that took more than `NEGLIGIBLE` of the step and were predicted to take nothing.
 
     Raises:
         UserError: the file is none of `qarl.bench steps`, or of another number of threads.
@@ -68,17 +74,24 @@ def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, A
             print(f"not predicted: level {level} has no ceilings", file=sys.stderr)
             continue
         step = predict(replace(size, layers=result["layers"]), ceilings, work, result["scheme"], level)
+        phases = {
+            phase: _pair(_predicted(step, phase), result["phases"][phase]["mean"])
+            for phase in COMPARED
+            if phase in result["phases"]
+        }
+        whole = phases["step"]["measured"] or 0.0
         found.append(
             {
                 "scheme": result["scheme"],
                 "level": level,
                 "layers": result["layers"],
                 "extrapolated": bool(result.get("extrapolated")),
-                "phases": {
-                    phase: _pair(_predicted(step, phase), result["phases"][phase]["mean"])
-                    for phase in COMPARED
-                    if phase in result["phases"]
-                },
+                "phases": phases,
+                "not_predicted": [
+                    phase
+                    for phase, pair in phases.items()
+                    if not pair["predicted"] and (pair["measured"] or 0.0) > NEGLIGIBLE * whole
+                ],
             }
         )
     return found
@@ -88,10 +101,21 @@ def _predicted(step: Step, phase: str) -> float:
     return step.step if phase == "step" else step.seconds(phase)
 
 
-def _pair(predicted: float, measured: float) -> dict[str, float]:
-    # A phase of no work at all (quantize in BF16) takes microseconds: no relative error is asked of it.
-    error = predicted / measured - 1 if predicted and measured > 0 else 0.0
+def _pair(predicted: float, measured: float) -> dict[str, float | None]:
+    """`error` is -1 where nothing was predicted and something measured, None where nothing was measured to relate it
+    to."""
+    error = predicted / measured - 1 if measured > 0 else 0.0 if not predicted else None
     return {"predicted": predicted, "measured": measured, "error": error}
+
+
+def failures(compared: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
+    """Those whose step is off by more than `tolerance`, or has no measured time, or a phase that is not predicted."""
+    return [entry for entry in compared if entry["not_predicted"] or not abs(_error(entry)) <= tolerance]
+
+
+def _error(entry: dict[str, Any]) -> float:
+    error = entry["phases"]["step"]["error"]
+    return float("inf") if error is None else float(error)
 
 
 def table(compared: list[dict[str, Any]]) -> str:
@@ -102,7 +126,7 @@ def table(compared: list[dict[str, Any]]) -> str:
         for phase in COMPARED:
             pair = entry["phases"].get(phase)
             cells.append("" if pair is None else f"{pair['predicted']:.3g} ({pair['measured']:.3g})")
-        error = f"{entry['phases']['step']['error']:+.0%}"
+        error = f"{_error(entry):+.0%}"
         lines.append(f"| {entry['scheme']} | {entry['level']} | {entry['layers']} | {' | '.join(cells)} | {error} |")
     return "\n".join(lines)
 
@@ -114,10 +138,15 @@ def run_check(arguments: PlanArguments) -> int:
     compared = compare(document, ceilings)
     print(f"{document['model']['name']} on {document['device']}: seconds predicted (measured), error of the step\n")
     print(table(compared))
-    apart = [e for e in compared if abs(e["phases"]["step"]["error"]) > arguments.tolerance]
-    worst = max((abs(e["phases"]["step"]["error"]) for e in compared), default=0.0)
-    within = f"{len(compared) - len(apart)} of {len(compared)} steps within {arguments.tolerance:.0%}"
-    print(f"\n{within}, worst {worst:.0%}")
+    warn(ceilings, workload_of(document))
+    for entry in compared:
+        for phase in entry["not_predicted"]:
+            seconds = entry["phases"][phase]["measured"]
+            print(f"not predicted: {phase} of {entry['scheme']} {entry['level']}, {seconds:.3g} s (error -100%)")
+    failed = failures(compared, arguments.tolerance)
+    worst = max((abs(_error(entry)) for entry in compared), default=0.0)
+    within = sum(abs(_error(entry)) <= arguments.tolerance for entry in compared)
+    print(f"\n{within} of {len(compared)} steps within {arguments.tolerance:.0%}, worst {worst:.0%}")
     if arguments.json:
         content = {
             "kind": "plan_check",
@@ -131,4 +160,4 @@ def run_check(arguments: PlanArguments) -> int:
             "results": compared,
         }
         report.write_json(arguments.json, content)
-    return 1 if apart or not compared else 0
+    return 1 if failed or not compared else 0

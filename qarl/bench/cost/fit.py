@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 import torch
 
 from qarl.bench.timing import measure
+from qarl.errors import UserError
 
 
 def fastest_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -20,7 +22,13 @@ def nonnegative_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -
     """x, none of it negative, with the least sum of squared relative errors of rows · x to `seconds`.
 
     Every choice of which costs are zero is tried: exact, and quick for the handful of costs there are here.
+
+    Raises:
+        UserError: a time is nothing, negative or not finite, so that no relative error can be taken.
     """
+    if not all(math.isfinite(one) and one > 0 for one in seconds):
+        raise UserError(f"times of {list(seconds)} s cannot be fitted", where="qarl.bench ceilings",
+                        why="one is not above 0", fix="measure again, with more rounds=")  # fmt: skip
     target = torch.tensor(seconds, dtype=torch.float64)
     matrix = torch.tensor(rows, dtype=torch.float64) / target[:, None]
     scale = matrix.abs().amax(0).clamp_min(1e-300)

@@ -49,6 +49,11 @@ EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.50, "fp8": 0.50}
 with their scales reach 1.5 times BF16, where 2 are possible."""
 MEMORY, LINK, ATTENTION, ATTENTION_BACKWARD = 0.8, 0.8, 0.5, 0.4
 """Of bytes/s of memory and of links; of the BF16 rate in attention."""
+LATENCY = 2e-5, 4e-5, 1e-5
+"""Seconds: of an all-gather or reduce-scatter in a node, and between nodes (a guess); of vLLM's own all-reduce."""
+REDUCE_RATE = 60e9
+"""Bytes/s, beside those of the link, at which that all-reduce slows down as it grows: with `LATENCY` it gives public
+times of H100s to a quarter, see `qarl.bench.cost.collectives`."""
 TRAINER_CALL, ENGINE_CALL = 20e-6, 0.0
 """Seconds a product takes to launch; the engine replays CUDA graphs, whose kernels are counted in `LAYER`."""
 STEP, STEP_SEQUENCE, LAYER, REQUEST, REQUEST_SEQUENCE = 2e-3, 1e-5, 3e-5, 1e-2, 1e-4
@@ -105,7 +110,7 @@ def assumed_ceilings(gpu: str) -> Ceilings:
             untied=((1.0, 8 / bandwidth),),
         ),
         memory_bytes=sheet.memory_bytes,
-        links=Links(node=LINK * sheet.nvlink, network=LINK * sheet.network, gpus_per_node=8, latency=2e-5),
+        links=Links(LINK * sheet.nvlink, LINK * sheet.network, 8, *LATENCY, REDUCE_RATE),
     )
 
 

@@ -2,7 +2,8 @@
 
     python -m qarl.bench ceilings json=FILE rounds=4 threads=1
 
-Single operations only, of sizes that no model has: see the modules of the parts. A few minutes on one core.
+Single operations only, of sizes that no model has: see the modules of the parts. A few minutes on one core. malloc
+keeps freed memory, as it does beside a trainer on a CPU, so that an operation gets such pages as it gets in a step.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from qarl.bench import report, timing
 from qarl.bench.cost import measure_blocks, measure_products
 from qarl.bench.cost.arguments import CeilingsArguments
 from qarl.bench.cost.ceilings import Ceilings, EngineCost, Product, PublishCost, QuantizeCost
+from qarl.bench.cost.doubts import warn
 from qarl.bench.cost.measure_engine import overheads, token_costs
 from qarl.bench.cost.rig import PRODUCTS, make_engine, make_model
+from qarl.process import keep_freed_memory
 from qarl.quant import packed_state_dict, quantize_model
 
 VOCABULARIES = (8192, 32768, 98304)
@@ -32,6 +35,7 @@ VOCABULARIES = (8192, 32768, 98304)
 def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
     """Of BF16 and `schemes`."""
     device = torch.device("cpu")
+    kept = keep_freed_memory()
     torch.manual_seed(0)
     start = time.perf_counter()
     products: dict[str, Product] = {}
@@ -76,7 +80,7 @@ def measure(schemes: Sequence[str], *, rounds: int) -> Ceilings:
             untied=tables["untied"],
         ),
         memory_bytes=0,
-        facts=_facts(rounds, time.perf_counter() - start),
+        facts=_facts(rounds, time.perf_counter() - start) | {"keeps_freed_memory": kept},
     )
 
 
@@ -105,5 +109,6 @@ def run(arguments: CeilingsArguments) -> int:
     print(f"{ceilings.device}: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, {ceilings.facts['seconds']:.0f} s")
     for name, product in ceilings.products.items():
         print(f"  {name:24} {product.flop_per_s / 1e9:7.0f} GFLOP/s at best")
+    warn(ceilings)
     print(f"wrote {arguments.json}")
     return 0

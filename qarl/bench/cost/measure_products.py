@@ -41,7 +41,7 @@ def trainer_products(model: Any, rounds: int) -> dict[str, Product]:
 
 
 def head_products(rounds: int) -> dict[str, Product]:
-    """Of a weight as large as an lm_head's, whose logits are memory that the process gets anew each time."""
+    """Of a weight as wide as an lm_head's, which no cache holds and whose logits none holds either."""
     return _both_passes([nn.Linear(*HEAD, bias=False, dtype=torch.bfloat16)], HEAD_ROWS, rounds)
 
 

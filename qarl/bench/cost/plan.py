@@ -16,6 +16,7 @@ from typing import Any
 from qarl.bench import report
 from qarl.bench.cost.arguments import PlanArguments
 from qarl.bench.cost.ceilings import Ceilings
+from qarl.bench.cost.doubts import warn
 from qarl.bench.cost.gpus import assumed_ceilings
 from qarl.bench.cost.step import PHASES, Layout, Step, predict
 from qarl.bench.cost.workload import Workload
@@ -121,6 +122,7 @@ def run(arguments: PlanArguments) -> int:
     """Print the tables, write the files; the exit code."""
     ceilings = Ceilings.load(arguments.ceilings) if arguments.ceilings else assumed_ceilings(arguments.gpu)
     rows = plan(arguments, ceilings)
+    warn(ceilings, workload_of(arguments))
     print(describe(arguments, ceilings))
     print("\nSeconds; c: bound by compute, m: memory, o: overhead, l: link.\n")
     print(table(rows))
@@ -130,7 +132,7 @@ def run(arguments: PlanArguments) -> int:
         "kind": "plan",
         "commit": report.commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(arguments).items()},
+        "arguments": report.given(arguments) | {"model": find_model(arguments.model).name},
         "ceilings": ceilings.to_json(),
         "results": rows,
     }
@@ -146,8 +148,9 @@ def describe(arguments: PlanArguments, ceilings: Ceilings) -> str:
     mean, longest = arguments.response_length
     kind = "assumed from data sheets, not measured" if ceilings.assumed else "measured"
     return (
-        f"{arguments.model} on {arguments.gpus} x {ceilings.device} ({kind}), {arguments.prompts} x {arguments.n} "
-        f"responses of {mean} tokens (at most {longest}) to prompts of {arguments.prompt_length}"
+        f"{find_model(arguments.model).name} on {arguments.gpus} x {ceilings.device} ({kind}), "
+        f"{arguments.prompts} x {arguments.n} responses of {mean} tokens (at most {longest}) to prompts of "
+        f"{arguments.prompt_length}"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from qarl.bench.cost.ceilings import Ceilings
 from qarl.bench.cost.collectives import all_reduce
+from qarl.bench.cost.decoding import BLOCK, DecodeRun, simulate_decoding
 from qarl.bench.cost.parts import (
     Part,
     attention_shapes,
@@ -17,7 +18,7 @@ from qarl.bench.cost.parts import (
     scaled,
     total,
 )
-from qarl.bench.cost.workload import DecodeRun, Workload, simulate_decoding
+from qarl.bench.cost.workload import Workload
 from qarl.memory import ModelSize
 
 
@@ -32,12 +33,13 @@ class Engine:
         self.linear = ceilings.product("engine", "forward", scheme)
         self.plain = ceilings.product("engine", "forward", "bf16")
         self.bytes_a_weight = bytes_a_weight(scheme, work.group_size)
-        self.kv_tokens = float("inf") if kv_bytes is None else kv_bytes / size.kv_bytes_per_token(parallel)
+        self.kv_blocks = float("inf") if kv_bytes is None else kv_bytes // (BLOCK * size.kv_bytes_per_token(parallel))
 
-    def prefill(self, sequences: int) -> list[Part]:
-        """Of all prompts of `sequences` responses, and their first tokens."""
+    def prefill(self, of_prompt: Sequence[int]) -> list[Part]:
+        """Of all prompts, and the first tokens of their responses. `of_prompt`: which prompt each response answers."""
         work, cost = self.work, self.ceilings.engine
-        prompts = -(-sequences // work.n) if work.prefix_caching else sequences
+        sequences = len(of_prompt)
+        prompts = len(set(of_prompt)) if work.prefix_caching else sequences
         at_once = max(min(work.max_num_batched_tokens // work.prompt_length, work.max_num_seqs, prompts), 1)
         found = [Part("requests", cost.request + cost.request_sequence * sequences, "overhead")]
         whole, rest = divmod(prompts, at_once)
@@ -58,21 +60,30 @@ class Engine:
         attention = size.layers * keys * a_key / self.parallel
         return [*self._step(batch, batch), Part("attention", attention, "memory")]
 
-    def decode(self, lengths: Sequence[int]) -> tuple[list[Part], DecodeRun]:
-        """Of responses of these lengths; parts in the proportions of the mean step."""
+    def decode(self, lengths: Sequence[int], of_prompt: Sequence[int]) -> tuple[list[Part], DecodeRun]:
+        """Of responses of these lengths; parts in the proportions of the mean step, and what preempted responses had
+        to compute again."""
         work = self.work
         run = simulate_decoding(
             lengths,
             work.prompt_length,
             lambda batch, keys: total(self.decode_step(batch, keys)),
-            kv_tokens=self.kv_tokens,
+            kv_blocks=self.kv_blocks,
             max_num_seqs=work.max_num_seqs,
+            prompts=of_prompt if work.prefix_caching else None,
         )
         if not run.steps:
             return [], run
         context = work.prompt_length + sum(length * length for length in lengths) / sum(lengths) / 2
         mean = self.decode_step(run.mean_batch, run.mean_batch * context)
-        return merged(scaled(mean, run.seconds / total(mean))), run
+        again = sum(self._recompute(tokens, keys) for tokens, keys in run.recomputed)
+        return [*merged(scaled(mean, run.seconds / total(mean))), Part("recomputation", again, "compute")], run
+
+    def _recompute(self, tokens: int, keys: int) -> float:
+        """Seconds of the last `tokens` of a response's `keys`, in a step of their own."""
+        pairs = tokens * (2 * keys - tokens + 1) / 2
+        width = self.size.query_width / self.parallel
+        return total(self._step(1, tokens)) + self.size.layers * pairs * width * self.ceilings.engine.prefill_pair
 
     def _step(self, sequences: float, tokens: float) -> list[Part]:
         """A forward of `tokens` tokens, without attention, and the sampling of `sequences` tokens."""

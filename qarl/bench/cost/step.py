@@ -1,7 +1,8 @@
 """One training step: seconds of each phase, on one machine or on N GPUs.
 
-On N GPUs engines of `tensor_parallel` GPUs each share the responses out, the trainer's ranks likewise, and FSDP2 shards
-masters, gradients and optimizer state over all of them. A phase lasts until its slowest engine or rank is done.
+On N GPUs engines of `tensor_parallel` GPUs each get the responses in turn, as verl's balancer sends each to the engine
+with fewest; the trainer's ranks get them in order, and FSDP2 shards masters, gradients and optimizer state over all of
+them. A phase lasts until its slowest engine or rank is done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from qarl.bench.cost.ceilings import Ceilings
 from qarl.bench.cost.collectives import all_gather, reduce_scatter
+from qarl.bench.cost.decoding import BLOCK
 from qarl.bench.cost.parts import Part, binding, merged, total
 from qarl.bench.cost.rollout import Engine
 from qarl.bench.cost.trainer import Trainer
@@ -98,25 +100,28 @@ def _rollout(
     if ceilings.memory_bytes:
         weights = Trainer(size, ceilings, scheme, "linears", work).wire / layout.tensor_parallel
         kv_bytes = layout.gpu_memory_utilization * ceilings.memory_bytes - weights - ENGINE_WORKSPACE_BYTES
-        _check_room(kv_bytes / size.kv_bytes_per_token(layout.tensor_parallel), work, scheme)
     engine = Engine(size, ceilings, scheme, work, parallel=layout.tensor_parallel, kv_bytes=kv_bytes)
+    _check_room(engine, scheme)
     slowest: tuple[list[Part], float, int] = ([], 0.0, 0)
-    hands = deal(work.lengths(), layout.engines)
-    if len(set(map(tuple, hands))) == 1:
+    found = work.lengths()
+    hands = [range(first, len(found), layout.engines) for first in range(layout.engines)]
+    if len(set(found)) == 1:
         hands = hands[:1]
-    for lengths in hands:
-        decoded, run = engine.decode(lengths)
+    prompts = [[response // work.n for response in hand] for hand in hands]
+    for hand, of_prompt in zip(hands, prompts, strict=True):
+        decoded, run = engine.decode([found[response] for response in hand], of_prompt)
         if total(decoded) >= total(slowest[0]):
             slowest = decoded, run.mean_batch, run.steps
-    prefill = engine.prefill(max(len(lengths) for lengths in hands))
+    prefill = max((engine.prefill(of_prompt) for of_prompt in prompts), key=total)
     return {"prefill": prefill, "decode": slowest[0]}, slowest[1], slowest[2]
 
 
-def _check_room(kv_tokens: float, work: Workload, scheme: str) -> None:
-    longest = work.prompt_length + work.response_max
-    if kv_tokens < longest:
+def _check_room(engine: Engine, scheme: str) -> None:
+    longest = engine.work.prompt_length + engine.work.response_max
+    if engine.kv_blocks * BLOCK < longest:
         raise UserError(
-            f"an engine with {scheme} weights has room for {max(kv_tokens, 0):.0f} tokens, a response takes {longest}",
+            f"an engine with {scheme} weights has room for {max(engine.kv_blocks, 0) * BLOCK:.0f} tokens, "
+            f"a response takes {longest}",
             where="gpu_memory_utilization, tensor_parallel",
             fix="a higher tensor_parallel or gpu_memory_utilization",
         )

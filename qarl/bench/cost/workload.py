@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,8 +18,8 @@ PAD_MULTIPLE = 8
 class Workload:
     """`prompts` x `n` responses a step. `response_length`: mean, of at most `response_max` (equal: all that long).
     `mini_batches`: optimizer steps. `micro_batch_size`, `log_prob_micro_batch_size`: rows of a trainer's forward.
-    `padded`: every row to the longest one, as the local backend does; else rows are packed. `prefix_caching`: a prompt
-    is prefilled once for its n responses. `checkpointing`: blocks are computed again in the backward."""
+    `padded`: every row to the longest one, as the local backend does; else rows are packed. `prefix_caching`: an engine
+    prefills a prompt once for all its responses there. `checkpointing`: blocks are computed again in the backward."""
 
     prompts: int
     n: int
@@ -73,55 +73,7 @@ def response_lengths(count: int, mean: float, longest: int, seed: int) -> list[i
 
 
 def deal(items: Sequence[int], hands: int) -> list[list[int]]:
-    """`items` in order, each hand an equal share but for one: how a batch goes to replicas and ranks."""
+    """`items` in order, each hand an equal share but for one: how a batch goes to ranks."""
     size, more = divmod(len(items), hands)
     starts = [i * size + min(i, more) for i in range(hands + 1)]
     return [list(items[a:b]) for a, b in pairwise(starts)]
-
-
-@dataclass(frozen=True)
-class DecodeRun:
-    """Seconds and steps of the decoding of all responses, and the batch size in the mean of the steps."""
-
-    seconds: float
-    steps: int
-    mean_batch: float
-
-
-def simulate_decoding(
-    lengths: Sequence[int],
-    prompt_length: int,
-    step_seconds: Callable[[int, float], float],
-    *,
-    kv_tokens: float,
-    max_num_seqs: int,
-) -> DecodeRun:
-    """Continuous batching in one engine. The first token of a response is the prefill's.
-
-    A response starts, in order, once its whole length fits the KV cache beside those that run, and fewer than
-    `max_num_seqs` do; the next event is the end of the shortest. `step_seconds(B, keys)`: of B sequences that attend to
-    so many keys together; it must be linear in the keys, so that the steps between two events cost what the one in
-    their middle does.
-    """
-    waiting = [length - 1 for length in lengths if length > 1]
-    waiting.reverse()
-    running: list[list[int]] = []  # [tokens left, tokens there]
-    seconds, steps, decoded = 0.0, 0, 0
-    used = 0
-    while waiting or running:
-        while waiting and len(running) < max_num_seqs:
-            need = prompt_length + 1 + waiting[-1]
-            if running and used + need > kv_tokens:
-                break
-            running.append([waiting.pop(), prompt_length + 1])
-            used += need
-        batch, count = len(running), min(left for left, _ in running)
-        keys = sum(there for _, there in running) + batch * (count - 1) / 2
-        seconds += count * step_seconds(batch, keys)
-        steps, decoded = steps + count, decoded + count * batch
-        for one in running:
-            one[0] -= count
-            one[1] += count
-        used -= sum(there for left, there in running if not left)
-        running = [one for one in running if one[0]]
-    return DecodeRun(seconds, steps, decoded / steps if steps else 0.0)

@@ -341,6 +341,12 @@ class TestSteps:
         publish = [predict(size, h100, work, "w4a16", "linears", Layout(16, low_bit_publish=p)) for p in (False, True)]
         assert publish[1].seconds("publish") < publish[0].seconds("publish")
 
+    def test_a_rollout_is_taken_from_a_step_that_has_the_same(self) -> None:
+        work = replace(WORK, response_length=16, prefix_caching=True)
+        h100 = assumed_ceilings("h100")
+        off, alone = (predict(SMALL, h100, work, "w8a8", level, Layout(2)) for level in ("off", "linears"))
+        assert predict(SMALL, h100, work, "w8a8", "linears", Layout(2), like=off) == alone != off
+
     def test_an_engine_without_room_is_refused(self) -> None:
         size = ModelSize.from_config(find_model("Qwen3-30B-A3B").config)
         with pytest.raises(UserError, match=r"room for \d+ tokens"):

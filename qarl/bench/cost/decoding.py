@@ -10,7 +10,8 @@
                  last token is each one's own, because that token is computed for its logits
 
 Simpler than vLLM: a prompt takes no step of its own here (`Engine.prefill` has its seconds), and blocks that a
-preempted response left in the prefix cache are not found there again. Events are ends and preemptions, not steps.
+preempted response left in the prefix cache are not found there again: with memory that short the others have taken
+nearly all of them. Events are ends and preemptions, not steps.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def trainer_products(model: Any, rounds: int) -> dict[str, Product]:
 
 
 def head_products(rounds: int) -> dict[str, Product]:
-    """Of a weight as wide as an lm_head's, which no cache holds and whose logits none holds either."""
+    """Of a weight as wide as an lm_head's, which is more than a CPU's cache holds, as are its logits of many rows."""
     return _both_passes([nn.Linear(*HEAD, bias=False, dtype=torch.bfloat16)], HEAD_ROWS, rounds)
 
 

@@ -58,12 +58,15 @@ def plan(arguments: PlanArguments, ceilings: Ceilings) -> list[dict[str, Any]]:
     base = predict(size, ceilings, work, "bf16", "off", layout)
     rows = [_row("bf16", "off", base, base)] if "bf16" in arguments.scheme else []
     for scheme in arguments.scheme:
+        like: Step | None = None  # the level does not change the rollout, nor do tensors on the trainer's links
         for level in ("off", arguments.level) if scheme != "bf16" else ():
-            step = predict(size, ceilings, work, scheme, level, layout)
+            step = like = predict(size, ceilings, work, scheme, level, layout, like=like)
             row = _row(scheme, level, step, base)
             if arguments.gpus > 1 and level != "off":
                 layouts = [replace(layout, low_bit_gather=gather, low_bit_publish=publish) for gather, publish in LINKS]
-                row["links"] = [_links(predict(size, ceilings, work, scheme, level, one), one) for one in layouts]
+                row["links"] = [
+                    _links(predict(size, ceilings, work, scheme, level, one, like=step), one) for one in layouts
+                ]
             rows.append(row)
     return rows
 

@@ -23,6 +23,7 @@ PHASES = (
     "prefill", "decode", "old_log_prob", "forward", "backward", "communication", "optimizer", "quantize", "publish",
 )  # fmt: skip
 """`communication`: what FSDP2's collectives take longer than the computation they run beside."""
+ROLLOUT = PHASES[:2]
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,15 @@ class Step:
 
 
 def predict(
-    size: ModelSize, ceilings: Ceilings, work: Workload, scheme: str, level: str, layout: Layout | None = None
-) -> Step:
-    """Seconds of one training step."""
+    size: ModelSize, ceilings: Ceilings, work: Workload, scheme: str, level: str, layout: Layout | None = None,
+    *, like: Step | None = None,
+) -> Step:  # fmt: skip
+    """Seconds of one training step. `like`: a step with the same rollout, which is taken from it."""
     layout = layout or Layout()
-    phases, batch, steps = _rollout(size, ceilings, work, scheme, layout)
+    if like is None:
+        phases, batch, steps = _rollout(size, ceilings, work, scheme, layout)
+    else:
+        phases, batch, steps = {p: like.phases[p] for p in ROLLOUT}, like.mean_batch, like.decode_steps
     trainer = Trainer(size, ceilings, scheme, level, work, ranks=layout.gpus)
     rows, responses = _slowest(work, layout.gpus)
     forward = trainer.forward(rows, responses)

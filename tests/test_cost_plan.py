@@ -263,10 +263,12 @@ class TestMeasuring:
         monkeypatch.setattr(measure_blocks, "PARAMETERS", ((2, 64, 64), (1, 512, 64)))
         monkeypatch.setattr(measure, "VOCABULARIES", (256, 512))
         monkeypatch.setattr(measure_blocks, "LOGITS", (32, 512))
+        kept: list[str] = []
+        monkeypatch.setattr(measure, "keep_freed_memory", lambda: kept.append("asked") or True)
         path = tmp_path / "ceilings.json"
         assert measure.run(CeilingsArguments(path, schemes=("bf16", "w8a8"), rounds=1)) == 0
         ceilings = Ceilings.load(path)
-        assert ceilings.facts["keeps_freed_memory"] in (True, False)
+        assert kept == ["asked"] and ceilings.facts["keeps_freed_memory"] is True
         assert not ceilings.assumed and set(ceilings.publish.apply) == {"bf16", "w8a8"}
         assert main(["plan", "model=SmolLM2-135M", f"ceilings={path}", "scheme=bf16,w8a8", "prompts=4", "n=2"]) == 0
         printed = capfd.readouterr().out

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from qarl.errors import UserError
@@ -57,11 +58,16 @@ class Workload:
 def response_lengths(count: int, mean: float, longest: int, seed: int) -> list[int]:
     """Log-normal lengths cut off at `longest`, with the given mean after the cut; standard deviation of the logarithm
     0.6. All the same where the mean is the longest."""
+    return list(_lengths(count, mean, longest, seed))
+
+
+@cache
+def _lengths(count: int, mean: float, longest: int, seed: int) -> tuple[int, ...]:
     if not 1 <= mean <= longest:
         raise UserError(f"responses cannot have {mean:g} tokens in the mean and at most {longest}",
                         where="response_length", fix="response_length=MEAN,MAX")  # fmt: skip
     if mean >= longest:
-        return [longest] * count
+        return (longest,) * count
     generator = random.Random(seed)
     shape = [math.exp(0.6 * generator.gauss(0, 1)) for _ in range(count)]
     low, high = 0.0, float(longest) * 1e3
@@ -69,7 +75,7 @@ def response_lengths(count: int, mean: float, longest: int, seed: int) -> list[i
         middle = (low + high) / 2
         found = sum(min(max(one * middle, 1.0), longest) for one in shape) / count
         low, high = (middle, high) if found < mean else (low, middle)
-    return [round(min(max(one * high, 1.0), longest)) for one in shape]
+    return tuple(round(min(max(one * high, 1.0), longest)) for one in shape)
 
 
 def deal(items: Sequence[int], hands: int) -> list[list[int]]:

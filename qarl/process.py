@@ -36,8 +36,9 @@ def limit_threads(num_threads: int | None) -> None:
 
 
 _MALLOC_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_NEVER = 2**31 - 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
+"""By mallopt(3) these switch trimming and separate mappings off altogether."""
 
 
 def keep_freed_memory() -> bool:
@@ -46,11 +47,13 @@ def keep_freed_memory() -> bool:
     glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache of its own on a CPU: each
     step then faults its activations, gradients and temporaries in anew, page by page. On a virtual machine that was a
     fifth of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
-    process stays at its highest mark. Elsewhere than with glibc, and where the user tuned malloc, nothing is done.
+    process stays at its highest mark. Elsewhere than with glibc, where another malloc is preloaded, and where the user
+    tuned it, nothing is done.
     """
-    if any(name in os.environ for name in _MALLOC_ENVIRONMENT):
+    if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all(mallopt(option, _NEVER) == 1 for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    answers = [mallopt(option, value) for option, value in _KEEP]
+    return answers == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from qarl.align.blocks import AlignedRMSNorm
 from qarl.bench.__main__ import main
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.checks import log_prob_bound, problems, worst
-from qarl.bench.steps.compare import move_weights
+from qarl.bench.steps.compare import error_of, move_weights
 from qarl.bench.steps.models import MODELS
 from qarl.bench.steps.trainer import at_level
 from qarl.bench.steps.worker import EngineBench, StepBench, TrainerBench
@@ -150,7 +151,7 @@ def test_a_trainer_alone_whose_norms_are_wrong(folder: Path, monkeypatch: pytest
 # With an engine, something broken.
 
 
-@pytest.fixture(scope="module", params=["w8a8", "fp8", "w4a16"])
+@pytest.fixture(scope="module", params=["w8a8", "fp8", pytest.param("w4a16", marks=needs_w4a16_cpu)])
 def steps(request: pytest.FixtureRequest, folder: Path) -> Iterator[StepBench]:
     bench = StepBench(tiny(folder, "levels=linears,model", part="steps"), request.param, 2, str(folder))
     yield bench
@@ -166,13 +167,12 @@ def intact(steps: StepBench) -> Iterator[StepBench]:
 
 
 @pytest.mark.vllm
-@needs_w4a16_cpu
 class TestSteps:
     def test_a_step_carries_the_comparison(self, intact: StepBench) -> None:
         """Made in the step that warms up, at the weights that it moved and published, and kept."""
         warming, counted = (intact.step("model")["checks"] for _ in range(2))
         assert problems(warming) == problems(counted) == []
-        assert (counted["layer_bound"], counted["layers_compared"]) == (0, 8)
+        assert counted["layer_error"] == 0 and counted["layers_compared"] == 15  # 2 layers of 7, and lm_head
         assert counted["first_abs_median"] == 0 < counted["first_abs_median_below"]
         assert warming["first_abs_median_below"] == counted["first_abs_median_below"]
 
@@ -188,7 +188,7 @@ class TestSteps:
         with torch.no_grad():
             layer.weight[5].mul_(1.25)
         for level in ("linears", "model"):
-            assert problems(intact._compare(level))[0].startswith("model.layers.1.mlp.gate_proj/up_proj: ")
+            assert problems(intact._compare(level))[0].startswith("model.layers.1.mlp.up_proj: ")
 
     def test_a_norm_that_the_engine_holds_otherwise(self, intact: StepBench) -> None:
         norm: Any = intact.trainer.engine.model().get_submodule("model.layers.0.input_layernorm")
@@ -202,9 +202,11 @@ class TestSteps:
         monkeypatch.setitem(intact.trainer.policies, "model", linears)
         assert "where unaligned norms" in problems(intact._compare("model"))[-1]
 
-    def test_a_wrong_engine_is_noticed_at_level_off(self, intact: StepBench) -> None:
+    def test_a_wrong_engine_is_noticed_at_level_off(
+        self, intact: StepBench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """There the trainer's linears are plain ones, which differ in any case."""
-        intact.levels["off"] = "off"
+        monkeypatch.setitem(intact.levels, "off", "off")
         assert problems(intact._compare("off")) == []
         move_weights(intact.trainer.plain, 0)
         assert "model.layers." in problems(intact._compare("off"))[0]
@@ -244,7 +246,7 @@ def test_rollouts_of_other_weights(folder: Path, scheme: str, monkeypatch: pytes
     with bench.engine:
         checks = [bench.rollout_step(batch, 8)["checks"] for batch in (1, 4)]
         assert [problems(one) for one in checks] == [[], []]
-        assert all(one["layers_compared"] == 8 and one["mismatch_bound"] > 0 for one in checks)
+        assert all(one["layers_compared"] == 15 and one["mismatch_bound"] > 0 for one in checks)
         move_weights(bench.policy, 0)
         embedding: Any = bench.engine.model().get_submodule("model.embed_tokens")
         with torch.no_grad():
@@ -265,6 +267,40 @@ def test_rollouts_of_other_weights(folder: Path, scheme: str, monkeypatch: pytes
     assert "self_attn.o_proj: on the same input" in found[0]
 
 
+@pytest.mark.vllm
+def test_an_old_lm_head_and_one_wrong_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM multiplies by a packed copy of a tied lm_head. And of 96 channels that are off by 3%, 0.3% of the
+    whole, one is enough."""
+    folder = save_random_model(tmp_path / "model", tie=True)
+    bench = EngineBench(tiny(folder, part="publish"), "bf16", 2, str(folder))
+    with bench.engine:
+        assert problems(bench._compare()) == []
+        up_proj = bench.policy.model.model.layers[1].mlp.up_proj
+        with torch.no_grad():
+            up_proj.weight[5] *= 1.03
+        assert problems(bench._compare())[0].startswith("model.layers.1.mlp.up_proj: ")
+        bench._publish()
+        assert problems(bench._compare()) == []
+        monkeypatch.setattr("qarl.rollout.receive.refresh_tied_layers", lambda model: None)
+        assert problems(bench.publish_step()["checks"])[0].startswith("lm_head: ")
+
+
+def test_errors_of_outputs_by_hand() -> None:
+    """Columns (3, 4) and (0, 5), both of norm 5. Half off in the first alone: 2.5 of sqrt(50), and of its channel 0.5,
+    a fourth of which is less. One of 100 channels: the channel counts. Zero on both sides is no error; NaN is one."""
+    expected = torch.tensor([[3.0, 0.0], [4.0, 5.0]])
+    assert error_of(expected, expected) == 0
+    half = torch.tensor([[1.5, 0.0], [2.0, 5.0]])
+    assert error_of(half, expected) == pytest.approx(2.5 / 50**0.5)
+    many = torch.ones(2, 100)
+    one_off = many.clone()
+    one_off[:, 7] = 2.0
+    assert error_of(one_off, many) == pytest.approx(1 / 4)
+    assert error_of(torch.zeros(2, 3), torch.zeros(2, 3)) != 0, "nothing at all is compared with nothing"
+    assert error_of(torch.eye(2, 3), torch.eye(2, 3)) == 0
+    assert math.isnan(error_of(torch.full((2, 2), math.nan), expected))
+
+
 # Real runs.
 
 
@@ -281,8 +317,9 @@ def test_real_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     for result in found.values():
         phases = {name: value["mean"] for name, value in result["phases"].items()}
-        assert min(phases.values()) >= 0 and phases["sum"] <= phases["step"]
-        assert result["checks"]["response_lengths"] == [6] * 4 and result["tokens_per_s"]["decode"] > 0
+        assert min(seconds for name, seconds in phases.items() if name != "decode") >= 0  # a difference of two others
+        assert phases["sum"] <= phases["step"]
+        assert result["checks"]["response_lengths"] == [6] * 4 and result["tokens_per_s"]["prefill"] > 0
         assert len(result["speedup"]["step"]["samples"][0]) == 2 and result["peak_bytes"]["update"] > 2**26
     assert found["w8a8", "model"]["checks"]["mismatch_abs_mean"] < found["w8a8", "off"]["checks"]["mismatch_abs_mean"]
     assert document["built"]["w8a8, 2 layers"]["engine_kernels"] == ["CPUInt8ScaledMMLinearKernel"]

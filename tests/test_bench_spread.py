@@ -89,6 +89,7 @@ def test_welch_by_hand() -> None:
     p = spread.p_value(a, b)
     assert p == spread.p_value(b, a) == pytest.approx(spread.two_sided_tail(4 / math.sqrt(5 / 3), 50 / 17))
     assert 0.053 < p < 0.0902 and p == pytest.approx(0.0545, abs=5e-4)
+    assert spread.detectable(a, b, p) == pytest.approx(4)
     same = spread.spread([[1.0, 1.0]])
     assert spread.p_value(same, same) == 1 and spread.p_value(same, spread.spread([[2.0, 2.0]])) == 0
 
@@ -102,7 +103,7 @@ def write(path: Path, *steps: float, scheme: str = "w8a8") -> str:
     phases = [{"rollout": step / 2, "publish": 0.1, "step": step, "publish_share": 0.1 / step} for step in steps]
     answers = [{"phases": one, "peak_bytes": {}, "checks": {}} for one in phases]
     samples = {Key(scheme, "off", 30): [answers]}
-    document = dict.fromkeys(agree.SAME, "same") | {"results": results(arguments, samples)}
+    document = dict.fromkeys(agree.SAME, "same") | {"kind": "steps", "results": results(arguments, samples)}
     path.write_text(json.dumps(document))
     return str(path)
 
@@ -111,8 +112,9 @@ def test_two_runs_agree_within_their_spread(tmp_path: Path, capsys: pytest.Captu
     a = write(tmp_path / "a.json", 10.0, 10.1, 9.9)
     near, far = write(tmp_path / "b.json", 10.15, 10.25, 10.05), write(tmp_path / "c.json", 13.0, 13.1, 12.9)
     assert main(["agree", a, near]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("4 of 4 figures agree; 0 have p < 5%") and "largest 1.5% (w8a8 off 30 phases" in printed
+    printed = capsys.readouterr()
+    assert printed.out.startswith("4 of 4 figures agree") and "\n0 have p < 5%" in printed.out
+    assert "largest 1.5% (w8a8 off 30 phases" in printed.out and "a single launch" in printed.err
     assert main(["agree", a, far]) == 1
     printed = capsys.readouterr()
     assert "w8a8 off 30 phases step: 10 [" in printed.err and printed.out.startswith("1 of 4 figures agree")
@@ -124,7 +126,8 @@ def test_a_ratio_to_itself_is_no_figure() -> None:
     arguments = Arguments.parse("steps", ["device=cpu", "schemes=bf16,w8a8", "levels=off,linears"])
     answers = [[{"phases": {"step": step}, "peak_bytes": {}, "checks": {}} for step in (1.0, 2.0)]]
     keys = [Key("bf16", "off", 30), Key("w8a8", "off", 30), Key("w8a8", "linears", 30)]
-    names = {name for name, _ in agree._figures({"results": results(arguments, dict.fromkeys(keys, answers))}, False)}
+    document = {"kind": "steps", "results": results(arguments, dict.fromkeys(keys, answers))}
+    names = {name for name, _ in agree._figures(document, False)}
     assert names == {f"w8a8 {name} step" for name in ("off 30 speedup", "linears 30 speedup", "linears 30 to_off")}
 
 

@@ -225,7 +225,7 @@ class FakeWorker:
         self.scheme, self.calls, self.built = scheme, 0, {}
 
     def call(self, **command: Any) -> dict[str, Any]:
-        if command["do"] == "measure_memory":
+        if command["do"] == "last_round":
             return {}
         self.calls += 1
         assert command["do"] == ("warm" if self.calls in (2, 4) and self.scheme == "w8a8" else "step")
@@ -306,6 +306,39 @@ def test_every_launch_has_processes_of_its_own(tmp_path: Path, monkeypatch: pyte
     assert result["scheme"] == "bf16" and result["phases"]["step"]["mean"] == 2.5
     assert result["phases"]["step"]["samples"] == [[1, 1], [2, 2], [3, 3], [4, 4]]
     assert document["failures"] == {"fp8, 30 layers": "out of memory"} and started.count("fp8") == 3
+
+
+@pytest.mark.usefixtures("fakes")
+def test_the_last_round_counts_for_checks_and_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16's process ends in it, and costs a peak; w8a8 fails a check in it at one level. What fails at the very first
+    step leaves the next level a step of its own to warm up with."""
+    log: list[tuple[str, str, str]] = []
+
+    class Last(FakeWorker):
+        def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: Path) -> None:
+            self.scheme, self.built, self.last = scheme, {}, False
+
+        def call(self, **command: Any) -> dict[str, Any]:
+            if command["do"] == "last_round":
+                self.last = True
+                return {}
+            log.append((self.scheme, command["level"], command["do"]))
+            if (self.scheme == "bf16" and self.last) or (self.scheme, command["level"]) == ("fp8", "off"):
+                raise run.WorkerFailed("killed")
+            wrong = self.scheme == "w8a8" and self.last and command["level"] == "linears"
+            return answer(1.0) | {"checks": {"grad_norm": float("nan")} if wrong else {}}
+
+    monkeypatch.setattr(run, "Worker", Last)
+    path = tmp_path / "a.json"
+    given = ["device=cpu", "schemes=bf16,w8a8,fp8", "levels=off,linears", "repeats=2", f"json={path}"]
+    assert main(["steps", *given]) == 1
+    document = json.loads(path.read_text())
+    found = {(result["scheme"], result["level"]): result["peak_bytes"] for result in document["results"]}
+    assert found == {("bf16", "off"): {}, ("w8a8", "off"): answer(1.0)["peak_bytes"],
+                     ("fp8", "linears"): answer(1.0)["peak_bytes"]}  # fmt: skip
+    assert document["failures"] == {"w8a8, level linears, 30 layers": "the gradient is not finite",
+                                    "fp8, level off, 30 layers": "killed"}  # fmt: skip
+    assert [entry for entry in log if entry[0] == "fp8"][:2] == [("fp8", "off", "step"), ("fp8", "linears", "step")]
 
 
 @pytest.mark.usefixtures("fakes")

@@ -521,6 +521,7 @@ def topic_of(name: str, *arguments: str, target: Target | None = None, threads: 
         ("1,2", [], "ok", "1 thread (OMP_NUM_THREADS)"),
         (None, [], "ok", "(all cores)"),
         ("4096", ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", "4096 threads (OMP_NUM_THREADS) in each of"),
+        (None, ["backend=verl", "trainer.n_gpus_per_node=2"], "ok", "(a worker's share of the cores) in each of 2"),
     ],
 )
 def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:

@@ -93,7 +93,8 @@ def check_threads(context: Context, topic: Topic) -> None:
         topic.ok("Ray gives each worker the threads of the CPUs that it asks for")
         return
     threads = wanted or (int(number) if number.isdecimal() and int(number) else 0) or max(1, cores // ranks)
-    source = "trainer.num_threads" if wanted else "OMP_NUM_THREADS" if number.isdecimal() else "all cores"
+    default = "all cores" if ranks == 1 else "a worker's share of the cores"
+    source = "trainer.num_threads" if wanted else "OMP_NUM_THREADS" if number.isdecimal() else default
     each = f" in each of {ranks} workers" if ranks > 1 else ""
     if threads * ranks > cores:
         topic.warning(

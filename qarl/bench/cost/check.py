@@ -19,6 +19,7 @@ from qarl.bench.cost.ceilings import Ceilings, read_json
 from qarl.bench.cost.doubts import warn
 from qarl.bench.cost.step import Step, predict
 from qarl.bench.cost.workload import Workload
+from qarl.bench.steps.results import check_release
 from qarl.errors import UserError
 from qarl.memory import ModelSize
 
@@ -47,6 +48,7 @@ def workload_of(document: Mapping[str, Any]) -> Workload:
         master_dtype=given.get("master_dtype", "fp32"),
         group_size=given.get("group_size", 128),
         max_num_batched_tokens=max(4096, given["prompt_length"] + given["response_length"]),
+        max_num_seqs=max(256, given["prompts"] * given["n"]),
     )
 
 
@@ -59,12 +61,23 @@ def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, A
     """
     if document.get("kind") != "steps":
         raise UserError("this is no file of qarl.bench steps", where="check", why=f"kind is {document.get('kind')!r}")
+    check_release(document, "check")
     work, threads = workload_of(document), document["workload"].get("threads")
     if threads != ceilings.facts.get("threads"):
         raise UserError(
             f"the steps ran on {threads} threads, the ceilings on {ceilings.facts.get('threads')}",
             where="check",
             fix="measure both with the same threads=",
+        )
+    kept = {
+        built["keeps_freed_memory"] for built in document.get("built", {}).values() if "keeps_freed_memory" in built
+    }
+    if kept and kept != {ceilings.facts.get("keeps_freed_memory", False)}:
+        raise UserError(
+            "one of steps and ceilings was measured with freed memory kept, the other was not",
+            where="check",
+            why="what the system hands out anew is a fifth of a step",
+            fix="measure both in the same environment (LD_PRELOAD, MALLOC_*, GLIBC_TUNABLES)",
         )
     size = ModelSize.from_config({**document["model"], "num_hidden_layers": 1})
     found = []

@@ -1,10 +1,12 @@
 """`python -m qarl.bench agree A.json B.json`: whether two runs of a benchmark agree within the spread that they report.
 
-Every figure of both files is compared: seconds of each phase, ratios to plain BF16, publish's share. For each, Welch's
-t-test on the launches of the two runs (their rounds, where each is a single launch) says how often two runs of one
-thing would differ by that much. Of hundreds of figures 5% fall below 5% by chance, so the verdict is Holm's: a figure
-differs where its p-value is below 5% after the correction for how many there are, and in 95 of 100 pairs of runs that
-measured the same no figure does. How many are below 5% one by one is printed too, with the largest difference.
+Every figure that their tables show is compared: seconds of each phase, ratios to plain BF16 and to `off`, publish's
+share. For each, Welch's t-test on the launches of the two runs says how often two runs of one thing would differ by
+that much. Of a hundred figures five fall below 5% by chance, so the verdict is Holm's: a figure differs where its
+p-value is below 5% after the correction for how many there are, and in 95 of 100 pairs of runs that measured the same
+no figure does. What such a verdict is worth is printed with it: the difference that it would have found, how many
+figures are below 5% one by one, and the largest difference. Of single launches the units are rounds, which differ by
+less than two runs do: then more will be found to differ, and a line says so.
 
 `figures=ratios` leaves the seconds out, for a machine whose speed is another from run to run. Exit code 1 where a
 figure differs, or is in one file only.
@@ -23,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.arguments import one_of
-from qarl.bench.steps.spread import Spread, p_value
+from qarl.bench.steps.results import check_release
+from qarl.bench.steps.spread import Spread, detectable, p_value
+from qarl.bench.steps.tables import PHASES, RATIOS
 from qarl.errors import UserError
 
 SAME = ("kind", "device", "model", "workload")
@@ -53,6 +57,11 @@ def run_agree(part: str, given: Sequence[str]) -> int:
         print(f"{name}: is in one file only", file=sys.stderr)
     for one in apart:
         print(f"{one.name}: {_interval(one.first)} and {_interval(one.second)}, p {one.p:.1g}", file=sys.stderr)
+    launches = [len(one.first["samples"]) for one in compared] + [len(one.second["samples"]) for one in compared]
+    if min(launches, default=2) == 1:
+        print(
+            "a single launch: what differs from run to run is not in its spread (launches=3 or more)", file=sys.stderr
+        )
     if compared:
         print(_verdict(compared, apart))
     return 1 if apart or alone or not compared else 0
@@ -77,6 +86,11 @@ class Compared:
     def p(self) -> float:
         return p_value(self.first, self.second)
 
+    def detectable(self, level: float) -> float:
+        """The difference that would have had this p-value, relative to the first's mean."""
+        mean = self.first["mean"]
+        return detectable(self.first, self.second, level) / mean if mean else 0.0
+
 
 def differing(compared: Sequence[Compared]) -> list[Compared]:
     """Those whose p-value is below 5% by Holm's procedure: the smallest of m against 5% / m, the next against
@@ -92,10 +106,14 @@ def _verdict(compared: Sequence[Compared], apart: Sequence[Compared]) -> str:
     singly = sum(one.p < LEVEL for one in compared)
     largest = max(compared, key=lambda one: one.difference)
     median = statistics.median(one.difference for one in compared)
-    return (
-        f"{len(compared) - len(apart)} of {len(compared)} figures agree; {singly} have p < {LEVEL:.0%} one by one, "
-        f"{LEVEL * len(compared):.0f} are to be expected by chance\n"
-        f"difference of the means: median {median:.1%}, largest {largest.difference:.1%} ({largest.name})"
+    found = statistics.median(one.detectable(LEVEL / len(compared)) for one in compared)
+    return "\n".join(
+        (
+            f"{len(compared) - len(apart)} of {len(compared)} figures agree; "
+            f"in half of them a difference of {found:.1%} would have been found",
+            f"{singly} have p < {LEVEL:.0%} one by one, {LEVEL * len(compared):.0f} are to be expected by chance",
+            f"difference of the means: median {median:.1%}, largest {largest.difference:.1%} ({largest.name})",
+        )
     )
 
 
@@ -105,9 +123,11 @@ def _figures(document: Mapping[str, Any], seconds: bool) -> Iterator[tuple[str, 
         name = " ".join(str(result[label]) for label in labels if result.get(label))
         base = result["scheme"] == "bf16" and result["level"] in ("off", None)
         kinds = {"phases": seconds, "speedup": not base, "to_off": result["level"] != "off"}  # to itself it is always 1
+        shown = {"phases": PHASES[document["kind"]], "speedup": RATIOS[document["kind"]], "to_off": ("step",)}
         for kind in (kind for kind, wanted in kinds.items() if wanted):
             for phase, value in result.get(kind, {}).items():
-                yield f"{name} {kind} {phase}", value
+                if phase in shown[kind]:
+                    yield f"{name} {kind} {phase}", value
         if "publish_share" in result:
             yield f"{name} publish_share", result["publish_share"]
 
@@ -123,6 +143,5 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError("the file cannot be read", where=str(path), why=str(error)) from error
     if "results" not in document or "workload" not in document:
         raise UserError("not a file of qarl.bench steps, rollout, trainer or publish", where=str(path))
-    if any("mean" not in value for result in document["results"] for value in result["phases"].values()):
-        raise UserError("a file of another release of qarl.bench", where=str(path), fix="measure again")
+    check_release(document, str(path))
     return document

@@ -3,8 +3,8 @@
 A forward hook on each linear hands its input on, as it is, to what the trainer must agree with: the engine's own layer,
 or without an engine the FP32 product with the layer's dequantized tensors. So nothing accumulates from layer to layer
 and nothing is sampled: a linear that multiplies by other numbers shows by its name. vLLM holds q, k, v and gate, up as
-one layer; their outputs are compared side by side. What is no linear of a decoder layer (norms, embedding, lm_head) is
-compared tensor by tensor.
+one layer, whose output is taken apart again. What is no linear of a decoder layer (norms, embedding, lm_head) is
+compared tensor by tensor, lm_head both ways.
 
 The sequences are few and short: it is arithmetic that is compared.
 """
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,12 +37,23 @@ PARTS = {
     "down_proj": ("down_proj",),
 }
 """vLLM's linears of a decoder layer, and the trainer's that each stands for."""
-OWN_OPERATORS = "vllm_cpu_"
-"""Kernels of this name are bit for bit the engine's, whatever is beside them (`qarl.kernels.registry`)."""
+HEAD = "lm_head"
+BITWISE = ("vllm_cpu_wna16", "vllm_cpu_int8")
+"""Kernels whose result does not depend on what is fused along N: sums in the order of K, or of integers
+(`qarl.kernels.vllm_ops`)."""
+CHANNEL = 4
+"""Times the bound that a single output channel may be off: one wrong channel of thousands hardly shows in the whole."""
 
-Expected = Callable[[torch.Tensor], torch.Tensor]
+
+class Expected(NamedTuple):
+    """What linears that share an input must give side by side, [M, N] of [M, K], and how far off they may be."""
+
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    bound: float
+
+
 Layers = Mapping[tuple[str, ...], Expected]
-"""Names of the trainer's linears that share an input -> what their outputs side by side must be, of [M, K]."""
+"""By the names of the trainer's linears."""
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], length: int) -> Batch:
@@ -112,7 +123,7 @@ def compare_with_engine(policy: Policy, engine: RolloutEngine, batch: Batch, lay
     rollout = sampled(batch)
     return checks | {
         "first_abs_median": first_abs_median(found, rollout, batch),
-        "layers_expected": len(PARTS) * layers,
+        "layers_expected": sum(map(len, PARTS.values())) * layers + 1,
         "sample_abs_mean": abs_mean(found, rollout),
         "sample_bound": bound_of(policy, layers, rollout),
         "sample_spread": float(rollout.std()),
@@ -120,27 +131,33 @@ def compare_with_engine(policy: Policy, engine: RolloutEngine, batch: Batch, lay
 
 
 def beside_engine(policy: Policy, engine: RolloutEngine, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probs of `batch`, and the checks of every linear and every other tensor against the engine's."""
-    model = engine.model()
-    layers: dict[tuple[str, ...], Expected] = {}
+    """Log-probs of `batch`, and the checks of every linear and every other tensor against the engine's.
+
+    lm_head is compared as a product too: on a CPU vLLM multiplies by a packed copy of it, which may be stale.
+    """
+    model: Any = engine.model()
+    kernels = {layer.kernel.name for layer in policy.quantized_layers().values()}
+    bound = 0.0 if kernels and kernels <= set(BITWISE) else UNIT
+    head, rows = model.lm_head, policy.model.get_output_embeddings().out_features
+    layers: dict[tuple[str, ...], Expected] = {
+        (HEAD,): Expected(lambda x: head.quant_method.apply(head, x)[..., :rows], UNIT)
+    }
     for name, module in model.named_modules():
         prefix, _, leaf = name.rpartition(".")
         if leaf in PARTS and ".layers." in name:
-            layers[tuple(f"{prefix}.{part}" for part in PARTS[leaf])] = _engine_output(module)
-    kernels = {layer.kernel.name for layer in policy.quantized_layers().values()}
-    bitwise = kernels and all(name.startswith(OWN_OPERATORS) for name in kernels)
+            layers[tuple(f"{prefix}.{part}" for part in PARTS[leaf])] = Expected(_first_output(module), bound)
     found, checks = _beside(policy, batch, layers, "the engine's layer")
-    return found, checks | {"layer_bound": 0.0 if bitwise else UNIT, "unlike_tensors": unlike_tensors(policy, model)}
+    return found, checks | {"unlike_tensors": unlike_tensors(policy, model)}
 
 
 def beside_dequantized(policy: Policy, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs of `batch`, and the checks of every quantized linear against the tensors it would publish."""
-    layers: Layers = {(name,): _product(layer) for name, layer in policy.quantized_layers().items()}
-    found, checks = _beside(policy, batch, layers, "the FP32 product with its published tensors")
-    return found, checks | {"layer_bound": UNIT}
+    quantized = policy.quantized_layers()
+    layers: Layers = {(name,): Expected(_product(layer), UNIT) for name, layer in quantized.items()}
+    return _beside(policy, batch, layers, "the FP32 product with its published tensors")
 
 
-def _engine_output(module: nn.Module) -> Expected:
+def _first_output(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     def multiply(x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = module(x)[0]
         return output
@@ -148,7 +165,7 @@ def _engine_output(module: nn.Module) -> Expected:
     return multiply
 
 
-def _product(layer: QuantLinear) -> Expected:
+def _product(layer: QuantLinear) -> Callable[[torch.Tensor], torch.Tensor]:
     def multiply(x: torch.Tensor) -> torch.Tensor:
         weight = layer.quantized().dequantize(torch.float32)
         bias = None if layer.bias is None else layer.bias.float()
@@ -160,9 +177,17 @@ def _product(layer: QuantLinear) -> Expected:
 def _beside(policy: Policy, batch: Batch, layers: Layers, against: str) -> tuple[torch.Tensor, dict[str, Any]]:
     with _hooked(policy.model, layers) as errors:
         found = log_probs(policy, batch)
-    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf, default="")
+    bounds = {name: expected.bound for names, expected in layers.items() for name in names}
+
+    def severity(name: str) -> tuple[float, float]:
+        error, bound = errors[name], bounds[name]
+        beyond = not error <= bound  # NaN is
+        return (error / bound if bound and math.isfinite(error) else math.inf if beyond else 0.0, -bound)
+
+    worst = max(errors, key=severity, default="")
     checks = {
         "layer_error": errors.get(worst, 0.0),
+        "layer_bound": bounds.get(worst, 0.0),
         "layer_worst": worst,
         "layer_against": against,
         "layers_compared": len(errors),
@@ -172,8 +197,7 @@ def _beside(policy: Policy, batch: Batch, layers: Layers, against: str) -> tuple
 
 @contextmanager
 def _hooked(model: nn.Module, layers: Layers) -> Iterator[dict[str, float]]:
-    """While it is open, a forward compares the linears in `layers`: names -> RMS of the difference over that of the
-    output."""
+    """While it is open, a forward compares the linears in `layers`: name -> `error_of` its output."""
     errors: dict[str, float] = {}
     handles = []
 
@@ -183,10 +207,9 @@ def _hooked(model: nn.Module, layers: Layers) -> Iterator[dict[str, float]]:
         def compare(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             outputs.append(output.flatten(0, -2))
             if len(outputs) == len(names):
-                theirs = expected(args[0].flatten(0, -2)).float()
-                difference = torch.cat(outputs, -1).float() - theirs
-                label = "/".join((names[0], *(name.rpartition(".")[2] for name in names[1:])))
-                errors[label] = float(difference.norm() / theirs.norm())
+                theirs = expected.multiply(args[0].flatten(0, -2))
+                parts = theirs.split([one.shape[-1] for one in outputs], -1)
+                errors.update({name: error_of(*pair) for name, *pair in zip(names, outputs, parts, strict=True)})
                 outputs.clear()
 
         return compare
@@ -199,6 +222,15 @@ def _hooked(model: nn.Module, layers: Layers) -> Iterator[dict[str, float]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def error_of(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over that of `expected`, both [M, N]; or a `CHANNEL`th of what the worst
+    output channel has, where that is more."""
+    difference, expected = output.float() - expected.float(), expected.float()
+    channels = difference.norm(dim=0) / expected.norm(dim=0)
+    channels = channels.masked_fill((difference == 0).all(0), 0.0)  # one that is zero on both sides
+    return float(torch.maximum(difference.norm() / expected.norm(), channels.max() / CHANNEL))
 
 
 def unlike_tensors(policy: Policy, engine_model: nn.Module) -> list[str]:

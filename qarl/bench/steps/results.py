@@ -9,6 +9,7 @@ from typing import Any
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.checks import worst
 from qarl.bench.steps.spread import extrapolate, per_layer, ratios, spread
+from qarl.errors import UserError
 
 Answer = dict[str, Any]
 Launches = Sequence[Sequence[Answer]]
@@ -35,6 +36,12 @@ class Key:
     def plain(self) -> Key:
         """Plain BF16 of the same sizes: the base of ratios."""
         return replace(self, scheme="bf16", level="off" if self.level else "")
+
+
+def check_release(document: Mapping[str, Any], where: str) -> None:
+    """UserError for a file with other statistics than `qarl.bench.steps.spread.Spread`."""
+    if any("mean" not in value for result in document["results"] for value in result["phases"].values()):
+        raise UserError("a file of another release of qarl.bench", where=where, fix="measure again")
 
 
 def results(

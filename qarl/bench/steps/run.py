@@ -37,9 +37,12 @@ from qarl.bench.steps.models import write_model
 from qarl.bench.steps.results import Key, results
 from qarl.bench.steps.worker import serve
 from qarl.errors import UserError
+from qarl.kernels.logprob import LOGITS_AT_A_TIME
 
 BYTES_PER_PARAMETER = {"steps": 26, "trainer": 24, "rollout": 10, "publish": 10}
 """Of one process on a CPU, roughly: weights, masters, moments, gradients, the engine's and the kernels' copies."""
+LOGIT_BYTES = {"steps": 12, "trainer": 12}
+"""Of each logit of a micro-batch: in BF16 and FP32, with their gradients."""
 PROCESS_BYTES = 2**30
 
 
@@ -68,7 +71,7 @@ class Worker:
     def _receive(self) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self.connection.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             self.process.join()
             raise WorkerFailed(f"its process ended with exit code {self.process.exitcode}") from error
         if "error" in answer:
@@ -141,8 +144,8 @@ class Measured:
                 print(f"launch {launch + 1} of {self.arguments.launches}, {which}", file=sys.stderr)
                 self._round(workers, launch, number)
             if launch == self.arguments.launches - 1:
-                print("a round that is not timed, for peak memory", file=sys.stderr)
-                self._memory_round(workers)
+                print("a last round that is not timed: peak memory, and the checks once more", file=sys.stderr)
+                self._last_round(workers)
 
     def _start(self, scheme: str, layers: int, folder: Path) -> Worker | None:
         name = f"{scheme}, {layers} layers"
@@ -172,10 +175,9 @@ class Measured:
                     continue
                 if stepped and not counted and command["do"] == "step":
                     command = command | {"do": "warm"}  # the engine is warm, and rollouts are the longest part
-                stepped = True
                 try:
                     answer = worker.call(**command)
-                    found = problems(answer["checks"])
+                    stepped, found = True, problems(answer["checks"])
                 except WorkerFailed as error:
                     found = [str(error)]
                 if found:
@@ -183,16 +185,22 @@ class Measured:
                 elif counted:
                     self._keep(key, launch, answer)
 
-    def _memory_round(self, workers: Mapping[tuple[str, int], Worker]) -> None:
+    def _last_round(self, workers: Mapping[tuple[str, int], Worker]) -> None:
+        """Peaks; a check that fails now takes the figures of all rounds along. A process that ends here costs its
+        peaks alone: what it measured was checked."""
         for (scheme, layers), worker in workers.items():
             for key, command in commands(self.arguments, scheme, layers):
                 if key not in self.samples:
                     continue
                 try:
-                    worker.call(do="measure_memory")
-                    self.peaks[key] = worker.call(**command)["peak_bytes"]
+                    worker.call(do="last_round")
+                    answer = worker.call(**command)
                 except WorkerFailed as error:
-                    self._fail(str(key), str(error), key.__eq__)
+                    print(f"no peak memory: {key}: {error}", file=sys.stderr)
+                    continue
+                self.peaks[key] = answer["peak_bytes"]
+                if found := problems(answer["checks"]):
+                    self._fail(str(key), "; ".join(found), key.__eq__)
 
     def _keep(self, key: Key, launch: int, answer: dict[str, Any]) -> None:
         launches = self.samples.setdefault(key, [])
@@ -259,13 +267,16 @@ def commands(arguments: Arguments, scheme: str, layers: int) -> Iterator[tuple[K
 
 
 def check_memory(arguments: Arguments, parameters: Sequence[int]) -> None:
-    """All processes live at a time: UserError where a CPU's memory cannot hold them, rather than a killed process."""
+    """UserError where a CPU's memory cannot hold all processes at their peaks, which each keeps while the others take
+    their turns, rather than a killed process."""
     if arguments.device != "cpu":
         return
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     processes = len(arguments.schemes) * len(parameters)
-    needed = len(arguments.schemes) * sum(parameters) * BYTES_PER_PARAMETER[arguments.part] + processes * PROCESS_BYTES
+    logits = arguments.micro_batch * max(arguments.response_length) * int(arguments.source.config.get("vocab_size", 0))
+    each = PROCESS_BYTES + min(logits, LOGITS_AT_A_TIME) * LOGIT_BYTES.get(arguments.part, 0)
+    needed = len(arguments.schemes) * sum(parameters) * BYTES_PER_PARAMETER[arguments.part] + processes * each
     if free is not None and needed > free:
         raise UserError(
             f"{processes} processes would take some {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free",

@@ -18,7 +18,7 @@ from typing import TypedDict
 Samples = Sequence[Sequence[float]]
 """Of each launch those of its rounds."""
 CONFIDENCE = 0.95
-_INTERVALS = 2000
+_INTERVALS = 600
 
 
 class Spread(TypedDict):
@@ -71,24 +71,38 @@ def _by_round(of_two: Callable[[float, float], float], a: Samples, b: Samples) -
 
 def p_value(a: Spread, b: Spread) -> float:
     """Of Welch's t-test: how often two runs of one thing would differ by this much or more, if units are normal."""
-    first, second = units(a["samples"]), units(b["samples"])
-    errors = [statistics.variance(values) / len(values) for values in (first, second)]
-    difference = abs(statistics.fmean(first) - statistics.fmean(second))
-    if not sum(errors):
+    error, freedom = _welch(a, b)
+    difference = abs(a["mean"] - b["mean"])
+    if not error:
         return 1.0 if difference == 0 else 0.0
-    freedom = sum(errors) ** 2 / sum(
-        error**2 / (len(values) - 1) for error, values in zip(errors, (first, second), strict=True)
-    )
-    return two_sided_tail(difference / math.sqrt(sum(errors)), freedom)
+    return two_sided_tail(difference / error, freedom)
+
+
+def detectable(a: Spread, b: Spread, level: float) -> float:
+    """The difference of the means that would have had a p-value of `level`."""
+    error, freedom = _welch(a, b)
+    return student_t(freedom, level) * error if error else 0.0
+
+
+def _welch(a: Spread, b: Spread) -> tuple[float, float]:
+    """(standard error of the difference of the means, degrees of freedom)"""
+    counted = [units(one["samples"]) for one in (a, b)]
+    errors = [statistics.variance(values) / len(values) for values in counted]
+    if not sum(errors):
+        return 0.0, 1.0
+    shares = sum(error**2 / (len(values) - 1) for error, values in zip(errors, counted, strict=True))
+    return math.sqrt(sum(errors)), sum(errors) ** 2 / shares
 
 
 @cache
-def student_t(freedom: int) -> float:
-    """The value that |t| stays below in 95% of cases."""
-    low, high = 0.0, 100.0
-    for _ in range(60):
+def student_t(freedom: float, level: float = 1 - CONFIDENCE) -> float:
+    """The value that |t| exceeds in so many cases."""
+    low, high = 0.0, 1.0
+    while two_sided_tail(high, freedom) > level:
+        low, high = high, 2 * high
+    for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if two_sided_tail(middle, freedom) > 1 - CONFIDENCE else (low, middle)
+        low, high = (middle, high) if two_sided_tail(middle, freedom) > level else (low, middle)
     return high
 
 

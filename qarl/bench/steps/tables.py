@@ -68,7 +68,8 @@ def _statistics(launches: int, rounds: int) -> str:
     if launches == 1:
         alone = "what another launch may differ by is not in it"
         return f"Means of {rounds} rounds of one launch, {interval}; {alone}. Ratios round by round."
-    return f"Means of {launches} launches, each the median of {rounds} rounds, {interval}. Ratios round by round."
+    each = f"each the median of {rounds} rounds" if rounds > 1 else "a round each"
+    return f"Means of {launches} launches, {each}, {interval}. Ratios round by round."
 
 
 def _seconds(document: Document) -> str:

@@ -8,9 +8,10 @@ measured minutes away from the next. So all live side by side and the parent wak
     {"do": "trainer_step", "level": LEVEL}             its old log-probs and update, without an engine
     {"do": "publish_step"}                             quantize and publish
     {"do": "rollout_step", "batch": B, "length": R}    a prefill, and a rollout of B sequences
-    {"do": "measure_memory"}                           nothing; from here on peaks are each phase's own, and steps slow
+    {"do": "last_round"}                               nothing: it is answered {}. From here on peaks are each phase's
+                                                       own, steps are slow, and linears are compared once more
 
-Each answers {"phases", "peak_bytes", "checks"}; an exception is answered as {"error": text}.
+Else the answer is {"phases", "peak_bytes", "checks"}; an exception is answered as {"error": text}.
 """
 
 from __future__ import annotations
@@ -59,12 +60,11 @@ PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
 def serve(connection: Connection, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
     """The process: build, answer "ready" with what was built, then one answer a command until the pipe closes."""
     logging.disable_progress_bar()
-    if arguments.device == "cpu":
-        keep_freed_memory()
+    kept = arguments.device == "cpu" and keep_freed_memory()
     try:
         experts = arguments.source.has_experts
         bench = (ExpertsRolloutBench if experts else BENCHES[arguments.part])(arguments, scheme, layers, folder)
-        connection.send({"ready": bench.describe()})
+        connection.send({"ready": bench.describe() | {"keeps_freed_memory": kept}})
     except Exception as error:
         connection.send({"error": _reason(error)})
         return
@@ -87,12 +87,14 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """What every process does."""
+    """What every process does. `compared`: level -> the checks beside the engine, see `_compare`."""
 
     timer: Meter
+    compared: dict[str, Answer]
 
-    def measure_memory(self) -> Answer:
+    def last_round(self) -> Answer:
         self.timer.memory.trim = True
+        self.compared.clear()
         return {}
 
 
@@ -106,7 +108,7 @@ class StepBench(Bench):
         self.trainer = self.trainer_class(arguments, scheme, folder)
         self.timer = self.trainer.timer
         self.levels = {level: policy.align for level, policy in self.trainer.policies.items()}
-        self.compared: dict[str, Answer] = {}
+        self.compared = {}
         if self.trainer_class is BenchTrainer:
             self.trainer.publish()
 
@@ -178,8 +180,8 @@ class StepBench(Bench):
         return {"phases": phases, "peak_bytes": {**peaks, "step": max(peaks.values())}, "checks": checks}
 
     def _compared_once(self, level: str) -> Answer:
-        """The checks beside the engine at the weights that a step has moved and published, in the first round alone:
-        that one is never counted."""
+        """The checks beside the engine at the weights that a step has moved and published, in the first round and the
+        last, neither of which is counted."""
         if level not in self.compared:
             self.compared[level] = self._compare(level)
         return self.compared[level]
@@ -254,7 +256,7 @@ class EngineBench(Bench):
         self.version = 0
         self._publish()
         self.timer.take()
-        self.compared = self._compare()
+        self.compared = {}
 
     def describe(self) -> Answer:
         layers = self.policy.quantized_layers().values()
@@ -312,9 +314,11 @@ class EngineBench(Bench):
 
     def _mismatch(self, responses: RolloutBatch) -> Answer:
         """Of the first few of `responses`; their tokens may be too few to tell a spread by."""
-        batch = as_batch(responses)
-        rollout, spread = sampled(batch), self.compared["sample_spread"]
-        return self.compared | {
+        if not self.compared:
+            self.compared[""] = self._compare()
+        compared, batch = self.compared[""], as_batch(responses)
+        rollout, spread = sampled(batch), compared["sample_spread"]
+        return compared | {
             "mismatch_abs_mean": abs_mean(log_probs(self.policy, batch), rollout),
             "mismatch_bound": bound_of(self.policy, self.layers, rollout, spread=spread),
         }
@@ -341,6 +345,7 @@ class ExpertsRolloutBench(EngineBench):
     def __init__(self, arguments: Arguments, scheme: str, layers: int, folder: str) -> None:
         self.arguments, self.scheme, self.layers = arguments, scheme, layers
         config = engine_config(bench_config(arguments, scheme, "off", folder))
+        self.compared = {}
         self.engine = DummyEngine(dataclasses.replace(config, ignore=(*config.ignore, ROUTERS)))
         self.vocab_size = int(arguments.source.config["vocab_size"])
         device = next(self.engine.model().parameters()).device

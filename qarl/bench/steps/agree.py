@@ -106,12 +106,15 @@ def _verdict(compared: Sequence[Compared], apart: Sequence[Compared]) -> str:
     singly = sum(one.p < LEVEL for one in compared)
     largest = max(compared, key=lambda one: one.difference)
     median = statistics.median(one.difference for one in compared)
-    found = statistics.median(one.detectable(LEVEL / len(compared)) for one in compared)
+    found, found_singly = (
+        statistics.median(one.detectable(level) for one in compared) for level in (LEVEL / len(compared), LEVEL)
+    )
     return "\n".join(
         (
             f"{len(compared) - len(apart)} of {len(compared)} figures agree; "
             f"in half of them a difference of {found:.1%} would have been found",
-            f"{singly} have p < {LEVEL:.0%} one by one, {LEVEL * len(compared):.0f} are to be expected by chance",
+            f"{singly} have p < {LEVEL:.0%} one by one, {LEVEL * len(compared):.0f} are to be expected by chance; so a "
+            f"difference of {found_singly:.1%} would have been found in half",
             f"difference of the means: median {median:.1%}, largest {largest.difference:.1%} ({largest.name})",
         )
     )

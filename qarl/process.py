@@ -46,7 +46,7 @@ def keep_freed_memory() -> bool:
 
     glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache of its own on a CPU: each
     step then faults its activations, gradients and temporaries in anew, page by page. On a virtual machine that was a
-    fifth of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
+    quarter of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
     process stays at its highest mark. Elsewhere than with glibc, where another malloc is preloaded, and where the user
     tuned it, nothing is done.
     """

@@ -1,4 +1,5 @@
-"""The benchmark of steps: arguments, statistics by hand, tables. Its checks are in test_bench_checks.py."""
+"""The benchmark of steps: arguments, rounds and launches, tables. Its checks are in
+test_bench_checks.py, its statistics in test_bench_spread.py."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def compare(document: Mapping[str, Any], ceilings: Ceilings) -> list[dict[str, A
         raise UserError(
             "one of steps and ceilings was measured with freed memory kept, the other was not",
             where="check",
-            why="what the system hands out anew is a fifth of a step",
+            why="where each step gets its memory anew, an update takes a third longer",
             fix="measure both in the same environment (LD_PRELOAD, MALLOC_*, GLIBC_TUNABLES)",
         )
     size = ModelSize.from_config({**document["model"], "num_hidden_layers": 1})

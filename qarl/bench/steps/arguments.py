@@ -129,12 +129,6 @@ class Arguments:
         """Before torch is imported; the schemes' processes inherit it. On a GPU the CPU's threads do not matter."""
         limit_threads(self.threads if self.device == "cpu" else None)
 
-    def as_json(self) -> dict[str, object]:
-        """For a file that others read: of paths the names, not where this machine has them."""
-        given = dataclasses.asdict(dataclasses.replace(self, source=Source(self.source.name, {})))
-        given["model"] = given.pop("source")["name"]
-        return {key: value.name if isinstance(value, Path) else value for key, value in given.items()}
-
 
 def _check(arguments: Arguments) -> None:
     where = f"qarl.bench {arguments.part}"

@@ -115,7 +115,8 @@ def _log_prob_problems(checks: Mapping[str, Any]) -> Iterator[str]:
 
 
 def worst(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The checks of several steps as one: the step whose delta is nearest to its bound, or beyond."""
+    """The checks of several steps as one: the step whose delta is nearest to its bound, or beyond; without deltas, or
+    without a bound, the first."""
 
     def severity(checks: Mapping[str, Any]) -> float:
         delta, bound = checks.get("mismatch_abs_mean"), checks.get("mismatch_bound")

@@ -213,13 +213,15 @@ class Measured:
     def document(self) -> dict[str, Any]:
         arguments = self.arguments
         device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        given = report.given(arguments)
+        given["model"] = given.pop("source").name
         return {
             "kind": arguments.part,
             "device": report.device_name(device),
             "versions": report.versions(),
             "commit": report.commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "arguments": arguments.as_json(),
+            "arguments": given,
             "model": {
                 "name": arguments.source.name,
                 "weights": "random" if arguments.source.folder is None else "of the folder",

@@ -97,6 +97,15 @@ class Bench:
         self.compared.clear()
         return {}
 
+    def _compared_once(self, level: str) -> Answer:
+        """In the first round and the last, neither of which is counted; in the others what the first one found."""
+        if level not in self.compared:
+            self.compared[level] = self._compare(level)
+        return self.compared[level]
+
+    def _compare(self, level: str) -> Answer:
+        raise NotImplementedError
+
 
 class StepBench(Bench):
     """Training steps of one scheme at every level."""
@@ -179,15 +188,9 @@ class StepBench(Bench):
         }
         return {"phases": phases, "peak_bytes": {**peaks, "step": max(peaks.values())}, "checks": checks}
 
-    def _compared_once(self, level: str) -> Answer:
-        """The checks beside the engine at the weights that a step has moved and published, in the first round and the
-        last, neither of which is counted."""
-        if level not in self.compared:
-            self.compared[level] = self._compare(level)
-        return self.compared[level]
-
     def _compare(self, level: str) -> Answer:
-        """At `off` the engine is compared with a trainer whose linears are quantized: it must be right there too."""
+        """At the weights that a step has moved and published. At `off` the engine is compared with a trainer whose
+        linears are quantized: it must be right there too."""
         trainer, applied = self.trainer, self.levels[level]
         policy = self._below() if level == "off" else trainer.policies[level]
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts]
@@ -276,7 +279,7 @@ class EngineBench(Bench):
         self.version += 1
         return report
 
-    def _compare(self) -> Answer:
+    def _compare(self, level: str = "") -> Answer:
         prompts = random_prompts(self.arguments, self.vocab_size, SEQUENCES)
         batch = sample(self.engine, prompts, max(self.arguments.response_length))
         return compare_with_engine(self.policy, self.engine, batch, self.layers)
@@ -314,9 +317,7 @@ class EngineBench(Bench):
 
     def _mismatch(self, responses: RolloutBatch) -> Answer:
         """Of the first few of `responses`; their tokens may be too few to tell a spread by."""
-        if not self.compared:
-            self.compared[""] = self._compare()
-        compared, batch = self.compared[""], as_batch(responses)
+        compared, batch = self._compared_once(""), as_batch(responses)
         rollout, spread = sampled(batch), compared["sample_spread"]
         return compared | {
             "mismatch_abs_mean": abs_mean(log_probs(self.policy, batch), rollout),

@@ -14,7 +14,6 @@ Importing this module imports neither torch, transformers, vLLM nor verl. Files 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +23,25 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from qarl import config_checks, config_yaml
-from qarl.config_errors import ConfigError, Problem, from_pydantic, key_of, nearest
+from qarl.config_errors import ConfigError, Problem, from_pydantic, key_of
 from qarl.config_source import read_arguments
-from qarl.config_types import Above, Below, Dotted, Fraction, Pair, Text, TextList, as_list
+from qarl.config_types import (
+    Above,
+    Below,
+    Dotted,
+    Fraction,
+    Pair,
+    PathList,
+    PathText,
+    Patterns,
+    RewardName,
+    Text,
+    as_list,
+    held_integer,
+)
 from qarl.errors import UserError
 
 __all__ = ["Config", "ConfigError", "Problem", "build_config", "describe_keys", "load_config", "write_resolved"]
-
-BUILTIN_REWARDS = ("arithmetic", "math_verify")
 
 
 class Section(BaseModel):
@@ -40,12 +50,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    _integers_fit = field_validator("*", mode="before")(held_integer)
 
 
 class ModelConfig(Section):
     """The model to train."""
 
-    path: Text
+    path: PathText
     """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
 
     gradient_checkpointing: bool = False
@@ -55,10 +66,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts and batch sizes."""
 
-    train_files: TextList = Field(min_length=1)
+    train_files: PathList = Field(min_length=1)
     """Parquet files of training prompts: at least one, in verl's row layout. One name may be given without a list."""
 
-    val_files: TextList = []
+    val_files: PathList = []
     """Parquet files of evaluation prompts, same layout. May be empty only where nothing is ever evaluated."""
 
     train_batch_size: int = Field(ge=1)
@@ -83,19 +94,8 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How a response is scored."""
 
-    function: Text = "arithmetic"
+    function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
-
-    @field_validator("function")
-    @classmethod
-    def _resolvable(cls, function: str) -> str:
-        where, colon, name = function.rpartition(":")
-        if function in BUILTIN_REWARDS or (where and name.isidentifier()):
-            return function
-        guess = nearest(function, BUILTIN_REWARDS)
-        fix = f"did you mean {guess}? " if guess and not colon else ""
-        fix += f"write {', '.join(BUILTIN_REWARDS)}, module:function or path/to/file.py:function"
-        raise PydanticCustomError("reward", "neither a built-in reward nor a function", {"fix": fix})
 
 
 class RolloutConfig(Section):
@@ -148,25 +148,13 @@ class QuantConfig(Section):
     group_size: int = Field(default=128, ge=1)
     """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
 
-    ignore: TextList = ["lm_head"]
+    ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
     align: Literal["off", "linears", "model", "exact"] = "model"
     """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
     `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
     rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
-
-    @field_validator("ignore")
-    @classmethod
-    def _patterns_compile(cls, ignore: list[str]) -> list[str]:
-        for pattern in ignore:
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                message = f"{pattern} is not a regular expression: {error}"
-                fix = "correct the pattern; without re: it is taken as an exact module name"
-                raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
-        return ignore
 
 
 class ActorConfig(Section):
@@ -294,7 +282,7 @@ class TrainerConfig(Section):
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
     """CPU threads of a process: backend=local has one for trainer and engine, verl one for each rank. null is
     OMP_NUM_THREADS, or else the CPUs this process may use, which verl's ranks on a CPU share; on GPUs Ray decides."""
 
@@ -312,7 +300,7 @@ class TrainerConfig(Section):
     """`auto`: an interrupted run of this name goes on from its last good checkpoint; a finished one is moved aside.
     `disable`: whatever has this name is moved aside. `resume_path`: go on from resume_from_path."""
 
-    resume_from_path: Text | None = None
+    resume_from_path: PathText | None = None
     """With resume_mode=resume_path: a checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl:
     global_step_N), of this run or another."""
 
@@ -337,7 +325,7 @@ class Config(Section):
     backend: Literal["local", "verl"] = "local"
     """`local`: one process with vLLM inside, on a CPU or one GPU. `verl`: verl's PPO trainer, several GPUs or nodes."""
 
-    output_dir: Text = "runs"
+    output_dir: PathText = "runs"
     """Folder of all runs; this one writes to output_dir/name."""
 
     dry_run: bool = False

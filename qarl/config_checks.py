@@ -6,7 +6,6 @@ and one error shows everything. A check is skipped when a key it needs is bad.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -143,7 +142,11 @@ def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | Non
     return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
 
 
+_TRIED = 2000
+"""The largest divisor that is tried: all divisors of a number up to its square are found from them."""
+
+
 def _divisors(number: int) -> str:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
     return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])

@@ -2,8 +2,8 @@
 
 PyYAML follows YAML 1.1, where `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30` is
 750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), numbers in decimal only.
-The same rules read a file, read an override and decide what needs quotes when a config is written. Tags, anchors and
-aliases are refused: a config is read by people first.
+The same rules read a file, read an override and decide what needs quotes when a config is written. Tags, anchors,
+aliases and merge keys are refused: a config is read by people first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from yaml.constructor import ConstructorError
 
 from qarl.config_errors import NOT_GIVEN, Problem
 
+MOST_DIGITS = 1000
+"""Python itself refuses to read more than 4300."""
+TOO_DEEP = "lists or mappings are nested too deep"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 
 _SCALARS = [
@@ -44,9 +47,21 @@ class _Loader(yaml.SafeLoader):
             raise ConstructorError(None, None, f"aliases (*{event.anchor}) are not used in configs", mark)
         if tag := getattr(event, "tag", None):
             raise ConstructorError(None, None, f"tags ({tag}) are not used in configs", mark)
+        if anchor := getattr(event, "anchor", None):
+            raise ConstructorError(None, None, f"anchors (&{anchor}) are not used in configs", mark)
         return super().compose_node(parent, index)
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None:
+                raise ConstructorError(None, None, "merge keys (<<) are not used in configs", key.start_mark)
+        return node
+
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MOST_DIGITS:
+            problem = f"a number of {len(node.value)} digits cannot be held"
+            raise ConstructorError(None, None, problem, node.start_mark)
         return int(node.value)
 
 
@@ -67,7 +82,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
 
 def parse_value(text: str) -> Any:
     """One YAML value, as written after `key=`. Raises `yaml.YAMLError`; `explain` says what of."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConstructorError(None, None, TOO_DEEP, None) from None
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -111,6 +129,9 @@ def read_file(path: Path) -> YamlFile:
         file.problems.append(_unreadable(path, f"cannot be read: {error.strerror}", "check its permissions"))
     except UnicodeDecodeError as error:
         file.problems.append(_unreadable(path, f"is not UTF-8 text: {error.reason}", "save it as UTF-8"))
+    except RecursionError:
+        file.values = None
+        file.problems.append(_unreadable(path, f"is not valid YAML: {TOO_DEEP}", "write plain keys and values"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         number = mark.line if mark else 0

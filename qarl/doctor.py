@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from qarl.preflight.run import run_checks
         from qarl.tracking import write_json
 
-        report = run_checks(config, find_target(arguments.options), threads_given=threads_given)
+        report = run_checks(config, find_target(arguments.options, config.backend), threads_given=threads_given)
         print(report)
         if path := arguments.options.get("json"):
             try:

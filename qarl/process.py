@@ -22,6 +22,17 @@ _ENVIRONMENT = {
 }
 
 
+def runs_on_cpu(backend: str) -> bool:
+    """Whether trainer and rollouts run on the CPU: where torch sees no GPU, or as VERL_PLATFORM says.
+
+    verl alone reads that variable, so with `backend` "local" it has no say.
+    """
+    import torch
+
+    platform = os.environ.get("VERL_PLATFORM", "").strip().lower() if backend == "verl" else ""
+    return platform == "cpu" if platform else not torch.cuda.is_available()
+
+
 def configure_vllm_process() -> None:
     """Set the variables that the user has not set."""
     for key, value in _ENVIRONMENT.items():

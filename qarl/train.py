@@ -1,7 +1,7 @@
 """`python -m qarl.train config=NAME.yaml key=value ...`: read the config, choose the backend, run.
 
-Exit codes: 0 the run ended; 2 the config, the data or the machine will not do (one message, no traceback); 130
-Ctrl-C ended the run after the step it was in, everything written.
+Exit codes: 0 the run ended; 2 the config, the data or the machine is unfit (one message, no traceback), also in a dry
+run; 130 Ctrl-C ended the run after the step it was in, everything written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from qarl.config import Config, load_config, write_resolved
+from qarl.config_bounds import unusual_values
 from qarl.errors import UserError
 from qarl.process import limit_threads
 
@@ -22,15 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
     try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
+        for warning in unusual_values(config):
+            print(f"warning: {warning}", file=sys.stderr)
         if config.dry_run:
-            path = config.run_dir / "dry_run.yaml"
-            write_resolved(config, path)
-            print(config.resolved_yaml(), end="")
-            if config.backend == "verl":
-                from qarl.trainer.verl import dry_run
-
-                print(f"# verl's own config for this run:\n{dry_run(config)}", end="")
-            print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
+            dry_run(config)
             return 0
         if config.backend == "local":  # verl's processes are not this one, see qarl.trainer.verl_process
             limit_threads(config.trainer.num_threads)
@@ -41,6 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def dry_run(config: Config) -> None:
+    """Print and write the config; UserError, as the last thing said, for what the backend could not run."""
+    path = config.run_dir / "dry_run.yaml"
+    write_resolved(config, path)
+    print(config.resolved_yaml(), end="")
+    if config.backend == "verl":
+        from qarl.trainer.verl import dry_run as dry_run_of_verl
+
+        print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
+    sys.stdout.flush()
+    print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
+    if config.backend == "verl":
+        from qarl.trainer.verl_checks import refuse_unsupported
+
+        refuse_unsupported(config)
 
 
 def run(config: Config) -> int:

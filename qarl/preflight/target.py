@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qarl.errors import UserError
+from qarl.process import runs_on_cpu
 
 OPTIONS = ("device", "gpu_memory_gib", "gpu_capability", "json")
 GPUS = {
@@ -71,11 +72,14 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
     return Arguments(run, options)
 
 
-def find_target(options: dict[str, str]) -> Target:
-    """What the options describe; this machine where they say nothing. UserError for a value that makes no sense."""
+def find_target(options: dict[str, str], backend: str = "local") -> Target:
+    """What the options describe; where they say nothing, this machine as `backend` uses it.
+
+    UserError for a value that makes no sense.
+    """
     elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
     if not elsewhere:
-        return this_machine()
+        return this_machine(backend)
     name = options.get("device", "cuda").lower()
     if name != "cuda" and name not in GPUS:
         raise UserError(
@@ -93,10 +97,10 @@ def find_target(options: dict[str, str]) -> Target:
     return Target("cuda", f"another machine ({described})", False, capability, memory)
 
 
-def this_machine() -> Target:
+def this_machine(backend: str = "local") -> Target:
     import torch
 
-    if not torch.cuda.is_available():
+    if runs_on_cpu(backend) or not torch.cuda.is_available():
         return Target("cpu", "this machine (CPU)", True)
     properties = torch.cuda.get_device_properties(0)
     major, minor = torch.cuda.get_device_capability()

@@ -20,6 +20,7 @@ from torch import nn
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.process import runs_on_cpu
 from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
@@ -46,10 +47,6 @@ def check_engine_installed() -> None:
         )
 
 
-def runs_on_cpu() -> bool:
-    return not torch.cuda.is_available()
-
-
 def cpu_flags() -> set[str]:
     """The instruction sets of this CPU as Linux spells them; empty where it does not say (other systems, ARM)."""
     try:
@@ -62,7 +59,7 @@ def cpu_flags() -> set[str]:
 def check_cpu(config: Config) -> None:
     """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
     scheme = config.quant.scheme
-    if not runs_on_cpu():
+    if not runs_on_cpu(config.backend):
         return
     if scheme == "w4a8":
         raise UserError(
@@ -104,7 +101,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
     check_fused_layers(shapes, config.quant.ignore)
     selected = select_shapes(shapes, scheme, config.quant.ignore)
     check_group_size(selected, scheme)
-    if runs_on_cpu() and scheme.name == "w4a16":
+    if runs_on_cpu(config.backend) and scheme.name == "w4a16":
         check_engine_shapes(selected)
 
 

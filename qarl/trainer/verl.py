@@ -18,13 +18,13 @@ from typing import Any
 
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
+from qarl.process import runs_on_cpu
 from qarl.trainer.verl_checks import refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.trainer.verl_metrics import MetricsFollower
 from qarl.trainer.verl_process import (
     local_path,
     memory_lines,
     preflight,
-    runs_on_cpu,
     set_environment,
     worker_environment,
 )
@@ -38,7 +38,7 @@ Keys = dict[str, Any]
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     """Run `config` in verl to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
     start = time.perf_counter() if started is None else started
-    on_cpu = runs_on_cpu()
+    on_cpu = runs_on_cpu(config.backend)
     refuse_unsupported(config)
     set_environment(config, on_cpu)
     preflight(config)
@@ -102,15 +102,17 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def dry_run(config: Config) -> str:
-    """verl's whole config for this run as YAML, checked as verl checks it, and what is missing; nothing is started."""
-    on_cpu, missing = runs_on_cpu(), unsupported(config)
+    """verl's whole config for this run as YAML, checked as verl checks it, and at its end what is missing; nothing is
+    started. With something missing the run itself is refused: `refuse_unsupported`."""
+    on_cpu, missing = runs_on_cpu(config.backend), unsupported(config)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
-    lines = [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
-    lines += [f"# note: {note}" for note in differences(config, on_cpu)]
+    lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
-    return "\n".join([*lines, as_yaml(resolved)])
+    lines += [as_yaml(resolved).rstrip("\n")]
+    lines += [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
+    return "\n".join([*lines, ""])
 
 
 def verl_config(config: Config, *, on_cpu: bool) -> Any:

@@ -16,14 +16,6 @@ UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """What an 80 GB GPU reports: for estimates on a machine without one."""
 
 
-def runs_on_cpu() -> bool:
-    """Whether verl's platform is to be the CPU: as VERL_PLATFORM says, or where torch sees no GPU."""
-    import torch
-
-    platform = os.environ.get("VERL_PLATFORM", "").strip().lower()
-    return platform == "cpu" if platform else not torch.cuda.is_available()
-
-
 def set_environment(config: Config, on_cpu: bool) -> None:
     """`worker_environment` in this process, too."""
     os.environ.update(worker_environment(config, on_cpu))

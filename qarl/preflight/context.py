@@ -70,6 +70,8 @@ class Context:
     config: Config
     target: Target
     threads_given: str | None = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS"))
+    no_model: UserError | None = None
+    """Why the model itself cannot be had, where a copy of its config stands in for it."""
 
     @cached_property
     def scheme(self) -> Scheme:
@@ -90,7 +92,11 @@ class Context:
 
     @cached_property
     def hf_config(self) -> Part[Any]:
-        return Part("the model's config", lambda: setup.load_hf_config(self.model_path))
+        def load() -> Any:
+            hf_config, self.no_model = setup.hf_config_or_carried(self.model_path)
+            return hf_config
+
+        return Part("the model's config", load)
 
     @cached_property
     def size(self) -> Part[ModelSize]:
@@ -108,6 +114,8 @@ class Context:
     def tokenizer(self) -> Part[Any]:
         def load() -> Any:
             self.hf_config.get()
+            if self.no_model is not None:
+                raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
             return setup.load_tokenizer(self.model_path)[0]
 
         return Part("the tokenizer", load)

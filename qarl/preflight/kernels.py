@@ -26,9 +26,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
     for name, shape in context.quantized.get().items():
         if shape not in context.choices:
             try:
-                context.choices[shape] = choose_linear_kernel(
-                    scheme.name, device, shape, group_size=scheme.group_size
-                )
+                context.choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=scheme.group_size)
             except UserError as error:
                 context.choices[shape] = error
                 topic.refusal(error)

@@ -17,6 +17,13 @@ TESTED = ("llama", "qwen2", "qwen3")
 def check_config(context: Context, topic: Topic) -> None:
     """Whether the model's config can be read, and is one of a model to train."""
     hf_config = context.hf_config.load()
+    if context.no_model is not None:
+        topic.refusal(context.no_model, "error" if context.target.here else "note")
+        topic.warning(
+            f"the config of {context.model_path} that comes with QaRL is used instead",
+            why="sizes, memory and kernels are those of the public model; a config of yours may differ",
+            fix="run the doctor where the model is, or give its folder",
+        )
     checks.check_not_quantized(context.config, hf_config)
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"

@@ -6,7 +6,21 @@ from collections.abc import Callable
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.preflight import backend, data, disk, ignore, kernels, loss, machine, memory, model, packages, shapes, wire
+from qarl.preflight import (
+    backend,
+    data,
+    disk,
+    ignore,
+    kernels,
+    loss,
+    machine,
+    memory,
+    model,
+    packages,
+    shapes,
+    values,
+    wire,
+)
 from qarl.preflight.context import Context, NotCheckedError
 from qarl.preflight.findings import Report, Topic
 from qarl.preflight.target import Target
@@ -14,6 +28,7 @@ from qarl.preflight.target import Target
 Check = Callable[[Context, Topic], None]
 
 TOPICS: dict[str, tuple[Check, ...]] = {
+    "values": values.CHECKS,
     "backend": backend.CHECKS,
     "machine": machine.CHECKS,
     "packages": packages.CHECKS,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl import hub
 from qarl.config import ActorConfig, Config
 from qarl.data import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
 from qarl.errors import UserError
@@ -114,7 +115,7 @@ def load_tokenizer(path: str) -> tuple[Any, Any]:
     check_model_folder(path)
     check_tokenizer_files(path)
     try:
-        return AutoTokenizer.from_pretrained(path), load_hf_config(path)
+        return AutoTokenizer.from_pretrained(path, **hub.loading_options(path)), load_hf_config(path)
     except UserError:
         raise
     except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
@@ -127,9 +128,25 @@ def load_hf_config(path: str) -> Any:
 
     check_model_folder(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, **hub.loading_options(path))
     except Exception as error:
         raise _unreadable(path, error) from error
+
+
+def hf_config_or_carried(path: str) -> tuple[Any, UserError | None]:
+    """The model's config and None; without a network the copy that comes with QaRL, and the error that it stands for.
+
+    Good for sizes and checks, not for training.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return load_hf_config(path), None
+    except UserError as error:
+        carried = None if Path(path).is_dir() or not hub.why_unreachable() else hub.carried_config(path)
+        if carried is None:
+            raise
+        return AutoConfig.for_model(**carried[1]), error
 
 
 def check_model_folder(path: str) -> None:
@@ -154,6 +171,13 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _unreadable(path: str, error: Exception) -> UserError:
+    if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
+        return UserError(
+            f"the model {path!r} is neither on this machine nor to be had from the Hub",
+            where="model.path",
+            why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
+            fix="give a folder with config.json and tokenizer.json, or download the model where there is a network",
+        )
     return UserError(
         f"config or tokenizer cannot be loaded from {path!r}",
         where="model.path",

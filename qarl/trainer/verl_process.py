@@ -128,13 +128,13 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
 
     from qarl.align.model import resolve_level
     from qarl.memory import ModelSize, estimate, readable
-    from qarl.trainer.setup import load_hf_config
+    from qarl.trainer.setup import hf_config_or_carried
 
     device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
     if not on_cpu and torch.cuda.is_available():
         gpu_memory = torch.cuda.get_device_properties(0).total_memory
     try:
-        hf_config = load_hf_config(config.model.path)
+        hf_config, _ = hf_config_or_carried(config.model.path)
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]

@@ -124,7 +124,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
 
-    cpu_kvcache_space_gib: float = Field(default=1.0, gt=0)
+    cpu_kvcache_space_gib: float = Field(default=1.0, gt=0, le=2**20)
     """Size of vLLM's KV cache in GiB. CPU only."""
 
     enforce_eager: bool = True

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Bounds:
     """`low` and `high` are still sane; `below` and `above` say what a value outside them does.
 
-    `when` names another key and the value it must have for this one to be used.
+    `when` names another key, and the values it must have one of for this one to be used.
     """
 
     low: float
     high: float
     above: str
     below: str = ""
-    when: tuple[str, str] | None = None
+    when: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ _BAND = "the band is so wide that it holds nothing back: an update may move a se
 _NARROW = "the band is narrower than rounding: almost every response is outside after the first update"
 _STEPS = "the run would not end"
 _MACHINES = "no cluster of one run has as many"
+_INT4 = ("quant.scheme", "w4a16", "w4a8")
+_MUON = ("optim.name", "muon")
 _MEMORY = "no micro-batch of that size fits into memory"
 
 TABLE: dict[str, Bounds | Exempt] = {
@@ -80,7 +82,9 @@ TABLE: dict[str, Bounds | Exempt] = {
         1 / 1024, 4096, "no machine has as much memory", "it holds only a few tokens"
     ),
     "rollout.tensor_model_parallel_size": Bounds(1, 64, "a layer is not split over as many GPUs with any gain"),
-    "quant.group_size": Bounds(8, 4096, "one scale for as many weights is as coarse as one an output channel"),
+    "quant.group_size": Bounds(
+        8, 4096, "one scale for as many weights is as coarse as one an output channel", "", _INT4
+    ),
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
@@ -102,11 +106,9 @@ TABLE: dict[str, Bounds | Exempt] = {
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),
     "optim.min_lr_ratio": Exempt("its type already keeps it between 0 and 1, and each end is of use"),
-    "optim.muon_lr": Bounds(
-        1e-8, 1.0, "the first update would destroy the model", "nothing would be learned", ("optim.name", "muon")
-    ),
+    "optim.muon_lr": Bounds(1e-8, 1.0, "the first update would destroy the model", "nothing would be learned", _MUON),
     "optim.muon_momentum": Bounds(
-        0.0, 0.999, "the momentum would take longer than the run to follow the gradient", "", ("optim.name", "muon")
+        0.0, 0.999, "the momentum would take longer than the run to follow the gradient", "", _MUON
     ),
     "trainer.nnodes": Bounds(1, 4096, _MACHINES),
     "trainer.n_gpus_per_node": Bounds(1, 128, "no machine has as many"),
@@ -142,11 +144,11 @@ def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", value
 
 
-def _is_used(config: Config, when: tuple[str, str] | None) -> bool:
-    if when is None:
+def _is_used(config: Config, when: tuple[str, ...]) -> bool:
+    if not when:
         return True
     section, _, name = when[0].partition(".")
-    return bool(getattr(getattr(config, section), name) == when[1])
+    return getattr(getattr(config, section), name) in when[1:]
 
 
 def _question(key: str, value: float, row: Bounds) -> Unusual:

@@ -16,18 +16,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 
+from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.train import main
 from qarl.trainer import checks
-from qarl.trainer.setup import fresh_run_dir
+from qarl.trainer.setup import fresh_run_dir, load_hf_config
 
 CONFIG = """\
 name: bad
@@ -89,7 +92,7 @@ def folder(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch
         raise EngineConstructed
 
     monkeypatch.setattr(RolloutEngine, "__init__", construct)
-    monkeypatch.setattr(checks, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(checks, "runs_on_cpu", lambda backend: True)
     monkeypatch.setattr(checks, "cpu_flags", lambda: set(checks.W4A16_CPU_FLAGS))
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # main sets it; this puts it back
     monkeypatch.chdir(tmp_path)
@@ -151,6 +154,15 @@ CONFIG_FAULTS = {
     "no steps": (["trainer.total_training_steps=0"], ["trainer.total_training_steps", "1 or more"]),
     "nothing to evaluate on": (["data.val_files=[]"], ["data.val_files", "trainer.val_before_train"]),
     "run name with a slash": (["name=a/b"], ["name", "a/b"]),
+    "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "NUL"]),
+    "model path with NUL": (['model.path="a\\0b"'], ["model.path", "NUL"]),
+    "path longer than any": (["data.train_files=" + "x" * 300], ["data.train_files", "shorter path"]),
+    "group of 63 bits": (["rollout.n=9223372036854775807"], ["divisor of 18446744073709551614: 1, 2, "]),
+    "more than 63 bits": (["rollout.n=9223372036854775808"], ["rollout.n", "64 bits"]),
+    "number that Python cannot read": (["seed=" + "9" * 5000], ["seed", "5000 digits"]),
+    "list in a list, without end": (["quant.ignore=" + "[" * 3000], ["quant.ignore", "nested too deep"]),
+    "anchor on the command line": (["seed=&a 1"], ["seed", "anchors (&a)"]),
+    "more threads than exist": (["trainer.num_threads=9999999"], ["trainer.num_threads", "4096 or less"]),
     "reward of no such name": (["reward.function=arithmetc"], ["reward.function", "did you mean arithmetic?"]),
 }
 
@@ -171,6 +183,12 @@ FILE_FAULTS = {
     "syntax": ("name: [unclosed\n", ["broken.yaml"]),
     "duplicate key": (CONFIG + "seed: 1\nseed: 2\n", ["seed", "broken.yaml:16"]),
     "no mapping": ("- name\n", ["broken.yaml", "mapping"]),
+    "anchor": (CONFIG + "seed: &s 1\n", ["broken.yaml:16", "anchors (&s)"]),
+    "anchor of a section": (CONFIG + "optim: &o\n  lr: 1e-5\n", ["broken.yaml:16", "anchors (&o)"]),
+    "alias": (CONFIG + "seed: *s\n", ["broken.yaml:16", "aliases (*s)"]),
+    "merge key": (CONFIG + "optim:\n  <<: {lr: 1e-5}\n", ["broken.yaml:17", "merge keys (<<)"]),
+    "merge key in a list": (CONFIG + "verl:\n  a:\n  - <<: {b: 1}\n", ["broken.yaml:18", "merge keys (<<)"]),
+    "nested without end": (CONFIG + "verl: " + "[" * 3000 + "\n", ["broken.yaml", "nested too deep"]),
     "missing keys": ("name: x\n", ["model.path", "rollout.n", "required"]),
 }
 
@@ -257,6 +275,47 @@ def test_tokenizer_without_chat_template(refusal: Refusal) -> None:
     refusal(words=["chat template", "model"])
 
 
+def test_kv_cache_that_holds_no_sequence(refusal: Refusal) -> None:
+    words = [
+        "rollout.cpu_kvcache_space_gib=0.0001",
+        "does not hold one sequence of 32 tokens",
+        "set it to 0.001 or more",
+    ]
+    refusal("rollout.cpu_kvcache_space_gib=0.0001", words=words)
+
+
+def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_vllm_process()
+    from vllm.v1.core.kv_cache_utils import check_enough_kv_cache_memory
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    hf_config = load_hf_config("model")
+    spec = FullAttentionSpec(block_size=checks.KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    layers = {f"layer{i}": spec for i in range(2)}
+    for response in (1, 112, 113, 300):
+        vllm_config = fake_vllm_config(16 + response)
+        for size in range(1, 6 * len(layers) * spec.page_size_bytes, 8191):
+            gib = f"rollout.cpu_kvcache_space_gib={size / 2**30!r}"
+            config = load_config(["config=run.yaml", f"data.max_response_length={response}", gib])
+            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, layers, size), ValueError)  # noqa: B023
+            assert refuses(lambda: checks.check_kv_cache(config, hf_config), UserError) == theirs  # noqa: B023
+    monkeypatch.setattr(checks, "runs_on_cpu", lambda backend: False)
+    checks.check_kv_cache(config, hf_config)
+
+
+def fake_vllm_config(max_model_len: int) -> Any:
+    """What vLLM's count of a cache reads."""
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        parallel_config=parallel,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(block_size=checks.KV_BLOCK, num_gpu_blocks_override=None),
+    )
+
+
 def test_more_tokens_than_positions(refusal: Refusal) -> None:
     words = ["data.max_prompt_length", "data.max_response_length", "1016", "512 positions"]
     refusal("data.max_response_length=1000", words=words)
@@ -310,7 +369,7 @@ def test_cpu_without_the_kernels_instructions(
     refusal(words=["quant.scheme", f"lacks {' and '.join(missing)}", "quant.scheme=bf16"])
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml", "quant.scheme=bf16"])
-    monkeypatch.setattr(checks, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(checks, "runs_on_cpu", lambda backend: False)
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml"])
 

@@ -173,6 +173,7 @@ FAULTS: dict[str, Fault] = {
     "K of the engine's kernel": (config_is(hidden_size=64, intermediate_size=80), ["quant.group_size=8"]),
     "N of the engine's kernel": (config_is(hidden_size=64, intermediate_size=72), ["quant.group_size=8"]),
     "hidden size of the engine's kernel": (config_is(hidden_size=40), ["quant.group_size=8"]),
+    "KV cache that holds no sequence": (nothing, ["rollout.cpu_kvcache_space_gib=0.0001"]),
     "scheme that vLLM does not compute": (nothing, ["quant.scheme=w4a8"]),
     **{
         f"ignore: {name}": (nothing, [f"quant.ignore={json.dumps(['lm_head', *ignore])}"])

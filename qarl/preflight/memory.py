@@ -7,6 +7,7 @@ from pathlib import Path
 from qarl.memory import MemoryEstimate, estimate, ranks, readable
 from qarl.preflight.context import Context, NotCheckedError
 from qarl.preflight.findings import Topic
+from qarl.trainer.checks import check_kv_cache
 
 TIGHT = 0.9
 """Share of the memory above which an estimate, which counts no fragmentation, is a warning."""
@@ -62,6 +63,8 @@ def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: 
 def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
     """The KV cache against sequences of full length."""
     config = context.config
+    if context.target.device == "cpu" and not topic.passes(check_kv_cache, config, context.hf_config.get()):
+        return
     key = "rollout.gpu_memory_utilization" if context.target.device == "cuda" else "rollout.cpu_kvcache_space_gib"
     length = config.data.max_prompt_length + config.data.max_response_length
     sequences = found.kv_tokens / length

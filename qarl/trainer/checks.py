@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.memory import GIB, ModelSize, readable
 from qarl.process import runs_on_cpu
 from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
@@ -31,6 +33,8 @@ CPU_FLAGS = {
 }
 """Schemes that not every CPU can run: the instruction sets they need, and why."""
 W4A16_CPU_MULTIPLE = 32
+KV_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
 # vLLM loads these as one layer, in every model family that QaRL trains.
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -75,6 +79,32 @@ def check_cpu(config: Config) -> None:
             where="quant.scheme",
             why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
             fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
+        )
+
+
+def check_kv_cache(config: Config, hf_config: Any) -> None:
+    """Whether vLLM's KV cache on a CPU holds one sequence of full length, without which vLLM does not start.
+
+    Its own message asks for gpu_memory_utilization, which has no effect here.
+    """
+    if not runs_on_cpu(config.backend):
+        return
+    try:
+        size = ModelSize.from_config(hf_config)
+    except KeyError:  # of another architecture: vLLM judges
+        return
+    length = config.data.max_prompt_length + config.data.max_response_length
+    blocks = -(-length // KV_BLOCK) + 1
+    needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
+    given = config.rollout.cpu_kvcache_space_gib
+    if int(given * GIB) < needed:
+        raise UserError(
+            f"rollout.cpu_kvcache_space_gib={given:g} does not hold one sequence of {length} tokens",
+            where="rollout.cpu_kvcache_space_gib",
+            why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
+            f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
+            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for one sequence, and to as many times "
+            "that as are to be decoded together",
         )
 
 

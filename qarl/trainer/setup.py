@@ -25,6 +25,7 @@ from qarl.tracking import METRICS_FILE, check_loggers
 from qarl.trainer.checks import (
     check_cpu,
     check_engine_installed,
+    check_kv_cache,
     check_linears,
     check_not_quantized,
     check_weight_files,
@@ -59,6 +60,7 @@ def prepare_run(config: Config) -> RunParts:
     check_not_quantized(config, hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     check_length(config, hf_config)
+    check_kv_cache(config, hf_config)
     check_linears(config, hf_config)
     reward_fn = get_reward_fn(config.reward.function)
     train_prompts = load_train_prompts(config, tokenizer)

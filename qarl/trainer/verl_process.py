@@ -91,6 +91,7 @@ def preflight(config: Config) -> None:
     from qarl.trainer.checks import (
         check_cpu,
         check_engine_installed,
+        check_kv_cache,
         check_linears,
         check_not_quantized,
         check_weight_files,
@@ -105,6 +106,7 @@ def preflight(config: Config) -> None:
     check_not_quantized(config, hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     check_length(config, hf_config)
+    check_kv_cache(config, hf_config)
     check_linears(config, hf_config)
     train_prompts = load_train_prompts(config, tokenizer)
     prompt_sampler(config, train_prompts)

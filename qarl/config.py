@@ -14,7 +14,6 @@ Importing this module imports neither torch, transformers, vLLM nor verl. Files 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from qarl import config_checks, config_yaml
 from qarl.config_errors import ConfigError, Problem, from_pydantic, key_of, nearest
 from qarl.config_source import read_arguments
-from qarl.config_types import Above, Below, Dotted, Fraction, Pair, Text, TextList, as_list
+from qarl.config_types import Above, Below, Dotted, Fraction, Pair, Patterns, Text, TextList, as_list
 from qarl.errors import UserError
 
 __all__ = ["Config", "ConfigError", "Problem", "build_config", "describe_keys", "load_config", "write_resolved"]
@@ -108,8 +107,10 @@ class RolloutConfig(Section):
     """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass kept. Below 1 the engine samples from a truncated distribution, which the
-    trainer's log-probs do not describe."""
+    """Nucleus sampling: the probability mass kept. Below 1 for backend=local at quant.align model or exact only."""
+
+    top_k: int = Field(default=-1, ge=-1)
+    """Likeliest tokens that are sampled from; -1 or 0 is all. As top_p for backend=local, model or exact only."""
 
     val_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
@@ -148,7 +149,7 @@ class QuantConfig(Section):
     group_size: int = Field(default=128, ge=1)
     """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
 
-    ignore: TextList = ["lm_head"]
+    ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
     align: Literal["off", "linears", "model", "exact"] = "model"
@@ -156,17 +157,9 @@ class QuantConfig(Section):
     `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
     rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
 
-    @field_validator("ignore")
-    @classmethod
-    def _patterns_compile(cls, ignore: list[str]) -> list[str]:
-        for pattern in ignore:
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                message = f"{pattern} is not a regular expression: {error}"
-                fix = "correct the pattern; without re: it is taken as an exact module name"
-                raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
-        return ignore
+    mismatch_limit: float | None = Field(default=None, ge=0)
+    """Largest mean |δ| between trainer and engine, in nats a token (mismatch/abs_mean): above it a run stops before its
+    first update, and warns after it. null is the limit of the level: qarl/mismatch_guard.py."""
 
 
 class ActorConfig(Section):

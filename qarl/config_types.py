@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 
 def as_list(value: Any) -> Any:
@@ -29,8 +31,21 @@ def as_dotted(value: Any) -> Any:
     return flat
 
 
+def compiled(patterns: list[str]) -> list[str]:
+    """Entries of `quant.ignore`: what follows `re:` is a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            message = f"{pattern} is not a regular expression: {error}"
+            fix = "correct the pattern; without re: it is taken as an exact module name"
+            raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
+    return patterns
+
+
 Text = Annotated[str, Field(min_length=1)]
 TextList = Annotated[list[Text], BeforeValidator(as_list)]
+Patterns = Annotated[TextList, AfterValidator(compiled)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]

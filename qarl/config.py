@@ -108,8 +108,10 @@ class RolloutConfig(Section):
     """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass kept. Below 1 the engine samples from a truncated distribution, which the
-    trainer's log-probs do not describe."""
+    """Nucleus sampling: the probability mass kept. Below 1 for backend=local at quant.align model or exact only."""
+
+    top_k: int = Field(default=-1, ge=-1)
+    """Likeliest tokens that are sampled from; -1 or 0 is all. As top_p for backend=local, model or exact only."""
 
     val_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
@@ -155,6 +157,10 @@ class QuantConfig(Section):
     """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
     `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
     rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
+
+    mismatch_limit: float | None = Field(default=None, ge=0)
+    """Largest mean |δ| between trainer and engine, in nats a token (mismatch/abs_mean): above it a run stops before its
+    first update, and warns after it. null is the limit of the level: qarl/mismatch_guard.py."""
 
 
 class ActorConfig(Section):

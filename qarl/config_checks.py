@@ -142,6 +142,39 @@ def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | Non
     return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
 
 
+@_between("backend", "quant.align", "rollout.top_p", "rollout.top_k")
+def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top_k: int) -> Problem | None:
+    if top_p == 1 and top_k <= 0:
+        return None
+    key, value, off = ("rollout.top_p", top_p, 1) if top_p < 1 else ("rollout.top_k", top_k, -1)
+    reason = "the engine samples from the likeliest tokens only, and the log-probs of "
+    if backend == "verl":
+        reason += "verl's trainer are over the whole vocabulary"
+        return Problem(key, value, reason, f"set it to {off}, or set backend=local")
+    if align in ("model", "exact"):
+        return None
+    reason += f"a trainer at quant.align={align} do not say which tokens those were"
+    return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
+
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this (a test holds it equal to vLLM's own constant)."""
+
+
+@_between("rollout.temperature")
+def _temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
+    if temperature >= MIN_TEMPERATURE or temperature <= 0:
+        return None
+    reason = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be those of {temperature}"
+    return Problem("rollout.temperature", temperature, reason, f"set it to {MIN_TEMPERATURE} or more")
+
+
+@_between("rollout.val_temperature")
+def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
+    if temperature >= MIN_TEMPERATURE or temperature <= 0:
+        return None
+    reason = f"vLLM samples at {MIN_TEMPERATURE} instead"
+    return Problem("rollout.val_temperature", temperature, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
 _TRIED = 2000
 """The largest divisor that is tried: all divisors of a number up to its square are found from them."""
 

@@ -403,6 +403,16 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
         (["rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", ["one process"]),
         (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens", ["max_num_seqs = 256"]),
         (["rollout.val_temperature=0.6"], "rollout.val_temperature", ["greedy", "backend=verl"]),
+        (
+            ["rollout.val_temperature=0.005", "backend=verl"],
+            "rollout.val_temperature",
+            ["vLLM samples at 0.01", "greedy"],
+        ),
+        (["rollout.temperature=0.005"], "rollout.temperature", ["vLLM samples at 0.01", "0.01 or more"]),
+        (["rollout.top_p=0.9", "backend=verl"], "rollout.top_p", ["whole vocabulary", "backend=local", "to 1"]),
+        (["rollout.top_k=5", "backend=verl"], "rollout.top_k", ["whole vocabulary", "backend=local", "to -1"]),
+        (["rollout.top_p=0.9", "quant.align=off"], "rollout.top_p", ["quant.align=off", "quant.align=model"]),
+        (["rollout.top_k=5", "quant.align=linears"], "rollout.top_k", ["quant.align=linears", "quant.align=model"]),
     ],
 )
 def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, words: list[str]) -> None:
@@ -423,6 +433,8 @@ def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, word
         ["quant.ignore=lm_head"],
         ["data.val_files=[]", "trainer.val_before_train=false"],
         ["rollout.top_p=0.9"],
+        ["rollout.top_p=0.9", "rollout.top_k=20", "quant.align=exact"],
+        ["rollout.top_k=0", "rollout.top_p=1", "quant.align=off"],
         ["backend=verl"],
         ["trainer.logger=[wandb]"],
         ["optim.lr=0"],

@@ -120,7 +120,6 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     ),
     "rollout.n": (4, {f"{ROLLOUT}.n": 4}),
     "rollout.temperature": (0.9, {f"{ROLLOUT}.temperature": 0.9, f"{ROLLOUT}.top_p": 1.0}),
-    "rollout.top_p": (0.8, {f"{ROLLOUT}.top_p": 0.8, f"{ROLLOUT}.temperature": 1.0}),
     "rollout.val_temperature": (
         0.5,
         {f"{ROLLOUT}.val_kwargs.temperature": 0.5, f"{ROLLOUT}.val_kwargs.do_sample": True},
@@ -183,6 +182,7 @@ ELSEWHERE = {
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
+    "quant.mismatch_limit": "qarl.mismatch_guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "actor.loss_agg_mode": "has one value",
     "algorithm.adv_estimator": "has one value",
@@ -190,6 +190,8 @@ ELSEWHERE = {
 }
 REFUSED = {
     "rollout.rebuild_on_failure": True,
+    "rollout.top_p": 0.8,
+    "rollout.top_k": 20,
     "optim.name": "muon",
     "optim.master_dtype": "bf16",
 }

@@ -1,0 +1,82 @@
+"""The measured mismatch against the limit of its alignment level: an error before the first update, a warning later.
+
+δ is a sampled token's log-prob in the trainer less the engine's, and `mismatch/abs_mean` the mean of |δ| over the
+tokens of a batch. Each level promises something about it. A broken promise means that the two sides compute different
+models (a config key that only one of them honours, a weight that no publish writes, another sampling distribution),
+and no loss repairs that.
+
+The limits lie between the healthy values that README lists and `scripts/mismatch_guard_check.py` measures again, and
+the known mistakes, which begin at 2.1e-2. Neither torch nor vLLM is imported: both backends call this.
+"""
+
+from __future__ import annotations
+
+from qarl.errors import UserError
+
+DEFAULT_LIMITS = {"off": 0.5, "linears": 0.15, "model": 2e-2, "exact": 1e-4}
+"""Largest mean |δ| in nats a token that a level may show, for responses of any length.
+
+`off` and `linears`: about five times what healthy runs showed (9e-2 and 2e-2 with trained weights; with random ones in
+mixtures of experts 1e-1). `model`: see `MODEL_LIMIT`. `exact`: 0 is promised; vLLM's attention on several threads, or
+the log-softmax of another release, may leave 1e-6.
+"""
+MODEL_LIMIT = (1e-2, 1e-5)
+"""Limit at `model` for short responses, and what each response token adds, up to `DEFAULT_LIMITS["model"]`.
+
+There δ comes from the order in which attention sums the keys, so it grows with the length: 0 at 50 tokens and at most
+9.2e-4 at 1000 (fp8). 1e-3 + 5e-6 * 1000 is six times that, and a third of the smallest known mistake.
+"""
+
+
+class MismatchError(UserError):
+    """The mismatch is over its limit and nothing has been trained yet."""
+
+
+def resolve_limit(limit: float | None, level: str, *, response_length: float | None = None) -> float:
+    """The limit of mean |δ|: `limit` (`quant.mismatch_limit`) where given, else the default of `level`.
+
+    Args:
+        level: the alignment level that is applied, which may be lower than the one asked for.
+        response_length: mean number of tokens of the measured responses; None for the limit of long ones.
+    """
+    if limit is not None:
+        return limit
+    if level == "model" and response_length is not None:
+        base, per_token = MODEL_LIMIT
+        return min(base + per_token * response_length, DEFAULT_LIMITS[level])
+    return DEFAULT_LIMITS[level]
+
+
+def over_limit(abs_mean: float, limit: float) -> bool:
+    """Whether a mean |δ| is over its limit; NaN is."""
+    return not abs_mean <= limit
+
+
+def check_mismatch(
+    abs_mean: float,
+    *,
+    limit: float | None,
+    level: str,
+    before_first_update: bool,
+    response_length: float | None = None,
+) -> str | None:
+    """None where the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
+
+    Raises:
+        MismatchError: it is over the limit and `before_first_update`, when no weight has moved yet.
+    """
+    allowed = resolve_limit(limit, level, response_length=response_length)
+    if not over_limit(abs_mean, allowed):
+        return None
+    found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats a token, over the {allowed:.2g}"
+    source = f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit"
+    if not before_first_update:
+        return f"{found} {source}; the trainer may be learning from another policy than the one that samples"
+    raise MismatchError(
+        f"trainer and engine disagree: {found} {source}",
+        where="mismatch/abs_mean, before the first update",
+        why="they compute different distributions: a key of the model's config or of sampling that one side ignores, "
+        "weights that are not published, or an alignment that does not fit this model or machine",
+        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or where this "
+        "mismatch is known and wanted, raise quant.mismatch_limit",
+    )

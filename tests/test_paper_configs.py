@@ -1,8 +1,8 @@
 """The paper's configs beside the paper's table of hyperparameters (arXiv 2604.07853, appendix B), line by line.
 
-Each value equals the table's or is one of `DEVIATIONS`, and then the YAML says the table's value and why beside the key.
-The rest: every scheme by override, and sizes that divide as verl needs them to. Layer sizes are those of the models'
-public config.json files, written here by hand.
+Each value equals the table's or is one of `DEVIATIONS`; then the YAML says the table's value and why beside the key.
+The rest: memory, every scheme by override, and sizes that divide as verl needs them to. Layer sizes are those of the
+models' public config.json files, written here by hand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import yaml
 from qarl.config import Config, build_config, load_config
 from qarl.config_yaml import parse_value
 from qarl.memory import GIB, ModelSize, estimate
+from qarl.preflight.target import GPUS
 from qarl.quant.matcher import is_ignored
 from qarl.trainer.verl import verl_keys
 
@@ -255,7 +256,12 @@ def peak_gib(config: Config) -> float:
     size = public_size(config.name)
     kernels = dict.fromkeys(size.linears().values(), "triton")
     found = estimate(
-        size, config, device="cuda", gpu_memory_bytes=80 * 10**9, align=config.quant.align, kernels=kernels
+        size,
+        config,
+        device="cuda",
+        gpu_memory_bytes=int(GPUS["h100"][1] * GIB),
+        align=config.quant.align,
+        kernels=kernels,
     )
     return found.peak[1] / GIB
 
@@ -265,12 +271,13 @@ def test_a_gpu_of_80_gb_has_room(config: Config) -> None:
     page = {row[0]: row for row in page_table("model")}
     model = config.model.path.removeprefix("Qwen/")
     assert page[model][-1] == f"{peak_gib(config):.0f} GiB"
-    assert peak_gib(config) < 80e9 / GIB
+    assert peak_gib(config) < GPUS["h100"][1]
     if config.name == "qwen3_30b_w4a16":
-        one = load_config([f"config={path_of(config.name)}", "trainer.nnodes=1"])
+        one, two = (load_config([f"config={path_of(config.name)}", f"trainer.nnodes={nodes}"]) for nodes in (1, 2))
         comment = comments(path_of(config.name).read_text(encoding="utf-8"))["trainer.nnodes"]
         assert f"{peak_gib(one):.0f} GiB of each of 8 GPUs and {peak_gib(config):.0f} GiB of each of 32" in comment
-        assert 80e9 / GIB < peak_gib(one) < 141e9 / GIB
+        assert GPUS["h100"][1] < peak_gib(one) < GPUS["h200"][1]
+        assert GPUS["h100"][1] < peak_gib(two)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8", "fp8"])

@@ -65,6 +65,7 @@ def _in_the_repository(monkeypatch):
 def test_shipped_configs_resolve_against_verls_schema(name, on_cpu):
     resolved = verl_config(load_config([f"config={name}"]), on_cpu=on_cpu)
     assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == "tbpo"
+    assert resolved.actor_rollout_ref.actor.use_kl_loss is False and resolved.algorithm.use_kl_in_reward is False
 
 
 def test_the_parts_that_verl_builds_hold_our_values():

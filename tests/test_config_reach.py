@@ -1,0 +1,435 @@
+"""Every key of the config reaches its consumer in the local backend and changes what it should.
+
+A row gives a key another value, runs the trainer with the policy in vLLM's place (`reach_local`) and compares something
+that the key is there for, before and after: an argument that vLLM got, the rows of a forward, how far a weight moved, a
+file. A key without a row fails. test_config_reach_verl.py does the same for verl.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_w4a16_cpu
+from reach_local import Run, leaves, make_files, merged, run
+
+from qarl.align.blocks import AlignedRMSNorm
+from qarl.config import ConfigError, build_config
+from qarl.quant.linear import QuantLinear
+from qarl.rollout.engine import _llm_arguments
+
+Observe = Callable[[Run], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`value` of the key, on top of `given`; `expected`: what is observed before and after, or a function of both.
+
+    `stub`: attributes of the stand-in for vLLM. `first`: keys of an interrupted run that was there before.
+    """
+
+    value: Any
+    observe: Observe
+    expected: tuple[Any, Any] | Callable[[Any, Any], bool]
+    given: dict[str, Any] = field(default_factory=dict)
+    stub: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The backend has no use for another value of the key, and the config says so."""
+
+    value: Any
+    why: str
+
+
+def argument(name: str) -> Observe:
+    """One of `vllm.LLM`'s arguments."""
+    return lambda run: run.llms[0].arguments.get(name)
+
+
+def gpu_argument(name: str) -> Observe:
+    """The same on a machine with a GPU."""
+
+    def observe(run: Run) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            return _llm_arguments(run.trainer.engine.config)[name]
+
+    return observe
+
+
+def sampling(name: str) -> Observe:
+    """The values of a field of `SamplingParams` in the first rollout."""
+    return lambda run: {getattr(params, name) for _, params in run.llms[0].requests[0]}
+
+
+def metric(name: str) -> Observe:
+    """At the last step."""
+    return lambda run: run.metrics[-1][name]
+
+
+def steps_with(name: str) -> Observe:
+    return lambda run: [entry["step"] for entry in run.metrics if name in entry]
+
+
+def files(pattern: str) -> Observe:
+    return lambda run: run.files(pattern)
+
+
+def says(text: str) -> Observe:
+    return lambda run: text in run.output
+
+
+def each(*observe: Observe) -> Observe:
+    return lambda run: [one(run) for one in observe]
+
+
+def updates(run: Run) -> int:
+    return len(run.trainer.norms)
+
+
+def forwards(phase: str) -> Observe:
+    return lambda run: run.trainer.forwards[phase]
+
+
+def lr_of_updates(run: Run) -> list[float]:
+    """The largest move of a weight in each update over 1e-2: the learning rate's factor, where moves are signs."""
+    return [max(float(move.abs().max()) for move in moves.values()) / 1e-2 for moves in run.trainer.moves]
+
+
+def moved(update: int) -> Observe:
+    return lambda run: run.trainer.moves[update][MATRIX]
+
+
+def before_update(run: Run) -> torch.Tensor:
+    return run.trainer.masters[0][MATRIX]
+
+
+def published(name: str) -> Observe:
+    return lambda run: {key: tuple(t.shape) for key, t in run.trainer.engine.published.items() if name in key}
+
+
+def modules(kind: type) -> Observe:
+    return lambda run: sum(isinstance(module, kind) for module in run.trainer.policy.model.modules())
+
+
+def prompts_in(first: int, count: int, call: int = 0) -> Observe:
+    """Whether all prompts of a call begin with the tokens of one file."""
+    return lambda run: {prompt[0] for prompt in run.prompts(call)} <= set(range(first, first + count))
+
+
+def centred(run: Run) -> bool:
+    """Whether advantages are rewards less their group's mean."""
+    batch = run.trainer.batches[0]
+    groups = batch.rewards.view(-1, 2)
+    return torch.allclose(batch.advantages, (groups - groups.mean(1, keepdim=True)).flatten(), atol=1e-6)
+
+
+def spectral_norm(move: torch.Tensor) -> float:
+    """Spectral norm, in units of the learning rate: about 1 is what Muon makes."""
+    return float(torch.linalg.svdvals(move)[0]) / 1e-2
+
+
+def muon_buffer(run: Run) -> float:
+    states = run.trainer.optimizer.state_dict()["inner"]["state"].values()
+    return sum(float(state["momentum_buffer"].norm()) for state in states if "momentum_buffer" in state)
+
+
+def adopts(before: list[float], after: list[float], *expected: list[float]) -> bool:
+    return before == pytest.approx(expected[0], rel=1e-3) and after == pytest.approx(expected[1], rel=1e-3)
+
+
+def all_differ(before: list[Any], after: list[Any]) -> bool:
+    return all(one != other for one, other in zip(before, after, strict=True))
+
+
+def band(key: str, value: float = 1e-9, **given: Any) -> Row:
+    """A band that is open before and closed after: responses fall outside, and the gradient of an update changes."""
+    side = "neg" if key.startswith("neg") else "pos"
+    observe = each(metric(f"actor/{side}_outside_band_frac"), metric("actor/grad_norm"))
+    return Row(value, observe, lambda b, a: b[0] == 0 < a[0] and b[1] != a[1], OPEN | given)
+
+
+def tensors_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-6)
+
+
+def quantization(run: Run) -> dict[str, Any]:
+    return run.llms[0].arguments["hf_overrides"]["quantization_config"]
+
+
+def group_size(run: Run) -> int:
+    return quantization(run)["config_groups"]["group_0"]["weights"]["group_size"]
+
+
+def remembers(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    """The first moves are the same, the second are not: a decay rate works on what was there before."""
+    first, second = (float((a - b).norm() / b.norm()) for b, a in zip(before, after, strict=True))
+    return first < 1e-3 and second > 0.05
+
+
+def cosine(steps: int, floor: float) -> list[float]:
+    return [floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+
+
+MATRIX = "model.layers.0.self_attn.q_proj.weight"
+STEPS = "trainer.total_training_steps"
+SIGN = {"optim.betas": [0.0, 0.0], "optim.eps": 1e-30}
+"""AdamW moves each weight by the learning rate, whatever the gradient's size."""
+MUON = {"optim.name": "muon", "optim.muon_lr": 1e-2, "optim.lr": 0.0}
+W4A16 = {"quant.scheme": "w4a16", "quant.group_size": 32, "quant.align": "model"}
+NAMES = ("seq_clip_ratio_high", "seq_clip_ratio_low", "neg_seq_clip_ratio_high", "neg_seq_clip_ratio_low")
+OPEN = {f"actor.{name}": 1e6 if name.endswith("high") else 1.0 for name in NAMES} | {"actor.ppo_epochs": 2}
+EVALUATED = {"trainer.val_before_train": True}
+RESUMED = {STEPS: 3, "trainer.save_freq": 1}
+RESUME_PATH = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "runs/reach/checkpoints/step_2"}
+ONE_PROCESS = "one process on one device"
+
+LOCAL: dict[str, Row | Refused | list[Row]] = {
+    "name": Row("other", lambda run: [p.name for p in run.folder.glob("runs/*")], (["reach"], ["other"])),
+    "seed": Row(
+        7,
+        each(Run.prompts, sampling("seed"), lambda run: run.trainer.optimizer.state_dict()["generator"].tolist()),
+        all_differ,
+        {"optim.master_dtype": "bf16"},
+    ),
+    "backend": Row("verl", says("# verl's own config for this run"), (False, True), {"dry_run": True}),
+    "output_dir": Row("there", lambda run: (run.folder / "there/reach/metrics.jsonl").is_file(), (False, True)),
+    "dry_run": Row(
+        True,
+        lambda run: (run.trainer is None, run.files("*.yaml")),
+        ((False, ["config.yaml"]), (True, ["dry_run.yaml"])),
+    ),
+    "verl": Refused({"trainer.val_only": True}, "backend=local has nothing to do"),
+    "model.path": Row(
+        "llama",
+        each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),
+        (["model", "Qwen3ForCausalLM"], ["llama", "LlamaForCausalLM"]),
+    ),
+    "model.gradient_checkpointing": Row(True, lambda run: len(run.trainer.forwards["update"]), (4, 8)),
+    "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
+    "data.val_files": Row(
+        "other_val.parquet", each(prompts_in(43, 3), prompts_in(53, 3)), ([True, False], [False, True]), EVALUATED
+    ),
+    "data.train_batch_size": Row(6, each(lambda run: len(run.prompts()), updates), ([8, 2], [12, 3])),
+    "data.max_prompt_length": Row(
+        3,
+        each(argument("max_model_len"), lambda run: max(map(len, run.prompts()))),
+        ([14, 4], [11, 3]),
+        {"data.filter_overlong_prompts": True, "data.shuffle": False},
+    ),
+    "data.max_response_length": Row(
+        5,
+        each(argument("max_model_len"), sampling("max_tokens"), lambda run: run.trainer.batches[0].responses.shape[1]),
+        ([14, {8}, 8], [11, {5}, 5]),
+    ),
+    "data.shuffle": Row(False, lambda run: [p[0] for p in run.prompts()[::2]] == [3, 4, 5, 6], (False, True)),
+    "data.prompt_key": Row("question", lambda run: {p[-1] for p in run.prompts()} == {63}, (False, True)),
+    "data.filter_overlong_prompts": Row(True, lambda run: run.code, (2, 0), {"data.max_prompt_length": 3}),
+    "reward.function": Row("rewards.py:length", lambda run: metric("critic/score/min")(run) >= 10, (False, True)),
+    "rollout.n": Row(3, lambda run: [run.prompts().count(prompt) for prompt in run.prompts()], ([2] * 8, [3] * 12)),
+    "rollout.temperature": Row(
+        0.5,
+        # The old log-probs follow it, and so does the update: both sides agree, and the ratio stays 1.
+        each(
+            sampling("temperature"),
+            lambda run: metric("mismatch/abs_max")(run) < 0.02,
+            lambda run: metric("actor/seq_ratio_abs_dev_max")(run) < 1e-3,
+        ),
+        ([{1.0}, True, True], [{0.5}, True, True]),
+        {"optim.lr": 0.0},
+    ),
+    "rollout.top_p": Row(0.5, sampling("top_p"), ({1.0}, {0.5})),
+    "rollout.val_temperature": Refused(0.5, "one greedy response a prompt"),
+    "rollout.max_num_seqs": Row(7, argument("max_num_seqs"), (256, 7)),
+    "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (4096, 5000)),
+    "rollout.gpu_memory_utilization": Row(0.3, gpu_argument("gpu_memory_utilization"), (0.5, 0.3)),
+    "rollout.cpu_kvcache_space_gib": Row(0.5, argument("kv_cache_memory_bytes"), (2**30, 2**29)),
+    "rollout.enforce_eager": Row(
+        False, each(argument("enforce_eager"), lambda run: run.llms[0].eager_helpers), ([True, True], [False, False])
+    ),
+    "rollout.tensor_model_parallel_size": Refused(2, ONE_PROCESS),
+    "rollout.rebuild_on_failure": Row(
+        True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
+    ),
+    "quant.scheme": Row(
+        "w4a16",
+        each(
+            modules(QuantLinear),
+            argument("hf_overrides"),
+            published("q_proj.weight_packed"),
+            metric("publish/quantized_ratio"),
+        ),
+        lambda b, a: b == [0, None, {}, 1.0] and a[0] == 14 and len(a[2]) == 2 and a[1] and a[3] < 0.3,
+        {"quant.group_size": 32},
+    ),
+    "quant.group_size": Row(
+        16,
+        each(published("layers.0.self_attn.q_proj.weight_scale"), group_size),
+        ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
+        W4A16,
+    ),
+    "quant.ignore": Row(
+        ["lm_head", "re:.*down_proj"],
+        each(published("down_proj.weight_packed"), modules(QuantLinear), lambda run: quantization(run)["ignore"]),
+        lambda b, a: len(b[0]) == 2 and not a[0] and (b[1], a[1]) == (14, 12) and "re:.*down_proj" in a[2],
+        W4A16,
+    ),
+    "quant.align": Row(
+        "off",
+        each(modules(QuantLinear), modules(AlignedRMSNorm), lambda run: run.trainer.policy.align),
+        ([14, 5, "model"], [0, 0, "off"]),
+        W4A16,
+    ),
+    "actor.ppo_mini_batch_size": Row(4, updates, (2, 1)),
+    "actor.ppo_micro_batch_size_per_gpu": Row(4, forwards("update"), ([2] * 4, [4] * 2)),
+    "actor.log_prob_micro_batch_size_per_gpu": Row(8, forwards("old_log_prob"), ([4, 4], [8])),
+    "actor.ppo_epochs": Row(2, updates, (2, 4)),
+    "actor.grad_clip": Row(
+        1e-3,
+        lambda run: max(run.trainer.norms),
+        lambda b, a: b > 0.01 and a == pytest.approx(1e-3, rel=1e-2),
+        {"actor.grad_clip": 1e9},
+    ),
+    "actor.loss_agg_mode": Refused("token-mean", "seq-mean-token-mean"),
+    "actor.seq_clip_ratio_high": band("seq_clip_ratio_high"),
+    "actor.seq_clip_ratio_low": band("seq_clip_ratio_low", **{"actor.positive_band": "two_sided"}),
+    "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
+    "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
+    "actor.seq_tis_imp_ratio_cap": Row(
+        1.2,
+        each(metric("actor/seq_tis_above_cap_frac"), metric("actor/grad_norm")),
+        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 0.01,
+        stub={"noise": 0.5},
+    ),
+    "actor.mismatch_outside_cap": Row(
+        "drop", metric("actor/grad_norm"), lambda b, a: b > 0 and a == 0, stub={"noise": 1.0}
+    ),
+    "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
+    "algorithm.adv_estimator": Refused("gae", "grpo"),
+    "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
+    "optim.name": Row(
+        "muon", lambda run: spectral_norm(moved(0)(run)), lambda b, a: 0.7 < a < 1.5 and b > 5, {"optim.muon_lr": 1e-2}
+    ),
+    "optim.lr": Row(2e-2, lr_of_updates, lambda b, a: adopts(b, a, [1, 1], [2, 2]), SIGN),
+    "optim.betas": [
+        Row([0.5, 0.999], each(moved(0), moved(1)), remembers),
+        Row([0.9, 0.5], each(moved(0), moved(1)), remembers),
+        Row(
+            [0.0, 0.0],
+            lambda run: float(moved(1)(run).abs().std()),
+            lambda b, a: b > 1e-4 and a < 1e-6,
+            {"optim.eps": 1e-30},
+        ),
+    ],
+    "optim.eps": Row(1e3, lr_of_updates, lambda b, a: min(b) > 0.5 and 0 < max(a) < 1e-2),
+    "optim.weight_decay": Row(
+        0.5,
+        each(moved(0), before_update),
+        lambda b, a: tensors_close(a[0] - b[0], -1e-2 * 0.5 * b[1]) and float(b[1].abs().max()) > 0.01,
+    ),
+    "optim.lr_warmup_steps": Row(
+        2, lr_of_updates, lambda b, a: adopts(b, a, [1] * 6, [0, 0, 0.5, 0.5, 1, 1]), SIGN | {STEPS: 3}
+    ),
+    "optim.lr_scheduler_type": Row(
+        "cosine",
+        lambda run: lr_of_updates(run)[::2],
+        lambda b, a: adopts(b, a, [1, 1, 1], cosine(3, 0.1)),
+        SIGN | {STEPS: 3, "optim.min_lr_ratio": 0.1},
+    ),
+    "optim.min_lr_ratio": Row(
+        0.5,
+        lambda run: lr_of_updates(run)[::2],
+        lambda b, a: adopts(b, a, cosine(3, 0.0), cosine(3, 0.5)),
+        SIGN | {STEPS: 3, "optim.lr_scheduler_type": "cosine"},
+    ),
+    "optim.muon_lr": Row(3e-2, moved(0), lambda b, a: tensors_close(a, 3 * b) and float(b.norm()) > 0, MUON),
+    # One update: the buffer holds (1 - momentum) of the gradient.
+    "optim.muon_momentum": Row(
+        0.0, muon_buffer, lambda b, a: b == pytest.approx(0.05 * a) and b > 0, MUON | {"actor.ppo_mini_batch_size": 4}
+    ),
+    "optim.master_dtype": Row("bf16", lambda run: len(run.trainer.optimizer.state_dict()["masters"]), (25, 0)),
+    "trainer.nnodes": Refused(2, ONE_PROCESS),
+    "trainer.n_gpus_per_node": Refused(2, ONE_PROCESS),
+    STEPS: Row(3, steps_with("actor/lr"), ([1], [1, 2, 3])),
+    "trainer.test_freq": Row(2, steps_with("val/accuracy"), ([], [2, 4, 5]), {STEPS: 5}),
+    "trainer.val_before_train": Row(True, steps_with("val/accuracy"), ([], [0, 1])),
+    "trainer.val_max_prompts": Row(2, lambda run: len(run.prompts()), (3, 2), EVALUATED),
+    "trainer.logger": [
+        Row(["tensorboard"], files("tensorboard"), ([], ["tensorboard"])),
+        Row(["console"], says("step 1/1"), (False, True)),
+    ],
+    "trainer.plots": Row(True, lambda run: bool(run.files("plots/*.png")), (False, True)),
+    "trainer.num_threads": Row(
+        3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3"), {"trainer.num_threads": 1}
+    ),
+    "trainer.save_final": Row(True, files("export/*.safetensors"), ([], ["model.safetensors"])),
+    "trainer.save_freq": Row(2, files("checkpoints/*"), ([], ["step_2", "step_3"]), {STEPS: 3}),
+    "trainer.max_ckpt_to_keep": Row(
+        2, files("checkpoints/*"), (["step_1", "step_2", "step_3"], ["step_2", "step_3"]), RESUMED
+    ),
+    "trainer.resume_mode": Row(
+        "disable", lambda run: len(run.trainer.batches), (1, 3), RESUMED, first={**RESUMED, STEPS: 2}
+    ),
+    "trainer.resume_from_path": Row(
+        "runs/reach/checkpoints/step_1",
+        lambda run: len(run.trainer.batches),
+        (1, 2),
+        RESUMED | RESUME_PATH,
+        first={**RESUMED, STEPS: 2},
+    ),
+}
+
+
+ROWS = [(key, row) for key, rows in LOCAL.items() for row in (rows if isinstance(rows, list) else [rows])]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs by what they were given, made once. The collector is spared what was there before: engines collect."""
+    folder = tmp_path_factory.mktemp("reach")
+    make_files(folder / "files")
+    gc.collect()
+    gc.freeze()
+    made: dict[str, Run] = {}
+
+    def make(changes: dict[str, Any], row: Row, capsys: Any) -> Run:
+        name = repr((changes, row.stub, row.first))
+        if name not in made:
+            here = folder / str(len(made))
+            if row.first is not None:
+                run(here, folder / "files", row.first, {}, capsys)
+                (here / "runs/reach/summary.json").unlink()
+            made[name] = run(here, folder / "files", changes, row.stub, capsys)
+        return made[name]
+
+    yield make
+    gc.unfreeze()
+
+
+def test_every_key_has_a_row():
+    assert set(LOCAL) == leaves()
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize(("key", "row"), [pytest.param(*one, id=f"{one[0]}-{i}") for i, one in enumerate(ROWS)])
+def test_a_key_changes_what_it_should(workshop, capsys, key, row):
+    if isinstance(row, Refused):
+        with pytest.raises(ConfigError) as caught:
+            build_config(merged(**{key: row.value}))
+        assert key in str(caught.value) and row.why in str(caught.value)
+        return
+    before = row.observe(workshop(row.given, row, capsys))
+    after = row.observe(workshop(row.given | {key: row.value}, row, capsys))
+    if isinstance(row.expected, tuple):
+        assert row.expected[0] != row.expected[1], "a row must expect a change"
+        assert (before, after) == row.expected
+    else:
+        assert row.expected(before, after), (before, after)

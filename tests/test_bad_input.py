@@ -18,18 +18,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 
+from qarl import process
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.train import main
-from qarl.trainer import checks
+from qarl.trainer import checks, verl
 from qarl.trainer.setup import fresh_run_dir, load_hf_config
 
 CONFIG = """\
@@ -606,3 +608,44 @@ def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
     assert "seed: 7" in Path("runs/bad/dry_run.yaml").read_text()
     assert os.listdir("runs") == ["bad"]
     assert Path("runs/bad/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@mock.patch.dict(os.environ)  # a dry run of verl sets its variables
+def test_a_dry_run_of_what_cannot_run_says_so_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config=qwen3_30b_w4a16.yaml", "dry_run=true"]) == 2
+    printed = capsys.readouterr()
+    assert "name: qwen3_30b_w4a16" in printed.out and "loss_mode: tbpo" in printed.out
+    assert printed.out.splitlines()[-1].startswith("# missing: optim.name has no counterpart")
+    last = printed.err[printed.err.index("error: ") :]
+    assert "no counterpart of optim.name" in last and last.rstrip().splitlines()[-1].startswith("  fix: ")
+    assert "muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text()
+    assert main(["config=qwen3_30b_w4a16.yaml", "dry_run=true", "optim.name=adamw"]) == 0
+
+
+# The device: one function decides, for both backends.
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform", "gpu", "on_cpu"),
+    [
+        ("local", "", False, True),
+        ("local", "", True, False),
+        ("local", "cpu", True, False),  # a variable of verl's
+        ("local", "nvidia", False, True),
+        ("verl", "", False, True),
+        ("verl", "", True, False),
+        ("verl", " CPU ", True, True),
+        ("verl", "nvidia", False, False),
+    ],
+)
+def test_the_device_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, backend: str, platform: str, gpu: bool, on_cpu: bool
+) -> None:
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(checks, "runs_on_cpu", process.runs_on_cpu)
+    monkeypatch.setattr(checks, "cpu_flags", set)
+    assert verl.runs_on_cpu is process.runs_on_cpu
+    assert process.runs_on_cpu(backend) == on_cpu
+    config = load_config(["config=run.yaml", f"backend={backend}"])
+    assert refuses(lambda: checks.check_cpu(config), UserError) == on_cpu

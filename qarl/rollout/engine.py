@@ -119,9 +119,17 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start it anew, with dummy weights: what is left to do after `ReloadFailed`."""
+        """Close vLLM and start another, with dummy weights: what is left to do after `ReloadFailed`.
+
+        Raises:
+            EngineFailed: it does not start either.
+        """
         self.close()
-        self._start()
+        try:
+            self._start()
+        except Exception as error:
+            reason = f"vLLM failed to start: {type(error).__name__}: {error}"
+            raise EngineFailed("the rollout engine is lost, and no other could be started", why=reason) from error
 
     @property
     def hf_config(self) -> Any:
@@ -179,7 +187,8 @@ class RolloutEngine:
 
     def _preemptions(self) -> int:
         """Those since this vLLM was started."""
-        return sum(int(m.value) for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        metrics: list[Any] = self.llm.get_metrics()
+        return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Replace the engine's weights by `tensors` (checkpoint names, in layer order); all or nothing.

@@ -128,8 +128,8 @@ class LocalTrainer:
 
     @torch.no_grad()
     def old_log_probs(self, batch: Batch) -> torch.Tensor:
-        """The policy's log-probs before the update: FP32 [B, R]. With top-p or top-k also what they keep, which stays for
-        the update: `batch.kept`."""
+        """The policy's log-probs before the update: FP32 [B, R]. With top-p or top-k also what they keep, for
+        the whole update: `batch.kept`."""
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
         how: dict[str, Any] = {
             "temperature": self.config.rollout.temperature,

@@ -30,6 +30,7 @@ import torch
 from qarl.advantages import grpo_advantages
 from qarl.checkpoint import Checkpoint, list_checkpoints
 from qarl.config import Config
+from qarl.data import Prompt
 from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.optim import MasterOptimizer
 from qarl.plots import plot_run
@@ -109,7 +110,7 @@ class LocalTrainer:
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
-            rewards = torch.tensor(score_responses(self.parts.reward_fn, repeated, self.decode(responses)))
+            rewards = torch.tensor(self.score(repeated, responses))
         advantages = grpo_advantages(
             rewards,
             [i // config.rollout.n for i in range(len(repeated))],
@@ -241,8 +242,13 @@ class LocalTrainer:
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
             responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
-            scores = score_responses(self.parts.reward_fn, prompts, self.decode(responses))
+            scores = self.score(prompts, responses)
         return {"val/accuracy": sum(scores) / len(scores)}
+
+    def score(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
+        """The reward of each response."""
+        timeout_s = self.config.reward.timeout_s
+        return score_responses(self.parts.reward_fn, prompts, self.decode(responses), timeout_s=timeout_s)
 
     def decode(self, responses: RolloutBatch) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)

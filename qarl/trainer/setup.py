@@ -63,7 +63,7 @@ def prepare_run(config: Config) -> RunParts:
     train_prompts = load_train_prompts(config, tokenizer)
     val_prompts = load_val_prompts(config, tokenizer)
     report_data(train_prompts, val_prompts)
-    check_reward_fn(reward_fn, train_prompts)
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
     sampler = prompt_sampler(config, train_prompts)
     check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -197,20 +197,19 @@ def data_keys(config: Config) -> Keys:
         "data.prompt_key": data.prompt_key,
         "data.filter_overlong_prompts": data.filter_overlong_prompts,
         "data.truncation": "error",
+        "data.trust_remote_code": config.model.trust_remote_code,
     }
 
 
 def reward_keys(config: Config) -> Keys:
+    """verl's reward is `qarl.verl_plugin.reward.score`, which calls the one of the config."""
     source, _, name = config.reward.function.rpartition(":")
-    if not source:
-        path = "pkg://qarl.rewards"
-    elif source.endswith(".py"):
-        path = str(Path(source).resolve())
-    else:
-        path = f"pkg://{source}"
+    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    root = "reward.custom_reward_function"
     return {
-        "reward.custom_reward_function.path": path,
-        "reward.custom_reward_function.name": name,
+        f"{root}.path": f"pkg://{PLUGIN}.reward",
+        f"{root}.name": "score",
+        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
     }
 
 
@@ -218,6 +217,7 @@ def model_keys(config: Config, on_cpu: bool) -> Keys:
     model = "actor_rollout_ref.model"
     return {
         f"{model}.path": local_path(config.model.path),
+        f"{model}.trust_remote_code": config.model.trust_remote_code,
         f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
         f"{model}.use_remove_padding": not on_cpu,
         f"+{model}.override_config.attention_dropout": 0.0,

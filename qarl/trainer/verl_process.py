@@ -117,7 +117,8 @@ def preflight(config: Config) -> None:
     train_prompts = load_train_prompts(config, tokenizer)
     prompt_sampler(config, train_prompts)
     report_data(train_prompts, load_val_prompts(config, tokenizer))
-    check_reward_fn(get_reward_fn(config.reward.function), train_prompts)
+    reward_fn = get_reward_fn(config.reward.function)
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
     check_weight_files(config.model.path)
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.errors import UserError
@@ -21,6 +22,22 @@ _STARTED = time.perf_counter()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
     try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except OSError:
+        try:
+            print(flush=True)  # is it standard output?
+        except OSError as lost:
+            # Python would flush once more at its end, and end with a code of no meaning.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _say(f"error: standard output could not be written\n  why: {lost.strerror}")
+            return 2
+        raise
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
         if config.dry_run:
             path = config.run_dir / "dry_run.yaml"
@@ -30,17 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from qarl.trainer.verl import dry_run
 
                 print(f"# verl's own config for this run:\n{dry_run(config)}", end="")
-            print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
+            _say(f"# dry run: written to {path}; nothing was trained")
             return 0
         if config.backend == "local":  # verl's processes are not this one, see qarl.trainer.verl_process
             limit_threads(config.trainer.num_threads)
         return run(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
+
+
+def _say(text: str) -> None:
+    """Print to stderr, which may be closed or full: the exit code then has to do."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def run(config: Config) -> int:
@@ -62,10 +85,11 @@ def run(config: Config) -> int:
 
 
 def print_summary(config: Config, summary: dict[str, object]) -> None:
-    print(f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}")
+    lines = [f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}"]
     for key, value in summary.items():
         if value is not None and key != "steps":
-            print(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
+            lines.append(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
+from qarl.trainer.ending import Ending
 from qarl.trainer.verl_checks import refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.trainer.verl_metrics import MetricsFollower
 from qarl.trainer.verl_process import (
@@ -55,10 +56,11 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
+    from qarl.storage import write_text
     from qarl.tracking import write_versions
 
     write_versions(config.run_dir)
-    (config.run_dir / "verl.yaml").write_text(as_yaml(resolved), encoding="utf-8")
+    write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
     failure: BaseException | None = None
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
         try:
@@ -67,10 +69,14 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
             failure = error
         finally:
             ray.shutdown()
-    summary = follower.summary(failure)
-    if failure is not None and not isinstance(failure, KeyboardInterrupt):
-        raise failure
-    return export_final(config, summary) if config.trainer.save_final and summary["finished"] else summary
+    summary, first = follower.summary(failure)
+    ending = Ending(first)
+    if config.trainer.save_final and summary["finished"]:
+        with ending.attempt():
+            summary = export_final(config, summary)
+    if ending.failure is not None and not isinstance(ending.failure, KeyboardInterrupt):
+        raise ending.failure
+    return summary
 
 
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """
     from qarl.export import ExportRequest, export
     from qarl.tracking import write_summary
-    from qarl.trainer.local import EXPORT
+    from qarl.trainer.ending import EXPORT
 
     output = config.run_dir / EXPORT
     try:

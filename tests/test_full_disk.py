@@ -100,7 +100,8 @@ def test_a_line_of_metrics_that_the_disk_takes_in_part(tmp_path: Path) -> None:
                 run(trainer)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert metrics.read_bytes().endswith(b"\n") and [entry["step"] for entry in read_metrics(settings.run_dir)] == [0, 1]
+    assert metrics.read_bytes().endswith(b"\n")
+    assert [entry["step"] for entry in read_metrics(settings.run_dir)] == [0, 1]
     assert trainer.saved == 1
     summary = summary_of(settings)
     assert summary["finished"] is False and summary["steps"] == 1 and "metrics.jsonl" in summary["failed"]

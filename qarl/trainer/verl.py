@@ -91,7 +91,17 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
 
     output = config.run_dir / EXPORT
     try:
-        print(export(ExportRequest(config.run_dir, output, step=config.trainer.total_training_steps, overwrite=True)))
+        print(
+            export(
+                ExportRequest(
+                    config.run_dir,
+                    output,
+                    step=config.trainer.total_training_steps,
+                    overwrite=True,
+                    trust_remote_code=config.model.trust_remote_code,
+                )
+            )
+        )
     except UserError as error:
         failed = ": ".join(part for part in (error.what, error.why) if part)
         write_summary(config.run_dir, summary | {"finished": False, "failed": failed})

@@ -87,12 +87,18 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """What goes wrong inside is said of `folder`, which is read, and not of what is written."""
+    """What goes wrong inside is said of `folder`, which is read, and not of what is written.
+
+    What a reader raises depends on the file and on what is wrong with it.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         fix = "look at the disk it is on, or export another step"
-        raise UserError("the checkpoint cannot be read", where=str(folder), why=str(error), fix=fix) from error
+        if "trust_remote_code" in str(error):
+            fix = "read the code that its model brings along, and add trust_remote_code=true"
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
 
 
 def _local(folder: Path) -> Source:

@@ -8,6 +8,7 @@ responses end: at an ordinary word of another tokenizer, or never.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,12 @@ def _ids_of(config: Any, where: str) -> list[int]:
 
 def _check_token(token: int, tokenizer: Any, where: str) -> None:
     outside = not 0 <= token < len(tokenizer)
-    added = tokenizer.added_tokens_decoder.get(token)
-    if not outside and (token in tokenizer.all_special_ids or (added is not None and added.special)):
+    text = "" if outside else str(tokenizer.convert_ids_to_tokens(token))
+    # Ids of special and added tokens; a few vocabularies have markers such as <|end|> among their words.
+    if token in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder) or re.fullmatch(r"<[^\s<>]+>", text):
         return
-    text = "" if outside else f", {tokenizer.convert_ids_to_tokens(token)!r}"
     raise UserError(
-        f"responses would end at token {token}{text}",
+        f"responses would end at token {token}{text and f', {text!r}'}",
         where=f"model.path: eos_token_id in {where}",
         why=f"the tokenizer has {len(tokenizer)} tokens"
         if outside

@@ -59,6 +59,9 @@ class ModelConfig(Section):
     path: PathText
     """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
 
+    trust_remote_code: bool = False
+    """Run the Python code that a model's folder or Hub repository may bring along: with all your rights, so read it."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more compute."""
 
@@ -96,6 +99,9 @@ class RewardConfig(Section):
 
     function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
+
+    timeout_s: float | None = Field(default=60.0, gt=0, le=86_400)
+    """Seconds that one response may take; longer is an error. null is no limit."""
 
 
 class RolloutConfig(Section):

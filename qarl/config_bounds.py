@@ -67,11 +67,13 @@ TABLE: dict[str, Bounds | Exempt] = {
     "data.train_batch_size": Bounds(1, 65536, _BATCH),
     "data.max_prompt_length": Bounds(1, 2**20, _LENGTH),
     "data.max_response_length": Bounds(1, 2**20, _LENGTH),
+    "reward.timeout_s": Bounds(0.01, 3600, "a stuck reward would hold the run up for that long", "most answers need longer"),
     "rollout.n": Bounds(2, 1024, "a group of that size costs its rollouts and adds little to the mean it is for"),
     "rollout.temperature": Bounds(
         0.1, 2.0, "responses are close to random tokens", "responses to one prompt are almost alike and teach little"
     ),
     "rollout.top_p": Bounds(0.1, 1.0, "", "almost only the likeliest token is left: responses are almost alike"),
+    "rollout.top_k": Exempt("its type keeps it at -1 or above; -1 and 0 keep every token, as in vLLM"),
     "rollout.val_temperature": Bounds(0.0, 2.0, "responses are close to random tokens"),
     "rollout.max_num_seqs": Bounds(1, 16384, "vLLM reserves buffers for every sequence"),
     "rollout.max_num_batched_tokens": Bounds(1, 2**21, "vLLM reserves activations for every token of a step"),
@@ -85,6 +87,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "quant.group_size": Bounds(
         8, 4096, "one scale for as many weights is as coarse as one an output channel", "", _INT4
     ),
+    "quant.mismatch_limit": Bounds(0.0, 5.0, "no two models of use differ by as much: the guard would never speak"),
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),

@@ -9,6 +9,7 @@
            fp32           the optimizer's FP32 masters (optim.master_dtype=fp32)
     max_shard_size=5GB    larger models are split into files of at most this size
     overwrite=true        replace an earlier export
+    trust_remote_code=true  run code that the run's model brings along; the checkpoint itself cannot ask for that
 
 The run is one of the local or of the verl backend, whose ranks' files are put together. A checkpoint is checked by its
 digests or checksums, and only read. Tensors are streamed, a shard at a time. The folder appears whole or not at all; a
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite")
+_KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite", "trust_remote_code")
 FORMATS = ("quantized", "bf16", "fp32")
 
 
@@ -46,6 +47,7 @@ class ExportRequest:
     format: str = "quantized"
     max_shard_bytes: int = 5 * 10**9
     overwrite: bool = False
+    trust_remote_code: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,14 +77,15 @@ def export(request: ExportRequest) -> str:
 
     folder = find_checkpoint(request.run, request.step)
     check_output(request.output, folder, overwrite=request.overwrite)
-    source = open_source(folder)
+    trust = request.trust_remote_code
+    source = open_source(folder, trust_remote_code=trust)
     quant = source.config["quant"]
     scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
     if request.format != "quantized":
         scheme = get_scheme("bf16")
     with reading(folder):
-        files = ModelFiles.from_folder(source.model_folder)
-        linears = linears_of(source.model_folder, scheme, quant["ignore"])
+        files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
+        linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
         if request.format == "fp32":
             needed, tensors = 4 * sum(math.prod(shape) for shape in source.shapes.values()), source.fp32()
         else:
@@ -153,7 +156,8 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
         step=_step(values["step"]) if "step" in values else None,
         format=_one_of("format", values.get("format", "quantized"), FORMATS),
         max_shard_bytes=_size(values.get("max_shard_size", "5GB")),
-        overwrite=_one_of("overwrite", values.get("overwrite", "false"), ("true", "false")) == "true",
+        overwrite=_flag("overwrite", values),
+        trust_remote_code=_flag("trust_remote_code", values),
     )
 
 
@@ -161,6 +165,10 @@ def _step(text: str) -> int:
     if not text.isdecimal():
         raise UserError(f"step={text} is not a number of a step", fix="write step=N, or leave it out for the latest")
     return int(text)
+
+
+def _flag(key: str, values: dict[str, str]) -> bool:
+    return _one_of(key, values.get(key, "false"), ("true", "false")) == "true"
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from qarl.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
-from qarl.quant.export import meta_model, read_tensors, tensor_shapes
+from qarl.quant.export import model_of, read_tensors, tensor_shapes
 from qarl.verl_checkpoint import CONFIG_FOLDER, VerlWeights, list_torn, list_whole, step_of
 
 Stream = Iterator[tuple[str, torch.Tensor]]
@@ -75,24 +75,30 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     return found[chosen]
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
     """The checkpoint in `folder`. A local one is checked here, by digest; the tensors of verl's as they are read.
 
     Raises:
         UserError: it is damaged, or its files cannot be read.
     """
     with reading(folder):
-        return _verl(folder) if (folder / "actor").is_dir() else _local(folder)
+        return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """What goes wrong inside is said of `folder`, which is read, and not of what is written."""
+    """What goes wrong inside is said of `folder`, which is read, and not of what is written.
+
+    What a reader raises depends on the file and on what is wrong with it.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         fix = "look at the disk it is on, or export another step"
-        raise UserError("the checkpoint cannot be read", where=str(folder), why=str(error), fix=fix) from error
+        if "trust_remote_code" in str(error):
+            fix = "read the code that its model brings along, and add trust_remote_code=true"
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
 
 
 def _local(folder: Path) -> Source:
@@ -125,11 +131,11 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _verl(folder: Path) -> Source:
+def _verl(folder: Path, trust_remote_code: bool) -> Source:
     """The forward of verl's FSDP2 engine sees the BF16 cast of its FP32 masters."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
-    tied = tied_names(meta_model(model_folder))
+    tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))
     config = yaml.safe_load((folder.parents[1] / "config.yaml").read_text(encoding="utf-8"))
 
     def stream(dtype: torch.dtype) -> Stream:

@@ -7,8 +7,11 @@ A reward function has the signature of verl's custom rewards, so one function se
 A dict with the number under "score" is accepted too.
 
 It is named in the config by `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It is
-called with keyword arguments, as verl calls it. A reward that raises or is not a finite number stops the run with the
-row at fault: scored as 0 it would teach the model whatever avoids the bug.
+called with keyword arguments, as verl calls it.
+
+A reward that raises, is not a finite number or takes longer than `reward.timeout_s` stops the run with the row at
+fault. Scored as 0 it would teach the model whatever avoids the bug, and a time limit that gives 0 would make the
+rewards depend on how busy the machine is. `SystemExit` is an exception like the others; Ctrl-C is not.
 """
 
 from __future__ import annotations
@@ -19,12 +22,10 @@ import inspect
 import math
 import os
 import re
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from multiprocessing import get_context
@@ -35,6 +36,7 @@ from typing import Any
 
 from qarl.data import Prompt
 from qarl.errors import UserError
+from qarl.time_limit import OutOfTimeError, call_within, preserved_alarm
 
 RewardFn = Callable[..., Any]
 
@@ -62,37 +64,31 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """1.0 if an answer in the response equals `ground_truth` mathematically (LaTeX, boxed or plain), else 0.0.
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. Its time limit (5 seconds to parse,
-    5 to compare) is an alarm signal, which only a main thread can take: from any other thread the work goes to a
-    process of its own, as in verl. In a main thread an alarm of the caller's is put back afterwards.
+    5 to compare) is an alarm signal, which only a main thread can take: from any other thread the work goes to another
+    process, as in verl. In a main thread an alarm of the caller's counts on between two answers, and afterwards.
     """
     if threading.current_thread() is threading.main_thread():
-        with _preserved_alarm():
-            return _math_verify(solution_str, str(ground_truth))
+        return _math_verify(solution_str, str(ground_truth))
     return _process_pool().submit(_math_verify, solution_str, str(ground_truth)).result()
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
     """`math_verify` with another time limit, for data preparation; in a main thread only."""
-    with _preserved_alarm():
-        return _math_verify(solution_str, ground_truth, seconds)
+    return _math_verify(solution_str, ground_truth, seconds)
 
 
 def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
-    answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
-    return float(any(verify(g, answer, timeout_seconds=seconds) for g in gold for answer in answers))
+    def is_equal(gold: Any, answer: Any) -> bool:
+        with preserved_alarm():
+            return bool(verify(gold, answer, timeout_seconds=seconds))
 
-
-@contextmanager
-def _preserved_alarm() -> Iterator[None]:
-    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-    try:
-        yield
-    finally:
-        if remaining:
-            signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+    with preserved_alarm():
+        golds = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
+    with preserved_alarm():
+        answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
+    return float(any(is_equal(gold, answer) for gold in golds for answer in answers))
 
 
 @lru_cache(maxsize=1)
@@ -140,11 +136,13 @@ def get_reward_fn(spec: str) -> RewardFn:
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # the user's module runs on import and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module runs on import and may raise anything, SystemExit too
         raise UserError(
             f"cannot import the module {name!r}",
             where="reward.function",
-            why=f"{type(error).__name__}: {error}",
+            why=_in_words(error),
             fix="install it or start from its folder; a file is named by its path, path/to/file.py:function",
         ) from error
 
@@ -164,12 +162,14 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        sys.modules.pop(name, None)
         raise UserError(
             f"cannot load {path}",
             where="reward.function",
-            why=f"{type(error).__name__}: {error}",
+            why=_in_words(error),
             fix="correct the file, or install what it imports",
         ) from error
     return module
@@ -199,58 +199,98 @@ def _check_signature(fn: Any, spec: str) -> None:
         ) from None
 
 
-def score_responses(fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """The score of `responses[i]`, an answer to `prompts[i]`, for every i.
+def score_responses(
+    fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
+) -> list[float]:
+    """The score of `responses[i]`, an answer to `prompts[i]`, for every i; `timeout_s`: seconds for each, None any.
 
     Raises:
-        UserError: `fn` raised, or returned something else than a finite number or a dict with one under "score"; the
-            exception of `fn` is chained.
+        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned something else than
+            a finite number or a dict with one under "score".
     """
-    return [_score(fn, prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    return [_score(fn, prompt, response, timeout_s) for prompt, response in zip(prompts, responses, strict=True)]
 
 
-def _score(fn: RewardFn, prompt: Prompt, response: str) -> float:
-    where = f"row {prompt.index}, data_source {prompt.data_source!r}"
-    name = getattr(fn, "__name__", type(fn).__name__)
+def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None) -> float:
+    arguments = {
+        "data_source": prompt.data_source,
+        "solution_str": response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
+    result = call_reward(fn, arguments, timeout_s=timeout_s, where=f"row {prompt.index}, ")
+    return score_of(fn, result, arguments, where=f"row {prompt.index}, ")
+
+
+def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
+    """What `fn` returns for the four `arguments`. UserError where it raises or takes too long; `where` precedes the
+    data source."""
+    name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
+    response = _shortened(arguments["solution_str"])
     try:
-        result = fn(
-            data_source=prompt.data_source,
-            solution_str=response,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-        )
-    except Exception as error:
+        return call_within(timeout_s, lambda: fn(**arguments))
+    except KeyboardInterrupt:
+        raise
+    except OutOfTimeError as error:
+        raise UserError(
+            f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
+            where=place,
+            why=f"a response without its score cannot be learned from, and a 0 would be a lie (response: {response})",
+            fix="make it faster, let it give up by itself, or raise reward.timeout_s (null is no limit)",
+        ) from error
+    except BaseException as error:
         raise UserError(
             f"the reward function {name} raised {type(error).__name__}",
-            where=where,
-            why=f"{error} (response: {_shortened(response)})",
+            where=place,
+            why=f"{_in_words(error).partition(': ')[2]} (response: {response})",
             fix="make it return a score for any response, an empty or a garbled one too",
         ) from error
-    score: Any = result.get("score") if isinstance(result, Mapping) else result
-    if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
-        try:
+
+
+def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
+    """The number in what a reward function returned. UserError where it is not a finite one."""
+    try:
+        score: Any = result.get("score") if isinstance(result, Mapping) else result
+        if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
             score = score.item()
-        except (ValueError, RuntimeError):
-            score = None
-    if not isinstance(score, Real) or not math.isfinite(score):
+        number = float(score) if isinstance(score, Real) else math.nan
+    except Exception:  # no number: a tensor of several elements, an integer too large for a float
+        number = math.nan
+    if not math.isfinite(number):
+        response = _shortened(arguments["solution_str"])
         raise UserError(
-            f"the reward function {name} returned {_shortened(result)}",
-            where=where,
-            why=f"a reward is a finite number or a dict with one under 'score' (response: {_shortened(response)})",
+            f"the reward function {_name(fn)} returned {_shortened(result)}",
+            where=f"{where}data_source {arguments['data_source']!r}",
+            why=f"a reward is a finite number or a dict with one under 'score' (response: {response})",
             fix="make it return a number for any response, an empty or a garbled one too",
         )
-    return float(score)
+    return number
+
+
+def _name(fn: RewardFn) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _in_words(error: BaseException) -> str:
+    """Class and message of an exception, whose own `__str__` may be broken."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: "
 
 
 def _shortened(value: Any, length: int = 200) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= length else text[:length] + "..."
 
 
-def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt]) -> None:
+def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
     """Calls `fn` once, on the first prompt with an empty response, so that a broken one stops before the work starts.
 
     Raises:
         UserError: as `score_responses`.
     """
-    score_responses(fn, prompts[:1], [""])
+    score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)

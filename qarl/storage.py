@@ -7,6 +7,10 @@ killed process left behind; it leaves alone what belongs to a process that is st
 points to is replaced.
 
 Whatever the disk refuses (full, quota, file size limit, read-only) is a `StorageError`, with nothing left behind.
+
+A folder that is removed may be a link. One that was moved, to a larger disk say, has its name there, and is removed
+too: that is where the space is. Whatever else a link points to stays: a folder of another name, and a checkpoint of
+another run, which somebody linked to begin a run from it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from pathlib import Path
 from qarl.errors import UserError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of a run that its checkpoints are in."""
 _CLOCK_ERROR = 2.0
 """Seconds: the time of the boot is known to the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,6 +64,15 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses inside is a `StorageError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(path, error) from error
+
+
 def check_room(folder: Path, needed_bytes: int) -> None:
     """StorageError where the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
     parent = folder
@@ -90,10 +105,24 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove `folder` so that a kill halfway leaves none of that name: `recover` would remove the rest."""
+    """Remove `folder` so that a kill halfway leaves none of that name: `recover` would remove the rest.
+
+    Raises OSError where something is left.
+    """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial, folder.name)
+
+
+def _remove(folder: Path, name: str) -> None:
+    """Remove a folder or a file. Of a link also what it points to, where that is the moved folder `name`."""
+    if not folder.is_symlink():
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        return
+    target = folder.resolve()
+    if target.name == name and target.parent.name != CHECKPOINTS and target.is_dir():
+        shutil.rmtree(target)
+    folder.unlink()
 
 
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
@@ -112,19 +141,41 @@ def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> li
         if not alone and _in_use(path, int(match["pid"])):
             continue
         if match["kind"] == "old" and not (parent / match["name"]).exists():
-            path.rename(parent / match["name"])
+            with writing(path):
+                path.rename(parent / match["name"])
             done.append(f"{parent / match['name']} was being replaced when the process ended, and is as it was")
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+            continue
+        try:
+            _remove(path, match["name"])
             done.append(f"removed {path}, left half-written by a process that ended")
+        except OSError as error:
+            done.append(f"{path}, left half-written by a process that ended, cannot be removed: {error.strerror}")
     return done
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
     """Rename `folder` to `FOLDER.SUFFIX`, in place of an earlier one of that name; returns the new path."""
     target = folder.with_name(f"{folder.name}.{suffix}")
-    replace_folder(target, folder)
+    with writing(target):
+        replace_folder(target, folder)
     return target
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: to a temporary file beside it, then renamed. Missing folders are made.
+
+    Raises:
+        StorageError: the disk did not take it; what was there is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def file_sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ goes back replace everything logged from that step on, so nothing has to be rewr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,12 +18,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from qarl.errors import UserError
+from qarl.storage import StorageError, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 LOGGERS = ("console", "tensorboard", "wandb")
@@ -57,7 +59,12 @@ class _Writer(Protocol):
 
 
 class Tracker:
-    """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers."""
+    """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers.
+
+    metrics.jsonl is the record: where the disk does not take a line, `log` raises. A view that fails (a full disk, a
+    closed terminal, a network) is dropped with a message, and `problem` says so: the run is worth more than its view,
+    and its end is the place for an error.
+    """
 
     def __init__(
         self,
@@ -74,33 +81,56 @@ class Tracker:
         `start_step`: the last step done before a resume. `stream`: where the console logger writes, stdout by default.
         """
         check_loggers(loggers)
+        self.problem: UserError | None = None
         run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._console = _Console(stream or sys.stdout, total_steps, start_step) if "console" in loggers else None
-        self._writers: list[_Writer] = [_JsonLines(run_dir / METRICS_FILE)]
-        if "tensorboard" in loggers:
-            self._writers.append(_TensorBoard(run_dir, start_step))
-        if "wandb" in loggers:
-            self._writers.append(_WandB(run_dir, start_step, config_dict))
-        if self._console:
-            self._writers.append(self._console)
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self._record = _JsonLines(run_dir / METRICS_FILE)
+        self._views: dict[str, _Writer] = {}
+        make: dict[str, Callable[[], _Writer]] = {
+            "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
+            "tensorboard": lambda: _TensorBoard(run_dir, start_step),
+            "wandb": lambda: _WandB(run_dir, start_step, config_dict),
+        }
+        for name in [name for name in make if name in loggers]:
+            try:
+                self._views[name] = make[name]()
+            except Exception as error:  # TensorBoard's and W&B's own
+                self.close()
+                raise _lost_view(name, error) from error
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write the metrics of one step: Python or NumPy numbers or one-element tensors; call it once a step."""
         values = {name: _number(value) for name, value in metrics.items()}
-        for writer in self._writers:
-            writer.log(values, step)
+        self._record.log(values, step)
+        for name in list(self._views):
+            self._try(name, lambda view: view.log(values, step))
 
     def message(self, text: str) -> None:
         """Say something on the console, or on stderr where that is none of the loggers."""
-        if self._console:
-            self._console.message(text)
+        if "console" in self._views:
+            self._try("console", lambda view: view.message(text))
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        for name in list(self._views):
+            self._try(name, lambda view: view.close())
+        try:
+            self._record.close()
+        except StorageError as error:
+            self.problem = self.problem or error
+
+    def _try(self, name: str, call: Callable[[Any], None]) -> None:
+        """Call a view; one that fails is dropped, and the first such problem kept."""
+        try:
+            call(self._views[name])
+        except Exception as error:
+            del self._views[name]
+            problem = _lost_view(name, error)
+            problem.__cause__ = error
+            self.problem = self.problem or problem
+            say(f"warning: {problem}")
 
     def __enter__(self) -> Tracker:
         return self
@@ -109,6 +139,22 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def say(text: str) -> None:
+    """Print to stderr; a terminal that is gone or full is nobody's error."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _lost_view(name: str, error: Exception) -> UserError:
+    kind = StorageError if isinstance(error, OSError) else UserError
+    return kind(
+        f"the logger {name} failed",
+        where="trainer.logger",
+        why=f"{type(error).__name__}: {error}",
+        fix=f"{METRICS_FILE} in the run folder has every figure; make room, or take {name} out of trainer.logger",
+    )
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
@@ -131,32 +177,33 @@ def check_loggers(loggers: Sequence[str]) -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl in order of `step`, each step once; numbers written as strings are floats again.
 
-    Raises UserError where the file is missing. A line cut off by a crash is skipped.
+    Raises UserError where the file is missing or cannot be read. A line cut off by a crash, or that is no record of
+    numbers, is skipped.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError("the metrics cannot be read", where=str(path), why=error.strerror) from error
     steps: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in lines:
         try:
             entry = json.loads(line)
             step = int(entry["step"])
-        except (ValueError, KeyError, TypeError):
+            numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
         if step < max(steps, default=step):
             steps = {earlier: kept for earlier, kept in steps.items() if earlier < step}
-        numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
         steps[step] = {**steps.get(step, {}), **numbers}
     return [steps[step] for step in sorted(steps)]
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all: to a temporary file beside it, then renamed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """Write a JSON file whole or not at all. StorageError where the disk does not take it."""
+    write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
@@ -183,21 +230,35 @@ def json_safe(value: Any) -> Any:
 
 
 class _JsonLines:
+    """Appends whole lines: what the disk takes only in part is cut off again."""
+
     def __init__(self, path: Path) -> None:
-        _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            _cut_torn_line(path)
+            self._file = path.open("ab", buffering=0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._file.write(json.dumps(json_safe({"step": step, **metrics}), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(json_safe({"step": step, **metrics}), allow_nan=False).encode() + b"\n"
+        with writing(self._path):
+            start = self._file.seek(0, os.SEEK_END)
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[self._file.write(left) or 0 :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(start)
+                raise
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> None:
     """Drop a last line without its newline, so that what is appended does not run into it."""
-    if not path.exists():
+    if not path.is_file():
         return
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1

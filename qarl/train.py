@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.config_bounds import unusual_values
@@ -22,9 +23,25 @@ _STARTED = time.perf_counter()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
     try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except OSError:
+        try:
+            print(flush=True)  # is it standard output?
+        except OSError as lost:
+            # Python would flush once more at its end, and end with a code of no meaning.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _say(f"error: standard output could not be written\n  why: {lost.strerror}")
+            return 2
+        raise
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
         for warning in unusual_values(config):
-            print(f"warning: {warning}", file=sys.stderr)
+            _say(f"warning: {warning}")
         if config.dry_run:
             dry_run(config)
             return 0
@@ -32,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit_threads(config.trainer.num_threads)
         return run(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
 
 
@@ -49,11 +66,17 @@ def dry_run(config: Config) -> None:
 
         print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
     sys.stdout.flush()
-    print(f"# dry run: written to {path}; nothing was trained", file=sys.stderr)
+    _say(f"# dry run: written to {path}; nothing was trained")
     if config.backend == "verl":
         from qarl.trainer.verl_checks import refuse_unsupported
 
         refuse_unsupported(config)
+
+
+def _say(text: str) -> None:
+    """Print to stderr, which may be closed or full: the exit code then has to do."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def run(config: Config) -> int:
@@ -75,10 +98,11 @@ def run(config: Config) -> int:
 
 
 def print_summary(config: Config, summary: dict[str, object]) -> None:
-    print(f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}")
+    lines = [f"\n{config.name}: {summary['steps']} steps, written to {config.run_dir}"]
     for key, value in summary.items():
         if value is not None and key != "steps":
-            print(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
+            lines.append(f"  {key:36} {f'{value:.4g}' if isinstance(value, float) else value}")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

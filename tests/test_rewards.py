@@ -150,6 +150,69 @@ def test_a_reward_that_raises_names_the_row() -> None:
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+class BrokenError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Broken:
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(name)
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), GeneratorExit(), BaseException()])
+def test_whatever_a_reward_raises_names_it_and_the_row(tmp_path: Path, error: BaseException) -> None:
+    def ends(**_: Any) -> float:
+        raise error
+
+    with pytest.raises(UserError, match=rf"ends raised {type(error).__name__}[\s\S]*row 7"):
+        score_responses(ends, [prompt(7)], ["x"])
+
+
+def test_an_exception_without_text() -> None:
+    def fails(**_: Any) -> float:
+        raise BrokenError
+
+    with pytest.raises(UserError, match="fails raised BrokenError"):
+        score_responses(fails, [prompt()], ["x"])
+
+
+def test_ctrl_c_is_no_fault_of_the_reward() -> None:
+    def interrupted(**_: Any) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_responses(interrupted, [prompt()], ["x"])
+
+
+@pytest.mark.parametrize("spec", ["ends:f", "FOLDER/ends.py:f"])
+def test_a_reward_file_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="SystemExit"):
+        get_reward_fn(spec.replace("FOLDER", str(tmp_path)))
+
+
+RESULTS = {
+    "a long integer": lambda: 10**400,
+    "an object that fails": Broken,
+    "a dict with one": lambda: {"score": Broken()},
+    "a dict with a long integer": lambda: {"score": 10**400},
+    "an empty dict": dict,
+    "another dict": lambda: {1: 2},
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_that_break_the_check(kind: str) -> None:
+    result = RESULTS[kind]()
+    with pytest.raises(UserError, match=r"returned[\s\S]*row 3"):
+        score_responses(lambda **_: result, [prompt(3)], ["x"])
+
+
 @pytest.mark.parametrize(
     "result", [math.nan, math.inf, None, "1.0", {"reward": 1.0}, {"score": math.nan}, 1j, torch.zeros(2), [1.0]]
 )

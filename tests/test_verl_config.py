@@ -103,6 +103,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
         {"trainer.default_local_dir": str(ROOT / "elsewhere" / "quickstart_verl" / "checkpoints")},
     ),
     "model.path": ("org/other", {f"{MODEL}.path": "org/other"}),
+    "model.trust_remote_code": (True, {f"{MODEL}.trust_remote_code": True, "data.trust_remote_code": True}),
     "model.gradient_checkpointing": (True, {f"{MODEL}.enable_gradient_checkpointing": True}),
     "data.train_files": (["a.parquet"], {"data.train_files": [str(ROOT / "a.parquet")]}),
     "data.val_files": (["b.parquet"], {"data.val_files": [str(ROOT / "b.parquet")]}),
@@ -115,9 +116,14 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "reward.function": (
         "math_verify",
         {
-            "reward.custom_reward_function.path": "pkg://qarl.rewards",
-            "reward.custom_reward_function.name": "math_verify",
+            "reward.custom_reward_function.path": "pkg://qarl.verl_plugin.reward",
+            "reward.custom_reward_function.name": "score",
+            "reward.custom_reward_function.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
         },
+    ),
+    "reward.timeout_s": (
+        None,
+        {"reward.custom_reward_function.reward_kwargs": {"function": "arithmetic", "timeout_s": None}},
     ),
     "rollout.n": (4, {f"{ROLLOUT}.n": 4}),
     "rollout.temperature": (0.9, {f"{ROLLOUT}.temperature": 0.9, f"{ROLLOUT}.top_p": 1.0}),
@@ -354,6 +360,12 @@ def test_reward_functions_are_found_by_verl():
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
         assert reward(solution_str="5+7=12", **arguments) == 1.0
+
+
+def test_a_reward_of_verls_own_section_is_refused():
+    other = {"reward.custom_reward_function.path": "pkg://qarl.rewards"}
+    with pytest.raises(UserError, match=r"another reward function[\s\S]*reward.timeout_s"):
+        verl_config(quickstart(verl=other), on_cpu=True)
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])

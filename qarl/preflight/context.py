@@ -86,6 +86,10 @@ class Context:
         return self.config.model.path
 
     @cached_property
+    def trust_remote_code(self) -> bool:
+        return self.config.model.trust_remote_code
+
+    @cached_property
     def is_folder(self) -> bool:
         """Whether the model is a folder here; else it is a name on the Hub."""
         return Path(self.model_path).is_dir()
@@ -93,7 +97,7 @@ class Context:
     @cached_property
     def hf_config(self) -> Part[Any]:
         def load() -> Any:
-            hf_config, self.no_model = setup.hf_config_or_carried(self.model_path)
+            hf_config, self.no_model = setup.hf_config_or_carried(self.model_path, self.trust_remote_code)
             return hf_config
 
         return Part("the model's config", load)
@@ -116,14 +120,18 @@ class Context:
             self.hf_config.get()
             if self.no_model is not None:
                 raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
-            return setup.load_tokenizer(self.model_path)[0]
+            return setup.load_tokenizer(self.model_path, self.trust_remote_code)[0]
 
         return Part("the tokenizer", load)
 
     @cached_property
     def model(self) -> Part[nn.Module]:
         """The trainer's model without storage."""
-        return Part("the model's layers", lambda: checks.meta_model(self.hf_config.get()))
+
+        def build() -> nn.Module:
+            return checks.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
+
+        return Part("the model's layers", build)
 
     @cached_property
     def linears(self) -> Part[checks.Shapes]:

@@ -50,7 +50,7 @@ def check_reward(context: Context, topic: Topic) -> None:
     """Whether the reward function can be called on a row."""
     function = get_reward_fn(context.config.reward.function)
     _missing_elsewhere(context, context.config.data.train_files)
-    check_reward_fn(function, context.train_prompts.get())
+    check_reward_fn(function, context.train_prompts.get(), timeout_s=context.config.reward.timeout_s)
     topic.ok(f"reward.function={context.config.reward.function} scores a row")
 
 

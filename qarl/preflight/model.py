@@ -8,7 +8,7 @@ from qarl.data import check_vocabulary
 from qarl.memory import ModelSize, readable
 from qarl.preflight.context import Context, NotCheckedError
 from qarl.preflight.findings import Topic
-from qarl.trainer import checks, setup, weight_files
+from qarl.trainer import checks, setup, stops, weight_files
 
 TESTED = ("llama", "qwen2", "qwen3")
 """Families whose published and exported weights the tests compare with a vLLM that loads them by itself."""
@@ -62,6 +62,23 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
         topic.ok(f"tokenizer with {len(tokenizer)} entries and a chat template")
 
 
+def check_stops(context: Context, topic: Topic) -> None:
+    """Whether tokenizer and model agree about where a response ends."""
+    tokenizer, hf_config = context.tokenizer.get(), context.hf_config.get()
+    warnings = stops.check_stops(context.model_path, tokenizer, hf_config)
+    for warning in warnings:
+        topic.warning(
+            warning,
+            where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
+            why="vLLM stops at the tokenizer's EOS and at those of the model's config",
+            fix="use files of one and the same model",
+        )
+    if not warnings:
+        topic.ok(
+            f"responses end at {tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)!r}, as model and tokenizer say"
+        )
+
+
 def check_vocab(context: Context, topic: Topic) -> None:
     """Whether the vocabulary is as long as the tokenizer."""
     vocab = context.hf_config.get().vocab_size
@@ -107,7 +124,7 @@ def check_weights(context: Context, topic: Topic) -> None:
             raise NotCheckedError(why, "run the doctor there too")
         raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
     checks.check_weight_files(path)
-    compared = weight_files.check_stored_tensors(path, hf_config)
+    compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=context.trust_remote_code)
     if compared is None:
         files = len(list(Path(path).glob("*.safetensors")))
         topic.note(
@@ -122,6 +139,7 @@ CHECKS = (
     check_config,
     check_sizes,
     check_tokenizer,
+    check_stops,
     check_vocab,
     check_lm_head,
     check_positions,

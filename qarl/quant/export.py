@@ -24,6 +24,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears
+from qarl.quant.meta import meta_model
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 from qarl.storage import whole_folder
@@ -48,12 +49,13 @@ class ModelFiles:
         return cls(model.config, tokenizer, getattr(model, "generation_config", None))
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelFiles:
+    def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelFiles:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
-        return cls(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), generation)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return cls(config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), generation)
 
 
 def save_model(
@@ -155,19 +157,19 @@ def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears:
     return total
 
 
-def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str]) -> set[str]:
+def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
     """Names of the layers that `scheme` quantizes in the model of `folder`'s config.json."""
-    return set(select_linears(meta_model(folder), scheme, ignore)[0]) if scheme.quantized else set()
+    if not scheme.quantized:
+        return set()
+    return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
 
 
-def meta_model(folder: Path) -> nn.Module:
+def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
     """The model of `folder`'s config.json on the meta device: names and shapes, no memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return meta_model(config, trust_remote_code=trust_remote_code)
 
 
 def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
+from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish import publish_weights
@@ -33,7 +34,8 @@ from qarl.rollout.writers import ReloadFailed
 @dataclass(frozen=True)
 class EngineConfig:
     """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU.
-    `direct_writes`: publish into vLLM's storage where we can, not through its layerwise reload."""
+    `direct_writes`: publish into vLLM's storage where we can, not through its layerwise reload. `trust_remote_code`:
+    run code that the model's folder brings along."""
 
     model: str
     scheme: Scheme
@@ -45,6 +47,7 @@ class EngineConfig:
     kv_cache_gib: float = 1.0
     enforce_eager: bool = True
     direct_writes: bool = True
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class RolloutEngine:
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            self.llm = LLM(**_llm_arguments(self.config))
+            with default_dtype_kept():
+                self.llm = LLM(**_llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
@@ -114,7 +118,12 @@ class RolloutEngine:
             raise
 
     def _prepare_publish(self) -> None:
-        self.expected: Manifest = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
+        self.expected: Manifest = expected_manifest(
+            self.hf_config,
+            self.config.scheme,
+            self.config.ignore,
+            trust_remote_code=self.config.trust_remote_code,
+        )
         check_same_layers(self.model(), self.expected)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
@@ -323,6 +332,7 @@ def _top_tokens(completion: Any) -> list[int]:
 def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
+        "trust_remote_code": config.trust_remote_code,
         "dtype": "bfloat16",
         "load_format": "dummy",
         "max_model_len": config.max_model_len,

@@ -17,6 +17,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
+from qarl.quant.meta import meta_model
 from qarl.quant.scheme import Scheme
 
 
@@ -62,15 +63,14 @@ class PublishReport:
         return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
 
 
-def expected_manifest(hf_config: Any, scheme: Scheme, ignore: Sequence[str]) -> Manifest:
+def expected_manifest(
+    hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
+) -> Manifest:
     """The checkpoint tensors of a model with this Hugging Face config, its linears stored as `scheme` says."""
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     linears = select_linears(model, scheme, ignore)[0]
     tied = tied_names(model)
     manifest: Manifest = {}

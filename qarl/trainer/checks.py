@@ -6,7 +6,6 @@ out of the quantization come late, with a traceback, and name none of our keys.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import itertools
 import math
@@ -16,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.memory import GIB, ModelSize, readable
 from qarl.process import runs_on_cpu
+from qarl.quant import meta
 from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
@@ -127,7 +126,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not scheme.quantized:
         return
-    shapes = linear_shapes(hf_config)
+    shapes = linear_shapes(hf_config, trust_remote_code=config.model.trust_remote_code)
     check_fused_layers(shapes, config.quant.ignore)
     selected = select_shapes(shapes, scheme, config.quant.ignore)
     check_group_size(selected, scheme)
@@ -148,27 +147,24 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
     return selected
 
 
-def linear_shapes(hf_config: Any) -> Shapes:
+def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
     """[N, K] of every linear of the model that `hf_config` describes; no weights are read."""
-    linears = {name: module for name, module in meta_model(hf_config).named_modules() if isinstance(module, nn.Linear)}
+    modules = meta_model(hf_config, trust_remote_code=trust_remote_code).named_modules()
+    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 
-def meta_model(hf_config: Any) -> nn.Module:
-    """The model that `hf_config` describes, in BF16 without storage."""
-    from transformers import AutoModelForCausalLM
-
+def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model that `hf_config` describes, in BF16 without storage. UserError where it cannot be built."""
     try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.bfloat16)
-    except ValueError as error:
+        return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what a model class raises depends on the key of the config that it cannot use
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",
             where="model.path",
-            why=str(error).splitlines()[0],
-            fix="give a causal language model",
+            why=" ".join(f"{type(error).__name__}: {error}".split())[:400],
+            fix="give a causal language model, and a config.json as it was published",
         ) from error
-    return model
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:

@@ -21,18 +21,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
 from qarl.advantages import grpo_advantages
-from qarl.checkpoint import Checkpoint, list_checkpoints
+from qarl.checkpoint import Checkpoint
 from qarl.config import Config
+from qarl.data import Prompt
+from qarl.errors import UserError
 from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.optim import MasterOptimizer
-from qarl.plots import plot_run
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.rewards import score_responses
@@ -40,18 +40,16 @@ from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, Sampl
 from qarl.rollout.manifest import PublishReport
 from qarl.rollout.wire import TransferFailed
 from qarl.rollout.writers import ReloadFailed
-from qarl.storage import StorageError, check_room
+from qarl.storage import check_room
 from qarl.tbpo import reduce_metrics, tbpo_loss
-from qarl.tracking import Tracker, read_metrics, write_summary, write_versions
+from qarl.tracking import Tracker, read_metrics, write_versions
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpointing import Checkpoints
+from qarl.trainer.ending import EXPORT, finish_run
 from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe, sampling_config, truncation, watch
 from qarl.trainer.policy import Policy
-from qarl.trainer.resume import checkpoints_dir
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
 
-EXPORT = "export"
-"""Folder of the final model in the run folder."""
 _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 
 
@@ -113,7 +111,7 @@ class LocalTrainer:
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
-            rewards = torch.tensor(score_responses(self.parts.reward_fn, repeated, self.decode(responses)))
+            rewards = torch.tensor(self.score(repeated, responses))
         advantages = grpo_advantages(
             rewards,
             [i // config.rollout.n for i in range(len(repeated))],
@@ -255,8 +253,13 @@ class LocalTrainer:
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
             responses = self.generate([prompt.prompt_token_ids for prompt in prompts], sampling)
-            scores = score_responses(self.parts.reward_fn, prompts, self.decode(responses))
+            scores = self.score(prompts, responses)
         return {"val/accuracy": sum(scores) / len(scores)}
+
+    def score(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
+        """The reward of each response."""
+        timeout_s = self.config.reward.timeout_s
+        return score_responses(self.parts.reward_fn, prompts, self.decode(responses), timeout_s=timeout_s)
 
     def decode(self, responses: RolloutBatch) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(responses.response_token_ids, skip_special_tokens=True)
@@ -311,48 +314,26 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
             run_steps(trainer, checkpoints, tracker, stop, start)
         except BaseException as error:
             failure = error
-    summary = summarize(read_metrics(run_dir)) | {
+    try:
+        history = read_metrics(run_dir)
+    except UserError as error:
+        history, failure = [], failure or error
+    summary = summarize(history) | {
         "quant_scheme": config.quant.scheme,
         "quant_align": trainer.policy.align,
         "interrupted": bool(stop),
-        "finished": False,
-        "failed": None if failure is None else f"{type(failure).__name__}: {failure}",
         "quantized_ratio": report.quantized_ratio,
         "seconds": time.perf_counter() - start,
     }
-    write_summary(run_dir, summary)
-    if config.trainer.save_final:
-        try:
-            summary["checkpoint"] = str(trainer.policy.save(run_dir / EXPORT, trainer.tokenizer))
-        except StorageError as error:
-            lost = not_exported(run_dir, trainer.step, error)
-            if failure is None:
-                failure, summary["failed"] = lost, f"{lost.what}: {lost.why}"
-            else:
-                print(f"error: {lost}", file=sys.stderr)
-    summary["finished"] = failure is None and trainer.step >= total
-    write_summary(run_dir, summary)
-    if config.trainer.plots:
-        plot_run(run_dir)
-    if failure is not None:
-        raise failure
-    return summary
-
-
-def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
-    """The error of a run whose model the disk did not take: it says what there still is of the training."""
-    saved = list_checkpoints(checkpoints_dir(run_dir))
-    again = "the same command then goes on from the checkpoint and exports at its end"
-    if saved:
-        there = f"the newest checkpoint is {saved[0][1]}"
-    else:
-        there = "there is no checkpoint (trainer.save_freq), so the trained weights are lost"
-        again = "train again, with trainer.save_freq=N for checkpoints on the way"
-    return StorageError(
-        f"the model after step {step} could not be exported",
-        where=str(run_dir / EXPORT),
-        why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
-        fix=f"{error.fix}; {again}",
+    return finish_run(
+        run_dir,
+        summary,
+        failure,
+        tracker.problem,
+        step=trainer.step,
+        total=total,
+        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer)) if config.trainer.save_final else None,
+        plots=config.trainer.plots,
     )
 
 

@@ -21,6 +21,7 @@ from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.linear import QuantLinear
+from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch
 from qarl.trainer.weight_files import cannot_load, lacks_tensors
@@ -53,13 +54,15 @@ class Policy:
 
         quant = config.quant
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                dtype=torch.bfloat16,
-                attn_implementation="sdpa",
-                attention_dropout=0.0,
-                output_loading_info=True,
-            )
+            with default_dtype_kept():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    config.model.path,
+                    dtype=torch.bfloat16,
+                    attn_implementation="sdpa",
+                    attention_dropout=0.0,
+                    output_loading_info=True,
+                    trust_remote_code=config.model.trust_remote_code,
+                )
         except (OSError, ValueError) as error:
             raise cannot_load(config.model.path, str(error).splitlines()[0]) from error
         model, loading = loaded

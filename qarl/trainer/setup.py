@@ -32,6 +32,7 @@ from qarl.trainer.checks import (
 )
 from qarl.trainer.guard import check_sampling
 from qarl.trainer.policy import Policy
+from qarl.trainer.stops import check_stops
 from qarl.trainer.weight_files import cannot_build
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -57,9 +58,10 @@ def prepare_run(config: Config) -> RunParts:
     check_loggers(config.trainer.logger)
     check_engine_installed()
     check_cpu(config)
-    tokenizer, hf_config = load_tokenizer(config.model.path)
+    tokenizer, hf_config = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_not_quantized(config, hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
+    report_stops(config, tokenizer, hf_config)
     check_length(config, hf_config)
     check_kv_cache(config, hf_config)
     check_linears(config, hf_config)
@@ -67,13 +69,19 @@ def prepare_run(config: Config) -> RunParts:
     train_prompts = load_train_prompts(config, tokenizer)
     val_prompts = load_val_prompts(config, tokenizer)
     report_data(train_prompts, val_prompts)
-    check_reward_fn(reward_fn, train_prompts)
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
     sampler = prompt_sampler(config, train_prompts)
     check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     policy = load_policy(config)
     check_sampling(config, level=policy.align, vocabulary=policy.model.get_output_embeddings().weight.shape[0])
     return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
+
+
+def report_stops(config: Config, tokenizer: Any, hf_config: Any) -> None:
+    """Say on stderr where tokenizer and model disagree about the end of a response. UserError as `check_stops`."""
+    for warning in check_stops(config.model.path, tokenizer, hf_config):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
@@ -112,32 +120,36 @@ def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[
         print(f"warning: {shared} of the held-out prompts are in the training data too", file=sys.stderr)
 
 
-def load_tokenizer(path: str) -> tuple[Any, Any]:
-    """The tokenizer and the Hugging Face config of a model folder (or a hub name)."""
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The tokenizer and the Hugging Face config of a model folder (or a hub name).
+
+    Code that the folder brings along runs with `trust_remote_code` only; transformers would ask on standard input.
+    """
     from transformers import AutoTokenizer
 
     check_model_folder(path)
     check_tokenizer_files(path)
     try:
-        return AutoTokenizer.from_pretrained(path, **hub.loading_options(path)), load_hf_config(path)
+        options = {"trust_remote_code": trust_remote_code, **hub.loading_options(path)}
+        return AutoTokenizer.from_pretrained(path, **options), load_hf_config(path, trust_remote_code)
     except UserError:
         raise
     except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
         raise _unreadable(path, error) from error
 
 
-def load_hf_config(path: str) -> Any:
+def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
     """The Hugging Face config alone: it needs neither tokenizer nor weights."""
     from transformers import AutoConfig
 
     check_model_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, **hub.loading_options(path))
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub.loading_options(path))
     except Exception as error:
         raise _unreadable(path, error) from error
 
 
-def hf_config_or_carried(path: str) -> tuple[Any, UserError | None]:
+def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
     """The model's config and None; without a network the copy that comes with QaRL, and the error that it stands for.
 
     Good for sizes and checks, not for training.
@@ -145,7 +157,7 @@ def hf_config_or_carried(path: str) -> tuple[Any, UserError | None]:
     from transformers import AutoConfig
 
     try:
-        return load_hf_config(path), None
+        return load_hf_config(path, trust_remote_code), None
     except UserError as error:
         carried = None if Path(path).is_dir() or not hub.why_unreachable() else hub.carried_config(path)
         if carried is None:
@@ -175,6 +187,8 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _unreadable(path: str, error: Exception) -> UserError:
+    if "trust_remote_code" in str(error):
+        return needs_code(path)
     if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
         return UserError(
             f"the model {path!r} is neither on this machine nor to be had from the Hub",
@@ -187,6 +201,16 @@ def _unreadable(path: str, error: Exception) -> UserError:
         where="model.path",
         why=" ".join(str(error).split())[:400],
         fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
+    )
+
+
+def needs_code(path: str) -> UserError:
+    return UserError(
+        f"the model in {path!r} brings code of its own, which is not run",
+        where="model.trust_remote_code=false",
+        why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class for "
+        "it; such code runs with all your rights",
+        fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
     )
 
 
@@ -238,6 +262,7 @@ def engine_config(config: Config) -> EngineConfig:
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
         scheme=get_scheme(config.quant.scheme, group_size=config.quant.group_size),
         ignore=tuple(config.quant.ignore),
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,

@@ -19,6 +19,7 @@ from typing import Any
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
+from qarl.trainer.ending import Ending
 from qarl.trainer.verl_checks import refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.trainer.verl_metrics import MetricsFollower
 from qarl.trainer.verl_process import (
@@ -55,10 +56,11 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
+    from qarl.storage import write_text
     from qarl.tracking import write_versions
 
     write_versions(config.run_dir)
-    (config.run_dir / "verl.yaml").write_text(as_yaml(resolved), encoding="utf-8")
+    write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
     failure: BaseException | None = None
     with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
         try:
@@ -67,10 +69,14 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
             failure = error
         finally:
             ray.shutdown()
-    summary = follower.summary(failure)
-    if failure is not None and not isinstance(failure, KeyboardInterrupt):
-        raise failure
-    return export_final(config, summary) if config.trainer.save_final and summary["finished"] else summary
+    summary, first = follower.summary(failure)
+    ending = Ending(first)
+    if config.trainer.save_final and summary["finished"]:
+        with ending.attempt():
+            summary = export_final(config, summary)
+    if ending.failure is not None and not isinstance(ending.failure, KeyboardInterrupt):
+        raise ending.failure
+    return summary
 
 
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
@@ -81,11 +87,21 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """
     from qarl.export import ExportRequest, export
     from qarl.tracking import write_summary
-    from qarl.trainer.local import EXPORT
+    from qarl.trainer.ending import EXPORT
 
     output = config.run_dir / EXPORT
     try:
-        print(export(ExportRequest(config.run_dir, output, step=config.trainer.total_training_steps, overwrite=True)))
+        print(
+            export(
+                ExportRequest(
+                    config.run_dir,
+                    output,
+                    step=config.trainer.total_training_steps,
+                    overwrite=True,
+                    trust_remote_code=config.model.trust_remote_code,
+                )
+            )
+        )
     except UserError as error:
         failed = ": ".join(part for part in (error.what, error.why) if part)
         write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
@@ -199,20 +215,19 @@ def data_keys(config: Config) -> Keys:
         "data.prompt_key": data.prompt_key,
         "data.filter_overlong_prompts": data.filter_overlong_prompts,
         "data.truncation": "error",
+        "data.trust_remote_code": config.model.trust_remote_code,
     }
 
 
 def reward_keys(config: Config) -> Keys:
+    """verl's reward is `qarl.verl_plugin.reward.score`, which calls the one of the config."""
     source, _, name = config.reward.function.rpartition(":")
-    if not source:
-        path = "pkg://qarl.rewards"
-    elif source.endswith(".py"):
-        path = str(Path(source).resolve())
-    else:
-        path = f"pkg://{source}"
+    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    root = "reward.custom_reward_function"
     return {
-        "reward.custom_reward_function.path": path,
-        "reward.custom_reward_function.name": name,
+        f"{root}.path": f"pkg://{PLUGIN}.reward",
+        f"{root}.name": "score",
+        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
     }
 
 
@@ -220,6 +235,7 @@ def model_keys(config: Config, on_cpu: bool) -> Keys:
     model = "actor_rollout_ref.model"
     return {
         f"{model}.path": local_path(config.model.path),
+        f"{model}.trust_remote_code": config.model.trust_remote_code,
         f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
         f"{model}.use_remove_padding": not on_cpu,
         f"+{model}.override_config.attention_dropout": 0.0,

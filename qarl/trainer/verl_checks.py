@@ -36,6 +36,7 @@ def validate(composed: Any) -> None:
     """verl's own checks, and what of its keys does not go with TBPO or spoils a checkpoint."""
     refuse_corrections(composed)
     refuse_one_checkpoint(composed)
+    refuse_other_reward(composed)
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -85,6 +86,18 @@ def refuse_one_checkpoint(composed: Any) -> None:
             where="trainer.max_ckpt_to_keep",
             why="it deletes the earlier one before the next one is whole, so a run killed in between has none",
             fix="set trainer.max_ckpt_to_keep=2 or more",
+        )
+
+
+def refuse_other_reward(composed: Any) -> None:
+    """UserError where the reward is not the one that was checked: verl's own way sets no time limit and takes NaN."""
+    given = composed.reward.custom_reward_function
+    if given.path != "pkg://qarl.verl_plugin.reward" or given.name != "score":
+        raise UserError(
+            "the section verl names another reward function",
+            where="verl.reward.custom_reward_function",
+            why="it would get neither the checks before the run nor reward.timeout_s",
+            fix="set reward.function to it",
         )
 
 

@@ -19,7 +19,9 @@ from typing import Any
 
 from qarl.config import Config
 from qarl.plots import plot_run
+from qarl.storage import StorageError, writing
 from qarl.tracking import Tracker, read_metrics, write_summary
+from qarl.trainer.ending import Ending
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -57,11 +59,13 @@ class MetricsFollower:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._offset = 0
+        self._lost: StorageError | None = None
 
     def __enter__(self) -> MetricsFollower:
         trainer = self.config.trainer
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_bytes(b"")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(b"")
         self._tracker = Tracker(
             self.config.run_dir,
             trainer.logger,
@@ -80,8 +84,11 @@ class MetricsFollower:
         self._read()
         self._tracker.close()
 
-    def summary(self, failure: BaseException | None) -> dict[str, Any]:
-        """Write summary and plots, and return the summary."""
+    def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
+        """Write summary and plots; returns the summary, and the first error of the run: `failure` or what failed here.
+
+        A lost line of metrics is an error, too, though training went on meanwhile.
+        """
         from qarl.trainer.local import summarize
 
         config = self.config
@@ -89,19 +96,25 @@ class MetricsFollower:
         failed = None if failure is None or interrupted else f"{type(failure).__name__}: {str(failure)[:2000]}"
         history = read_metrics(config.run_dir)
         last = max((entry["step"] for entry in history), default=0)
+        ending = Ending(failure or self._lost)
         summary = summarize(history) | {
             "backend": "verl",
             "quant_scheme": config.quant.scheme,
             "quant_align": config.quant.align,
             "interrupted": interrupted,
             "finished": failure is None and last >= config.trainer.total_training_steps,
-            "failed": failed,
+            "failed": failed or ending.in_words() if not interrupted else None,
             "seconds": time.perf_counter() - self.start,
         }
-        write_summary(config.run_dir, summary)
+        with ending.attempt():
+            write_summary(config.run_dir, summary)
         if config.trainer.plots and history:
-            plot_run(config.run_dir)
-        return summary
+            with ending.attempt(), writing(config.run_dir / "plots"):
+                plot_run(config.run_dir)
+        if self._tracker.problem is not None:
+            with ending.attempt():
+                raise self._tracker.problem
+        return summary, ending.failure
 
     def _follow(self) -> None:
         while not self._stop.wait(0.2):
@@ -117,6 +130,8 @@ class MetricsFollower:
                 return
             try:
                 self._log(json.loads(line))
+            except StorageError as error:
+                self._lost = self._lost or error
             except Exception as error:  # a line that cannot be logged must not stop the ones behind it
                 what = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"warning: a line of {self.path} was not logged ({what})", file=sys.stderr)

@@ -96,23 +96,50 @@ def preflight(config: Config) -> None:
         check_not_quantized,
         check_weight_files,
     )
-    from qarl.trainer.setup import check_length, load_tokenizer, load_train_prompts, prompt_sampler, report_data
+    from qarl.trainer.setup import (
+        check_length,
+        load_tokenizer,
+        load_train_prompts,
+        prompt_sampler,
+        report_data,
+        report_stops,
+    )
 
     check_loggers(config.trainer.logger)
     check_engine_installed()
     check_plugin_installed()
     check_cpu(config)
-    tokenizer, hf_config = load_tokenizer(config.model.path)
+    tokenizer, hf_config = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_not_quantized(config, hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
+    refuse_hidden_code(config, tokenizer, hf_config)
+    report_stops(config, tokenizer, hf_config)
     check_length(config, hf_config)
     check_kv_cache(config, hf_config)
     check_linears(config, hf_config)
     train_prompts = load_train_prompts(config, tokenizer)
     prompt_sampler(config, train_prompts)
     report_data(train_prompts, load_val_prompts(config, tokenizer))
-    check_reward_fn(get_reward_fn(config.reward.function), train_prompts)
+    reward_fn = get_reward_fn(config.reward.function)
+    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
     check_weight_files(config.model.path)
+
+
+def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
+    """UserError where verl would run a model's code unasked.
+
+    Its reward workers load the tokenizer with `trust_remote_code=True`, whatever the config says (reward_loop.py of
+    0.9.1). Code that a folder names but transformers has no need of would run there, and only there.
+    """
+    named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
+    if any(named) and not config.model.trust_remote_code:
+        raise UserError(
+            f"the model in {config.model.path!r} brings code of its own, which verl would run",
+            where="model.trust_remote_code=false",
+            why="verl's reward workers load the tokenizer with trust_remote_code=True, whatever its config says",
+            fix="take auto_map out of config.json and tokenizer_config.json; or read the code, and set "
+            "model.trust_remote_code=true; or backend=local",
+        )
 
 
 def load_val_prompts(config: Config, tokenizer: Any) -> Any:
@@ -136,7 +163,7 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     if not on_cpu and torch.cuda.is_available():
         gpu_memory = torch.cuda.get_device_properties(0).total_memory
     try:
-        hf_config, _ = hf_config_or_carried(config.model.path)
+        hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]

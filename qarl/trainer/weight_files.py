@@ -53,13 +53,13 @@ def stored_shapes(path: str) -> Shapes:
     return header_shapes(sorted(Path(path).glob("*.safetensors")))
 
 
-def check_stored_tensors(path: str, hf_config: Any) -> int | None:
+def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
     """How many stored tensors were compared with the model that config.json describes; None where names are others.
 
     Raises:
         UserError: a tensor of the model is missing, or has another shape.
     """
-    model = meta_model(hf_config)
+    model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
     # transformers stacks the experts that a checkpoint stores one by one.

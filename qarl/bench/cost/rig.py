@@ -65,7 +65,8 @@ def make_model(size: RigSize) -> Any:
 
     config = transformers_config(size)
     config._attn_implementation = "sdpa"
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    return model.eval()
 
 
 def make_engine(folder: Path, size: RigSize, scheme: str) -> RolloutEngine:

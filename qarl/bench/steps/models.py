@@ -109,20 +109,22 @@ def write_model(source: Source, layers: int, folder: Path) -> int:
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers)))
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if source.has_experts:  # only its rollouts are timed, on weights that vLLM makes up
         tokenizer = _numbered_tokens(config.vocab_size)
         tokenizer.save_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
         return sum(parameter.numel() for parameter in model.parameters())
     if source.folder is None:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
         tokenizer = _numbered_tokens(config.vocab_size)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source.folder, config=config, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

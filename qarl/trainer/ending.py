@@ -1,0 +1,126 @@
+"""What a run of the local backend leaves at its end, whatever failed before or fails now.
+
+Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the
+end; later ones are printed. A run whose steps and export are there is finished, though a view of it may be lost: then
+a resume must not train once more, but the exit code still says that something was asked for and is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.plots import plot_run
+from qarl.storage import StorageError
+from qarl.tracking import say, write_summary
+
+EXPORT = "export"
+"""Folder of the final model in the run folder."""
+
+
+class Ending:
+    """`failure`: the first error, or None."""
+
+    def __init__(self, failure: BaseException | None) -> None:
+        self.failure = failure
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """An error inside is kept where it is the first, and printed where it is not."""
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                self.failure = error
+            else:
+                say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
+
+    def in_words(self) -> str | None:
+        """The first error on a line, for the summary."""
+        failure = self.failure
+        if isinstance(failure, StorageError):
+            return f"{failure.what}: {failure.why}"
+        return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def finish_run(
+    run_dir: Path,
+    summary: dict[str, Any],
+    failure: BaseException | None,
+    problem: UserError | None,
+    *,
+    step: int,
+    total: int,
+    save: Callable[[Path], Path] | None,
+    plots: bool,
+) -> dict[str, Any]:
+    """Write what is left to write of a run after `step` of `total` steps; returns the summary.
+
+    `failure`: what ended the steps. `problem`: a view that was lost on the way. `save`: writes the export to a folder.
+
+    Raises:
+        BaseException: the first of `failure`, what failed here, and `problem`.
+    """
+    ending = Ending(failure)
+
+    def write() -> None:
+        with ending.attempt():
+            write_summary(run_dir, summary | {"failed": ending.in_words()})
+
+    summary["finished"] = False
+    write()
+    if save is not None:
+        with ending.attempt():
+            try:
+                summary["checkpoint"] = str(save(run_dir / EXPORT))
+            except StorageError as error:
+                raise not_exported(run_dir, step, error) from error
+    summary["finished"] = ending.failure is None and step >= total
+    write()
+    if plots:
+        with ending.attempt():
+            _plot(run_dir)
+    if problem is not None:
+        with ending.attempt():
+            raise problem
+    summary["failed"] = ending.in_words()
+    if ending.failure is not None:
+        with suppress(StorageError):  # it may be a later error than the file knows of
+            write_summary(run_dir, summary)
+        raise ending.failure
+    return summary
+
+
+def _plot(run_dir: Path) -> None:
+    try:
+        plot_run(run_dir)
+    except OSError as error:
+        raise StorageError(
+            "the plots could not be written",
+            where=str(run_dir / "plots"),
+            why=error.strerror or str(error),
+            fix=f"free some space, and run python -m qarl.plots {run_dir}",
+        ) from error
+
+
+def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
+    """The error of a run whose model the disk did not take: it says what there still is of the training."""
+    from qarl.checkpoint import list_checkpoints
+    from qarl.trainer.resume import checkpoints_dir
+
+    saved = list_checkpoints(checkpoints_dir(run_dir))
+    again = "the same command then goes on from the checkpoint and exports at its end"
+    if saved:
+        there = f"the newest checkpoint is {saved[0][1]}"
+    else:
+        there = "there is no checkpoint (trainer.save_freq), so the trained weights are lost"
+        again = "train again, with trainer.save_freq=N for checkpoints on the way"
+    return StorageError(
+        f"the model after step {step} could not be exported",
+        where=str(run_dir / EXPORT),
+        why=f"{error.what}: {error.why}; {there}; metrics and summary are in {run_dir}",
+        fix=f"{error.fix}; {again}",
+    )

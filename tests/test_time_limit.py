@@ -1,0 +1,167 @@
+"""The time limit on rewards: what it ends, in the main thread and in others, and what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl.data import Prompt
+from qarl.errors import UserError
+from qarl.rewards import math_verify, score_responses
+from qarl.time_limit import OutOfTimeError, call_within
+
+PROMPT = Prompt(7, "sums", [{"role": "user", "content": "?"}], [1], "42")
+
+
+def loop(**_: Any) -> float:
+    while True:
+        pass
+
+
+def loop_that_catches(**_: Any) -> float:
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def loop_that_swallows_once(**_: Any) -> float:
+    swallowed = False
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            if swallowed:
+                raise
+            swallowed = True
+
+
+def sleep(**_: Any) -> float:
+    time.sleep(60)
+    return 0.0
+
+
+def regular_expression(**_: Any) -> float:
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+
+
+def takes_the_alarm(**_: Any) -> float:
+    signal.alarm(0)
+    time.sleep(0.4)
+    return 1.0
+
+
+IN_THE_MAIN_THREAD = (loop, loop_that_catches, loop_that_swallows_once, sleep, regular_expression, takes_the_alarm)
+IN_OTHER_THREADS = (loop, loop_that_catches, sleep)
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    return outcome[0]
+
+
+@pytest.mark.parametrize("reward", IN_THE_MAIN_THREAD)
+def test_a_reward_that_does_not_end_is_an_error(reward: Callable[..., float]) -> None:
+    started = time.monotonic()
+    before, handler = signal.getitimer(signal.ITIMER_REAL)[0], signal.getsignal(signal.SIGALRM)  # pytest's own limit
+    with pytest.raises(UserError) as error:
+        score_responses(reward, [PROMPT], ["x" * 1000], timeout_s=0.2)
+    assert time.monotonic() - started < 3
+    for part in (reward.__name__, "reward.timeout_s=0.2", "row 7", "'sums'"):
+        assert part in str(error.value)
+    assert before - 3 <= signal.getitimer(signal.ITIMER_REAL)[0] <= before
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+@pytest.mark.parametrize("reward", IN_OTHER_THREADS)
+def test_in_another_thread_too(reward: Callable[..., float]) -> None:
+    started, threads = time.monotonic(), threading.active_count()
+    error = in_a_thread(lambda: score_responses(reward, [PROMPT], ["x"], timeout_s=0.2))
+    assert isinstance(error, UserError) and "reward.timeout_s=0.2" in str(error)
+    assert time.monotonic() - started < 3
+    if reward is not sleep:  # what loops in Python ends; what waits in C is left behind
+        time.sleep(0.2)
+        assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("place", [lambda work: work(), in_a_thread], ids=["main", "thread"])
+def test_what_ends_in_time_is_left_alone(place: Callable[[Callable[[], Any]], Any]) -> None:
+    assert place(lambda: call_within(5, lambda: 3)) == 3
+    assert place(lambda: call_within(None, lambda: 3)) == 3
+    assert place(lambda: score_responses(lambda **_: 0.5, [PROMPT] * 3, ["x"] * 3, timeout_s=5)) == [0.5] * 3
+
+
+def test_the_functions_own_error_comes_out() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_within(5, lambda: 1 // 0)
+    assert isinstance(in_a_thread(lambda: call_within(5, lambda: 1 // 0)), ZeroDivisionError)
+
+
+def test_the_clock_starts_for_every_response() -> None:
+    def slow(**_: Any) -> float:
+        time.sleep(0.15)
+        return 1.0
+
+    assert score_responses(slow, [PROMPT] * 4, ["x"] * 4, timeout_s=0.4) == [1.0] * 4
+
+
+def test_the_callers_timer_counts_on() -> None:
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    before = signal.setitimer(signal.ITIMER_REAL, 500.0)
+    try:
+        call_within(5, lambda: time.sleep(0.2))
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] < 499.9
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_math_verifys_own_alarms_do_not_end_ours() -> None:
+    """Each of its comparisons sets and clears the alarm."""
+
+    def many(**_: Any) -> float:
+        while True:
+            math_verify("math", "\\boxed{3}", "3")
+
+    with pytest.raises(OutOfTimeError):
+        call_within(1.0, many)
+
+
+def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None:
+    from qarl.verl_plugin.reward import score
+
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import sys\n"
+        "def ends(data_source, solution_str, ground_truth, extra_info): sys.exit(0)\n"
+        "def nan(data_source, solution_str, ground_truth, extra_info): return float('nan')\n"
+        "def loops(data_source, solution_str, ground_truth, extra_info):\n    while True: pass\n"
+        "def good(data_source, solution_str, ground_truth, extra_info): return {'score': 1, 'length': 3}\n"
+        "def plain(data_source, solution_str, ground_truth, extra_info): return 1\n"
+    )
+    arguments = {"data_source": "sums", "solution_str": "x", "ground_truth": "1", "extra_info": {}}
+    for name, problem in (("ends", "raised SystemExit"), ("nan", "returned nan"), ("loops", "timeout_s=0.3")):
+        error = in_a_thread(lambda name=name: score(**arguments, function=f"{file}:{name}", timeout_s=0.3))
+        assert isinstance(error, UserError) and problem in str(error) and "'sums'" in str(error)
+    assert score(**arguments, function=f"{file}:good", timeout_s=None) == {"score": 1.0, "length": 3}
+    assert score(**arguments, function=f"{file}:plain", timeout_s=5) == 1.0
+    assert in_a_thread(lambda: score(**arguments, function="arithmetic", timeout_s=1e-9)) == 0.0

@@ -12,13 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
+import json
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from reach_rows import Notes, Refused, make_files, merged
 
@@ -125,7 +129,7 @@ class Verl:
         found: dict[str, Any] = {}
 
         def save(path: str, remote: Any, step: int, max_ckpt_to_keep: Any) -> None:
-            found.update(path=os.path.relpath(path), keep=max_ckpt_to_keep)
+            found.update(path=os.path.relpath(Path(path).parent), keep=max_ckpt_to_keep)
 
         self.trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=save)
         self.trainer._save_checkpoint()
@@ -133,7 +137,10 @@ class Verl:
 
     @functools.cached_property
     def resumed(self) -> int:
-        """The step that verl resumes from."""
+        """The step that verl resumes from; steps 1 and 2 were saved."""
+        for step in (1, 2):
+            Path(f"runs/reach/checkpoints/global_step_{step}").mkdir(parents=True, exist_ok=True)
+        Path("runs/reach/checkpoints/latest_checkpointed_iteration.txt").write_text("2")
         self.trainer.actor_rollout_wg = SimpleNamespace(load_checkpoint=lambda **more: None)
         self.trainer._load_checkpoint()
         return int(self.trainer.global_steps)
@@ -144,8 +151,9 @@ class Verl:
         self.trainer._init_resource_pool_mgr()
         return dict(self.trainer.resource_pool_manager.resource_pool_spec)
 
-    def engine_arguments(self) -> Any:
-        """vLLM's `AsyncEngineArgs`, from verl's server as it would start the engine."""
+    @functools.cached_property
+    def server(self) -> Any:
+        """verl's server, up to the engine: `arguments` is vLLM's `AsyncEngineArgs`."""
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.rollout.vllm_rollout.vllm_async_server import AsyncEngineArgs, vLLMHttpServer
 
@@ -159,13 +167,13 @@ class Verl:
         server.replica_rank = server.node_rank = 0
         server.nnodes, server.gpus_per_node, server.workers = 1, 1, []
         server._disaggregation_role, server._should_profile = "null", lambda: False
-        with contextlib.redirect_stdout(sys.stderr):
-            asyncio.run(server.launch_server())
-        return server.arguments
+        asyncio.run(server.launch_server())
+        return server
 
-    @functools.cached_property
+    @property
     def engine(self) -> Any:
-        return self.engine_arguments()
+        """vLLM's arguments."""
+        return self.server.arguments
 
     def sampled(self, validate: bool = False) -> list[dict[str, Any]]:
         """The sampling parameters of each response to one prompt, from verl's agent loop worker."""
@@ -210,6 +218,60 @@ class Verl:
     def metrics(self) -> list[dict[str, Any]]:
         """Of each step of the actor."""
         return self.actor.metrics
+
+    @property
+    def module(self) -> Any:
+        """The model of verl's engine."""
+        return self.actor.worker.actor.engine.module
+
+    @functools.cached_property
+    def published(self) -> dict[str, tuple[int, ...]]:
+        stream, _ = self.actor.worker.actor.engine.get_per_tensor_param()
+        return {name: tuple(tensor.shape) for name, tensor in stream if not name.startswith("qarl.")}
+
+    def first_words(self, dataset: Any) -> set[str]:
+        """Of each prompt of a dataset of verl's."""
+        return {dataset[i]["raw_prompt"][0]["content"].split()[0] for i in range(len(dataset))}
+
+    @functools.cached_property
+    def dispatched(self) -> str:
+        """Which backend the command line starts."""
+        import qarl.trainer.local
+        import qarl.trainer.verl
+        from qarl import train
+
+        started = ["nothing"]
+
+        def start(name: str) -> Any:
+            return lambda *arguments, **more: started.append(name) or {"steps": 0, "interrupted": False}
+
+        Path("dispatched.yaml").write_text(self.config.resolved_yaml())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(qarl.trainer.verl, "train", start("verl"))
+            patch.setattr(qarl.trainer.local, "train", start("local"))
+            train.main(["config=dispatched.yaml"])
+        return started[-1]
+
+    @functools.cached_property
+    def ended(self) -> dict[str, Any]:
+        """What our side of a verl run does while verl logs a step, and at the end."""
+        import qarl.trainer.verl as backend
+        from qarl.trainer.verl_process import set_environment
+
+        def run_ppo(resolved: Any, **more: Any) -> None:
+            line = {"step": 1, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}
+            Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps(line) + "\n")
+
+        exports: list[Any] = []
+        output = io.StringIO()
+        config = self.config.model_copy(update={"output_dir": tempfile.mkdtemp(dir=".")})
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+            set_environment(config, True)
+            patch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
+            patch.setattr(backend, "export_final", lambda *arguments: exports.append(arguments) or {})
+            backend.run(config, self.resolved, 0.0, 0)
+        files = {path.name for path in config.run_dir.iterdir()}
+        return {"files": files, "exports": len(exports), "output": output.getvalue()}
 
     @functools.cached_property
     def environment(self) -> dict[str, str]:

@@ -20,77 +20,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import save_random_model
+from reach_rows import Notes, merged
 
 import qarl.trainer.local as local
 from qarl import train
-from qarl.config import Config, build_config, describe_keys
+from qarl.config import Config, build_config
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.manifest import PublishReport, expected_manifest
 from qarl.tracking import read_metrics
 from qarl.trainer.setup import RunParts
-
-BASE = """
-name: reach
-model: {path: model}
-data: {train_files: train.parquet, val_files: val.parquet, train_batch_size: 4, max_prompt_length: 6,
-       max_response_length: 8}
-reward: {function: "rewards.py:small_numbers"}
-rollout: {n: 2}
-quant: {scheme: bf16, align: linears}
-actor: {ppo_mini_batch_size: 2, ppo_micro_batch_size_per_gpu: 2, log_prob_micro_batch_size_per_gpu: 4}
-optim: {lr: 1.0e-2, weight_decay: 0.0}
-trainer: {total_training_steps: 1, val_before_train: false, logger: [], plots: false, save_final: false}
-"""
-
-REWARDS = """
-def small_numbers(data_source, solution_str, ground_truth, extra_info=None):
-    words = solution_str.split()
-    return sum(int(word[1:]) < 20 for word in words) / (len(words) + 1)
-
-def length(data_source, solution_str, ground_truth, extra_info=None):
-    return float(10 + len(solution_str.split()))
-"""
-
-
-def leaves() -> set[str]:
-    """The keys of the config that hold values."""
-    keys = describe_keys()
-    return {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-
-
-def make_files(folder: Path) -> None:
-    """Two models, prompts of 2 to 4 tokens, rewards: the names that the rows use. The tokenizer splits t1x and t2x."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for name, family in (("model", "qwen3"), ("llama", "llama")):
-        save_random_model(folder / name, family)
-    (folder / "rewards.py").write_text(REWARDS)
-    for name, first, rows in (("train", 3, 7), ("other", 33, 7), ("val", 43, 3), ("other_val", 53, 3)):
-        content = [
-            {
-                "data_source": "random",
-                "prompt": [{"role": "user", "content": " ".join([f"t{first + row}"] * (2 + row % 3))}],
-                "question": [{"role": "user", "content": f"t{first + row} t63"}],
-                "reward_model": {"ground_truth": "7"},
-            }
-            for row in range(rows)
-        ]
-        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet")
-
-
-def merged(**changes: Any) -> dict[str, Any]:
-    """`BASE` with dotted keys changed."""
-    values: dict[str, Any] = yaml.safe_load(BASE)
-    for dotted, value in changes.items():
-        *sections, leaf = dotted.split(".")
-        node = values
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return values
 
 
 class PolicyAsLLM:
@@ -203,29 +142,23 @@ class Trainer(local.LocalTrainer):
     made: list[Trainer]
 
     def __init__(self, config: Config, parts: RunParts) -> None:
-        self.phase = ""
-        self.forwards: dict[str, list[int]] = {"old_log_prob": [], "update": []}
-        """Rows of each forward of the first decoder layer, those of a recomputation too."""
+        self.notes = Notes()
         self.batches: list[Any] = []
-        self.norms: list[float] = []
-        """Of the gradient that the optimizer gets."""
-        self.masters: list[dict[str, torch.Tensor]] = []
-        """The weights that the optimizer updates, before the first update and after each."""
         super().__init__(config, parts)
         Trainer.made.append(self)
 
     def replace_policy(self, policy: Any) -> None:
         super().replace_policy(policy)
         PolicyAsLLM.policy = policy
-        policy.model.model.layers[0].register_forward_pre_hook(self._forward)
+        policy.model.model.layers[0].register_forward_pre_hook(self.notes.forward)
         step: Any = self.optimizer.step
 
         def recorded() -> None:
-            self.norms.append(float(torch.nn.utils.get_total_norm(list(self.optimizer.gradients.values()))))
-            if not self.masters:
-                self.masters.append(before)
+            self.notes.norms.append(float(torch.nn.utils.get_total_norm(list(self.optimizer.gradients.values()))))
+            if not self.notes.masters:
+                self.notes.masters.append(before)
             step()
-            self.masters.append(self._weights())
+            self.notes.masters.append(self._weights())
 
         before = self._weights()
         self.optimizer.step = recorded  # type: ignore[method-assign]
@@ -234,31 +167,21 @@ class Trainer(local.LocalTrainer):
         weights = dict(self.policy.model.named_parameters()) | self.optimizer.state_dict()["masters"]
         return {name: tensor.detach().float().clone() for name, tensor in weights.items()}
 
-    def _forward(self, module: Any, inputs: Any) -> None:
-        if self.phase:
-            self.forwards[self.phase].append(inputs[0].shape[0])
-
-    @property
-    def moves(self) -> list[dict[str, torch.Tensor]]:
-        """How far each update moved each weight."""
-        pairs = zip(self.masters, self.masters[1:], strict=False)
-        return [{name: after[name] - before[name] for name in after} for before, after in pairs]
-
     def rollout(self, **more: Any) -> Any:
         batch, metrics = super().rollout(**more)
         self.batches.append(batch)
         return batch, metrics
 
     def old_log_probs(self, *arguments: Any, **more: Any) -> Any:
-        self.phase = "old_log_prob"
+        self.notes.phase = "old_log_prob"
         found = super().old_log_probs(*arguments, **more)
-        self.phase = ""
+        self.notes.phase = ""
         return found
 
     def update(self, *arguments: Any, **more: Any) -> Any:
-        self.phase = "update"
+        self.notes.phase = "update"
         found = super().update(*arguments, **more)
-        self.phase = ""
+        self.notes.phase = ""
         return found
 
 
@@ -273,6 +196,10 @@ class Run:
     trainer: Any
     llms: list[PolicyAsLLM]
     environment: dict[str, str]
+
+    @property
+    def notes(self) -> Notes:
+        return self.trainer.notes
 
     @property
     def run_dir(self) -> Path:

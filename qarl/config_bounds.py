@@ -67,7 +67,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "data.train_batch_size": Bounds(1, 65536, _BATCH),
     "data.max_prompt_length": Bounds(1, 2**20, _LENGTH),
     "data.max_response_length": Bounds(1, 2**20, _LENGTH),
-    "reward.timeout_s": Bounds(0.01, 3600, "a stuck reward would hold the run up for that long", "most answers need longer"),
+    "reward.timeout_s": Bounds(0.01, 3600, "a stuck reward holds the run up for that long", "most answers need longer"),
     "rollout.n": Bounds(2, 1024, "a group of that size costs its rollouts and adds little to the mean it is for"),
     "rollout.temperature": Bounds(
         0.1, 2.0, "responses are close to random tokens", "responses to one prompt are almost alike and teach little"

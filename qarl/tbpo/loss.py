@@ -19,8 +19,8 @@ negative samples and of very low probability, so that their ratios become extrem
 Two places of the paper can be read in two ways, and both are options with the first as the default.
 `mismatch_outside_cap`: a w_i beyond the cap is cut to it ("truncate", section 3.2), or the response is left out
 ("drop", as the introduction says of both ratios); that the cap's lower side is 1/C is our reading of its "two-sided
-cap". `positive_band`: only the upper edge binds positive samples ("upper", the "standard PPO-style bound" of section 3.2), or
-`seq_clip_ratio_low` does too ("two_sided"): the table of appendix B gives it a value, 3e-4.
+cap". `positive_band`: only the upper edge binds positive samples ("upper", the "standard PPO-style bound" of section
+3.2), or `seq_clip_ratio_low` does too ("two_sided"): the table of appendix B gives it a value, 3e-4.
 
 Legend: B responses, T token positions (response_length).
 """

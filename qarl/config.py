@@ -7,7 +7,7 @@ any work. `load_config` is the way in; the text under each key below is also wha
 Keys are named and counted as in verl where verl has them (https://verl.readthedocs.io/en/latest/examples/config.html):
 batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. Departures: `actor` and
 `rollout` are not nested under `actor_rollout_ref`, the optimizer is a section of its own, and `trainer` counts steps
-only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853.
+only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853, appendix B.
 
 Importing this module imports neither torch, transformers, vLLM nor verl. Files are looked for where they are read.
 """
@@ -172,7 +172,7 @@ class QuantConfig(Section):
 class ActorConfig(Section):
     """The policy update: batch splits and the TBPO loss.
 
-    The paper's bands suit responses of thousands of tokens. A sequence ratio is a geometric mean over tokens, whose
+    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, whose
     spread goes with 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
     """
 
@@ -199,7 +199,7 @@ class ActorConfig(Section):
     """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
 
     seq_clip_ratio_low: Below = 3e-4
-    """Positive advantage: a ratio below 1 - this gives no gradient. Used only where positive_band is two_sided."""
+    """Positive advantage, at positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
 
     neg_seq_clip_ratio_low: Below = 3e-4
     """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
@@ -208,13 +208,13 @@ class ActorConfig(Section):
     """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
 
     seq_tis_imp_ratio_cap: float = Field(default=2.0, ge=1, le=1e6)
-    """C: the trainer/rollout weight of a sequence is kept in [1/C, C]. At least 1, where every weight is 1."""
+    """C: the trainer/rollout weight of a sequence is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
 
     mismatch_outside_cap: Literal["truncate", "drop"] = "truncate"
     """A sequence whose weight is outside [1/C, C]: `truncate` to the nearer end, or `drop` (zero loss, counted)."""
 
     positive_band: Literal["upper", "two_sided"] = "upper"
-    """Band for positive advantages: `upper` bound only, as in PPO, or `two_sided`. The paper can be read either way."""
+    """Band for positive advantages: `upper` bound only, as in the paper's text, or `two_sided`, as its table allows."""
 
 
 class AlgorithmConfig(Section):
@@ -231,10 +231,10 @@ class OptimConfig(Section):
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else."""
+    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper's is Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate."""
+    """AdamW's peak learning rate. The paper's value, there Muon's, in a unit not given (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -243,7 +243,7 @@ class OptimConfig(Section):
     """AdamW's epsilon."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay, multiplied by the learning rate each step."""
+    """Decoupled weight decay, multiplied by the learning rate each step. The paper's value."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Training steps of linear warm-up from 0 to the peak."""

@@ -196,8 +196,8 @@ def documented_settings() -> list[list[str]]:
 
 
 def test_the_figures_beside_the_papers_are_what_the_model_gives() -> None:
-    """arXiv 2604.07853 gives 1.4 and 1.3 for its mixture of experts on 8 GPUs, but not all settings that decide:
-    no number here is a prediction of those, and no test holds the two together: this one keeps the page true."""
+    """arXiv 2604.07853 gives 1.4 and 1.3 for its mixture of experts on 8 GPUs. It does not give all that decides, so no
+    number here is a prediction of those, and no test holds the two together: this one keeps the page true."""
     size = ModelSize.from_config(find_model("Qwen3-30B-A3B").config)
     ceilings, rows = assumed_ceilings("h800"), documented_settings()
     assert len(rows) == 3

@@ -34,7 +34,7 @@ def trainer(tmp_path_factory) -> Iterator[LocalTrainer]:
         yield trainer
 
 
-def test_three_steps_train_publish_and_log_what_the_paper_asks_for(trainer):
+def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
     assert trainer.step == trainer.engine.weight_version == 3
     for metrics in trainer.metrics:
         assert 0 <= metrics["mismatch/k3"] < 1e-3

@@ -1,7 +1,7 @@
 """TBPO's bands against the length of responses.
 
 A sequence ratio is a geometric mean over tokens, so it spreads with 1/sqrt(tokens). The paper's bands, 3e-4 to 7e-4
-(arXiv 2604.07853), belong to responses of thousands of tokens.
+(arXiv 2604.07853, appendix B), belong to responses of up to 16384 tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qarl.preflight.context import Context
 from qarl.preflight.findings import Topic
 
 PAPER_BAND, SHORTEST = 3e-4, 1000
-"""The paper's narrowest band, and the shortest responses for which it is not questioned, in tokens."""
+"""The paper's narrowest band, and the shortest responses for which we do not question it, in tokens."""
 
 
 def check_bands(context: Context, topic: Topic) -> None:
@@ -31,7 +31,7 @@ def check_bands(context: Context, topic: Topic) -> None:
         topic.warning(
             f"bands of {min(narrow.values()):.1e} for responses of at most {length} tokens",
             where=", ".join(narrow),
-            why="a sequence ratio spreads with 1/sqrt(tokens); the paper's bands belong to thousands of tokens, and "
+            why="a sequence ratio spreads with 1/sqrt(tokens); the paper's bands belong to up to 16384 tokens, and "
             "responses outside their band teach nothing",
             fix=f"set them to {needed:.1e} or more, and watch actor/inside_band_frac_after_first",
         )

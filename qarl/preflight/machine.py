@@ -18,7 +18,7 @@ NEEDS_CAPABILITY = {
     "w8a8": (80, "BF16 arithmetic"),
     "fp8": (89, "FP8 products; below it vLLM leaves the activations in BF16, without a word"),
 }
-"""Compute capability times ten that a scheme needs on a GPU, and for what (arXiv 2604.07853 ran on Hopper)."""
+"""Compute capability times ten that a scheme needs on a GPU, and for what."""
 
 
 def check_cpu(context: Context, topic: Topic) -> None:

@@ -6,7 +6,7 @@ straight-through.
               dW = dYᵀ X̂,  db = sum of dY      X̂ too: x, or in BF16 the activations as the forward quantized them;
                                                straight through both roundings, onto x and the master weight
 
-(arXiv 2604.07853, section 3; fake quantization, as in verl's QAT, rounds the weight but multiplies in BF16 instead.)
+(arXiv 2604.07853, section 3.1; fake quantization, as in verl's QAT, rounds the weight but multiplies in BF16 instead.)
 `weight` stays an ordinary parameter under its own state-dict key, so optimizers, checkpoints and FSDP do not notice.
 
 The quantized tensors are made once per optimizer step: they are keyed by the weight's storage and autograd version

@@ -13,10 +13,14 @@ Inside its band a response has the gradient -clip(w_i) * r_i * A_i / T_i a token
 TBPO leaves PPO and GSPO (verl's `compute_policy_loss_gspo`): the larger of clipped and unclipped loss, which they take,
 still pushes down a negative sample whose ratio is above the band, with a force that grows with the ratio.
 
+The bands are for the paper's "error tokens" (section 3.2): repetitive, garbled tokens of quantized rollouts, mostly in
+negative samples and of very low probability, so that their ratios become extreme.
+
 Two places of the paper can be read in two ways, and both are options with the first as the default.
-`mismatch_outside_cap`: a w_i beyond the cap is cut to it ("truncate"), or the response is left out ("drop"); that the
-cap's lower side is 1/C is our reading of its "two-sided cap". `positive_band`: only the upper edge binds positive
-samples ("upper"), or `seq_clip_ratio_low` does too ("two_sided").
+`mismatch_outside_cap`: a w_i beyond the cap is cut to it ("truncate", section 3.2), or the response is left out
+("drop", as the introduction says of both ratios); that the cap's lower side is 1/C is our reading of its "two-sided
+cap". `positive_band`: only the upper edge binds positive samples ("upper", the "standard PPO-style bound" of section
+3.2), or `seq_clip_ratio_low` does too ("two_sided"): the table of appendix B gives it a value, 3e-4.
 
 Legend: B responses, T token positions (response_length).
 """
@@ -42,7 +46,7 @@ class TBPOConfig:
 
     All are dimensionless: `seq_clip_ratio_*` are distances of the ratio r from 1, for A > 0 and, with `neg_`, for
     A < 0; `seq_tis_imp_ratio_cap` is C, the largest mismatch weight, 1/C the smallest. A geometric mean over T tokens
-    spreads like 1/sqrt(T), and the paper's bands belong to thousands of tokens: short responses need wider ones.
+    spreads like 1/sqrt(T), and the paper's bands belong to responses of up to 16384 tokens: short ones need wider.
 
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """

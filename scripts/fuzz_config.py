@@ -152,28 +152,29 @@ def time_limit(seconds: float) -> Iterator[None]:
 class Fuzzer:
     """Runs cases in the working folder, which is the current directory; `known` are its files."""
 
-    def __init__(self, *, verbose: bool = False) -> None:
-        self.verbose = verbose
+    def __init__(self, *, seconds: float = SECONDS, verbose: bool = False) -> None:
+        self.seconds, self.verbose = seconds, verbose
         self.known = {path.name for path in Path().iterdir()}
         self.usual: set[str] = set()
         self.printed = self.errors = ""
         for stage in (self.examine, self.start):
-            outcome = stage(Case(-1, ()), seconds=600)
+            outcome = stage(Case(-1, ()), 600.0)
             if outcome.kind != "accepted":
                 raise RuntimeError(
                     f"the config without mutations is not accepted: {outcome}\n{self.printed}{self.errors}"
                 )
             self.usual |= warnings_of(self.printed)
 
-    def examine(self, case: Case, seconds: float = SECONDS) -> Outcome:
+    def examine(self, case: Case, seconds: float | None = None) -> Outcome:
         """The config reader and the doctor."""
         return self.run("doctor", doctor.main, case, seconds)
 
-    def start(self, case: Case, seconds: float = SECONDS) -> Outcome:
+    def start(self, case: Case, seconds: float | None = None) -> Outcome:
         """The set-up of a run."""
         return self.run("set-up", train.main, case, seconds)
 
-    def run(self, stage: str, main: Callable[[list[str]], int], case: Case, seconds: float) -> Outcome:
+    def run(self, stage: str, main: Callable[[list[str]], int], case: Case, seconds: float | None) -> Outcome:
+        """One case; where it takes too long it is run once more, as the machine may have been busy."""
         self.clean()
         text = case.text if isinstance(case.text, bytes) else case.text.encode()
         Path("run.yaml").write_bytes(text)
@@ -185,7 +186,7 @@ class Fuzzer:
         code = 0
         with mock.patch.dict(os.environ), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             try:
-                with time_limit(seconds):
+                with time_limit(seconds or self.seconds):
                     code = main(arguments)
             except Reached:
                 pass
@@ -195,8 +196,8 @@ class Fuzzer:
                 found = place_of(error), traceback.format_exc()
         took = time.perf_counter() - began
         self.printed, self.errors = printed.getvalue(), errors.getvalue()
-        if found is not None and found[0] == "too long" and seconds == SECONDS:
-            return self.run(stage, main, case, SECONDS + 0.001)  # once more: the machine may have been busy
+        if found is not None and found[0] == "too long" and seconds is None:
+            return self.run(stage, main, case, self.seconds)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
             found = "torch's default dtype is changed", ""
@@ -266,7 +267,7 @@ def compare(doctors: Outcome, run: Outcome) -> Outcome | None:
     return None
 
 
-def fuzz(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> list[Outcome]:
+def fuzz(seed: int, numbers: Sequence[int], *, seconds: float = SECONDS, verbose: bool = False) -> list[Outcome]:
     """All outcomes: of the doctor for every case, of the set-up for every second one."""
     outcomes: list[Outcome] = []
 
@@ -279,7 +280,7 @@ def fuzz(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> list[Ou
         # How much memory is free here is not the subject.
         mock.patch.object(memory, "available_memory", lambda: 2**40),
     ):
-        fuzzer = Fuzzer(verbose=verbose)
+        fuzzer = Fuzzer(seconds=seconds, verbose=verbose)
         for count, number in enumerate(numbers):
             case = draw_case(seed, number)
             outcomes.append(fuzzer.examine(case))

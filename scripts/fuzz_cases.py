@@ -233,7 +233,10 @@ NEVER_TOO_MANY = {"val_max_prompts", "max_ckpt_to_keep", "test_freq", "save_freq
 def sane(config: Mapping[str, Any]) -> list[str]:
     """What is nonsense in a config that was accepted without a word."""
     found = []
+    unused = ["optim.muon_lr", "optim.muon_momentum"] if config["optim"]["name"] != "muon" else []
     for path, value in flat({key: value for key, value in config.items() if key != "verl"}):
+        if path in unused:
+            continue
         leaf = path.rpartition(".")[2]
         for one in value if isinstance(value, list | tuple) else [value]:
             if isinstance(one, str) and ("\0" in one or not one.isprintable() or len(one) > 4096):

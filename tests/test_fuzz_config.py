@@ -49,6 +49,7 @@ def test_cases_are_reproducible_and_visit_every_key(scripts: tuple[ModuleType, M
     assert cases[7] == draw(0, 7) != draw(1, 7)
     named = {argument.partition("=")[0] for case in cases for argument in case.arguments}
     assert set(keys) - {"verl"} <= named
+    assert {"doctor.device", "doctor.json"} <= named
     assert sum(case.text != scripts[1].BASE for case in cases) > 200
     assert sum(len(case.arguments) > 1 for case in cases) > 500
 

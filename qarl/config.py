@@ -328,8 +328,8 @@ class Config(Section):
     """A run. Built by `load_config` (command line) or `build_config` (a dict); `Config(...)` itself raises pydantic's
     `ValidationError` for a bad key and `ConfigError` for keys that do not fit together."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    """Name of the run and of its folder: letters, digits, dot, dash, underscore, 200 at most."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of data order, sampling and initialisation, 32 bits."""

@@ -110,6 +110,7 @@ _EXPECTED = {
     "too_short": ("a list of at least {min_length}", "name at least {min_length}"),
     "too_long": ("a list of at most {max_length}", "remove what is too many"),
     "string_pattern_mismatch": ("of the form {pattern}", "leave out the characters that this form does not have"),
+    "string_too_long": ("text of at most {max_length} characters", "shorten it"),
     "string_too_short": ("text that is not empty", "write a value, or remove the key"),
 }
 

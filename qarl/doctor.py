@@ -11,11 +11,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.preflight.target import find_target, split_arguments
 from qarl.process import limit_threads
+
+if TYPE_CHECKING:
+    from qarl.preflight.findings import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,20 +31,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_threads(config.trainer.num_threads)
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         from qarl.preflight.run import run_checks
-        from qarl.tracking import write_json
 
         report = run_checks(config, find_target(arguments.options, config.backend), threads_given=threads_given)
         print(report)
         if path := arguments.options.get("json"):
-            try:
-                write_json(path, report.to_json())
-            except OSError as error:
-                fix = "give a file in a folder that can be written to"
-                raise UserError(f"doctor.json={path} cannot be written", why=error.strerror, fix=fix) from error
+            write_report(path, report)
         return report.exit_code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def write_report(path: str, report: Report) -> None:
+    """The findings as JSON; UserError where they cannot be written."""
+    from qarl.tracking import write_json
+
+    why = None
+    if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):
+        why = "it is there, and is not a file"  # a device would be replaced, not written to
+    else:
+        try:
+            write_json(path, report.to_json())
+        except (OSError, ValueError) as error:  # ValueError: NUL in the path
+            why = getattr(error, "strerror", None) or str(error)
+    if why:
+        path = path.replace("\0", "\\0")
+        fix = "give a file in a folder that can be written to"
+        raise UserError(f"doctor.json={path} cannot be written", why=why, fix=fix)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,16 @@ VERL = (
 )  # fmt: skip
 
 
+DOCTOR = (
+    "doctor.device=h100", "doctor.device=H20", "doctor.device=tpu", "doctor.device=", "doctor.device=cuda",
+    "doctor.gpu_memory_gib=80", "doctor.gpu_memory_gib=1e308", "doctor.gpu_memory_gib=nan", "doctor.gpu_memory_gib=-1",
+    "doctor.gpu_memory_gib=1e-300", "doctor.gpu_capability=9.0", "doctor.gpu_capability=1e308", "doctor.none=1",
+    "doctor.gpu_capability=1e-5", "doctor.json=found.json", "doctor.json=a\0b", "doctor.json=folder", "doctor.json",
+    "doctor.json=loop", "doctor.json=/proc/none/x", "doctor.json=none/none/x.json", "doctor.json=" + "x" * 300,
+)  # fmt: skip
+"""Options of the doctor alone."""
+
+
 @dataclass(frozen=True)
 class Case:
     """`arguments` of the command line besides config=run.yaml; `text` of that file."""
@@ -207,6 +217,8 @@ def draw_case(seed: int, number: int) -> Case:
     arguments += [draw_argument(random_, keys) for _ in range(random_.choice([0, 0, 0, 0, 1, 2]))]
     if random_.random() < 0.08 or arguments[0].startswith("verl."):
         arguments.append("backend=verl")
+    if random_.random() < 0.04:
+        arguments = [*arguments[random_.randrange(2) :], *random_.sample(DOCTOR, random_.choice([1, 1, 2]))]
     return Case(number, tuple(arguments))
 
 
@@ -233,7 +245,10 @@ NEVER_TOO_MANY = {"val_max_prompts", "max_ckpt_to_keep", "test_freq", "save_freq
 def sane(config: Mapping[str, Any]) -> list[str]:
     """What is nonsense in a config that was accepted without a word."""
     found = []
+    unused = ["optim.muon_lr", "optim.muon_momentum"] if config["optim"]["name"] != "muon" else []
     for path, value in flat({key: value for key, value in config.items() if key != "verl"}):
+        if path in unused:
+            continue
         leaf = path.rpartition(".")[2]
         for one in value if isinstance(value, list | tuple) else [value]:
             if isinstance(one, str) and ("\0" in one or not one.isprintable() or len(one) > 4096):

@@ -155,6 +155,7 @@ CONFIG_FAULTS = {
     "no threads": (["trainer.num_threads=0"], ["trainer.num_threads", "1 or more"]),
     "no steps": (["trainer.total_training_steps=0"], ["trainer.total_training_steps", "1 or more"]),
     "nothing to evaluate on": (["data.val_files=[]"], ["data.val_files", "trainer.val_before_train"]),
+    "run name longer than a folder's": (["name=" + "a" * 201], ["name", "at most 200 characters"]),
     "run name with a slash": (["name=a/b"], ["name", "a/b"]),
     "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "NUL"]),
     "model path with NUL": (['model.path="a\\0b"'], ["model.path", "NUL"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import threading
@@ -212,6 +213,8 @@ FAULTS: dict[str, Fault] = {
     "run folder is a file": (taken("out/bad"), ["output_dir=out"]),
 }
 FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
+FAULTS["a value for a section of verl's"] = (nothing, ["backend=verl", "verl.trainer=1"])
+FAULTS["output folder is a link to itself"] = (lambda: Path("out").symlink_to("out"), ["output_dir=out"])
 
 
 @pytest.mark.parametrize(("spoil", "arguments"), FAULTS.values(), ids=FAULTS)
@@ -226,6 +229,7 @@ def assert_same_diagnosis(capsys: pytest.CaptureFixture[str], *arguments: str) -
     capsys.readouterr()
     code, findings = examine(*arguments)
     assert code == 1
+    assert not [f for f in findings if f["what"].startswith("the check broke")]
     errors = [f for f in findings if f["status"] == "error"]
     assert all(f.get("fix") for f in findings if f["status"] != "ok")
     capsys.readouterr()
@@ -485,6 +489,9 @@ def test_broken_files_are_errors_for_another_machine_too() -> None:
     [
         ("doctor.device=tpu", "doctor.device=tpu is not known"),
         ("doctor.gpu_memory_gib=much", "not a number above 0"),
+        ("doctor.gpu_memory_gib=1e308", "not a number above 0 and below a million"),
+        ("doctor.gpu_capability=1e308", "not a number above 0 and below a million"),
+        ("doctor.json=a\0b", "cannot be written"),
         ("doctor.gpu_capability=-1", "not a number above 0"),
         ("doctor.gpu=h100", "cannot use"),
         ("doctor.json=", "cannot use"),
@@ -498,6 +505,10 @@ def test_options_of_the_doctor_itself(capsys: pytest.CaptureFixture[str], argume
 def test_findings_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config=run.yaml", "doctor.json=/proc/x/y.json"]) == 2
     assert "doctor.json=/proc/x/y.json cannot be written" in capsys.readouterr().err
+    os.mkfifo("pipe")
+    assert main(["config=run.yaml", "doctor.json=pipe"]) == 2
+    assert "not a file" in capsys.readouterr().err
+    assert Path("pipe").is_fifo()
 
 
 def test_targets() -> None:

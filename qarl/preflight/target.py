@@ -114,9 +114,9 @@ def _number(options: dict[str, str], name: str, example: str) -> float:
         value = float(options[name])
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < 1e6:  # not with NaN either
         raise UserError(
-            f"doctor.{name}={options[name]} is not a number above 0",
+            f"doctor.{name}={options[name]} is not a number above 0 and below a million",
             where="command line",
             fix=f"for example doctor.{name}={example}",
         )

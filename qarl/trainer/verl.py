@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,13 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
+        if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
+            raise UserError(
+                f"verl's config does not take {key}={value!r}",
+                where=f"verl.{key}",
+                why="this is a section of verl's config: it holds keys, not a value",
+                fix=f"set its keys one by one: verl.{key}.NAME=VALUE",
+            )
         try:
             OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
         except OmegaConfBaseException as error:

@@ -306,12 +306,15 @@ class PromptSampler(Iterator[list[int]]):
             UserError: `state` belongs to other data, another batch size, seed or order.
         """
         for key in self._SETTINGS:
-            if state[key] != getattr(self, key):
+            if state.get(key) != getattr(self, key):
                 raise UserError(
-                    f"the checkpoint was made with {key}={state[key]}, this run has {key}={getattr(self, key)}",
+                    f"the checkpoint was made with {key}={state.get(key)}, this run has {key}={getattr(self, key)}",
                     why="the order of the prompts would not continue where it stopped",
                     fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
                 )
-        self.batches_drawn = int(state["batches_drawn"])
+        drawn = state.get("batches_drawn")
+        if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
+            raise UserError(f"the checkpoint's position in the data is {drawn!r}", fix="use another checkpoint")
+        self.batches_drawn = drawn
 
     _SETTINGS = ("num_prompts", "batch_size", "seed", "shuffle")

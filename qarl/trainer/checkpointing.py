@@ -160,7 +160,10 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):
-        trainer.optimizer.load_state_dict(checkpoint.optimizer())
+        saved = checkpoint.optimizer()
+        trainer.optimizer.load_state_dict(saved)
+        if differing := saved["masters"].keys() ^ trainer.optimizer.state_dict()["masters"].keys():
+            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} has not the masters of all weights: {min(differing)}")
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
         raise damaged(checkpoint.folder, "the weights that were restored are not those that were saved")
     with checkpoint.using(f"{STATE_FILE}, sampler,"):

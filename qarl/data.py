@@ -149,10 +149,13 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
 
 def _read_rows(file: str) -> datasets.Dataset:
     import datasets
+    import pyarrow.parquet
 
     try:
         if _FORMATS[Path(file).suffix] == "json":
             _check_json(Path(file))
+        elif not pyarrow.parquet.ParquetFile(file).metadata.num_rows:
+            raise StopIteration
         # A cache of its own: the user's would keep a copy of every version of every file.
         with tempfile.TemporaryDirectory() as cache_dir:
             return datasets.load_dataset(

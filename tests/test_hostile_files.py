@@ -145,8 +145,6 @@ def test_keys_of_config_json(model_folder: Path, tmp_path: Path, key: str, value
     copy = Path(shutil.copytree(model_folder, tmp_path / "model"))
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(content | {key: value}))
-    if key == "num_hidden_layers" and value in (2**31, 2**70, 1e300):
-        pytest.skip("so many layers are built one by one: bounds are the config's")
     try:
         load_model_files(copy)
     except UserError:
@@ -161,7 +159,7 @@ REWARDS: dict[str, str | bytes] = {
     "null bytes": b"def f(**k): return 1\n\0",
     "endless recursion": "def g(): g()\ng()",
     "exits": "raise SystemExit(0)",
-    "not UTF-8": b"# \xff\xfe\ndef f(**k): return 1",
+    "not UTF-8": b"x = '\xff\xfe'\ndef f(**k): return 1",
 }
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 RNG_FILE = "rng.pt"
 FORMAT = 1
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_([0-9]+)")
 
 
 class CheckpointError(UserError):
@@ -64,13 +66,28 @@ class Checkpoint:
 
     def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
         """`MasterOptimizer.state_dict()`; with `mmap` its tensors are read from disk when they are used."""
-        path = str(self.folder / OPTIMIZER_FILE)
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        return state
+        return self._load(OPTIMIZER_FILE, mmap=mmap)
 
     def rng(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self.folder / RNG_FILE, map_location="cpu", weights_only=True)
-        return state
+        """The generators, as `qarl.trainer.checkpointing.rng_state` gave them."""
+        return self._load(RNG_FILE)
+
+    def _load(self, name: str, *, mmap: bool = False) -> dict[str, Any]:
+        try:
+            return load_dict(self.folder / name, mmap=mmap)
+        except UserError as error:
+            raise damaged(self.folder, f"{name} {error.why}") from error
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """What fails inside while the content of the file `name` is put to use is said of this checkpoint."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # torch's and Python's own, by what is missing or of another type
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            raise damaged(self.folder, f"{name} does not hold what was saved: {why}") from error
 
 
 def save_checkpoint(
@@ -114,7 +131,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         return _open(folder)
     except OSError as error:
-        raise _damaged(folder, f"it cannot be read: {error.filename}: {error.strerror}") from error
+        raise damaged(folder, f"it cannot be read: {error.filename}: {error.strerror}") from error
 
 
 def _open(folder: Path) -> Checkpoint:
@@ -122,18 +139,46 @@ def _open(folder: Path) -> Checkpoint:
     for name, part in state["files"].items():
         path = folder / name
         if not path.is_file():
-            raise _damaged(folder, f"{name} is missing")
+            raise damaged(folder, f"{name} is missing")
         if (size := path.stat().st_size) != part["bytes"]:
-            raise _damaged(folder, f"{name} has {size} bytes, {part['bytes']} were written")
+            raise damaged(folder, f"{name} has {size} bytes, {part['bytes']} were written")
         if file_sha256(path) != part["sha256"]:
-            raise _damaged(folder, f"the bytes of {name} are not those that were written (SHA-256 differs)")
+            raise damaged(folder, f"the bytes of {name} are not those that were written (SHA-256 differs)")
     return Checkpoint(folder, state)
+
+
+def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """A dict of tensors and plain values in a file of `torch.save`; nothing in it can run code.
+
+    Raises:
+        UserError: the file cannot be read, holds something else, or something that only code could make.
+    """
+    why = "holds no dict"
+    cause: Exception | None = None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if isinstance(content, dict):
+            return content
+    except pickle.UnpicklingError as error:
+        # The text of torch's recommends to load it all the same.
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        named = f", such as {name[1].rstrip('.,')}" if name else ""
+        why = f"holds more than tensors and plain values{named}, which is not loaded: it could run any code"
+        cause = error
+    except Exception as error:  # what torch raises depends on where the file is damaged
+        why, cause = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:300], error
+    fix = "copy the file again, or use another checkpoint"
+    raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from cause
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every `step_N` in `parent`, newest first; nothing is checked."""
     found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
+    try:
+        paths = list(parent.iterdir()) if parent.is_dir() else []
+    except OSError as error:
+        raise UserError("the checkpoints cannot be listed", where=str(parent), why=error.strerror) from error
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
             found.append((int(match[1]), path))
@@ -186,19 +231,66 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         digest = state.pop("digest")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(folder, f"{STATE_FILE} is cut short or not JSON") from error
-    if _digest(state) != digest:
-        raise _damaged(folder, f"{STATE_FILE} is not as it was written (its digest differs)")
-    if state["format"] != FORMAT:
+        whole = _digest(state) == digest
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise damaged(folder, f"{STATE_FILE} is cut short or not JSON") from error
+    if not whole:
+        raise damaged(folder, f"{STATE_FILE} is not as it was written (its digest differs)")
+    if state.get("format") != FORMAT:
         raise UserError(  # it is whole: no reason to pass it over
-            f"the checkpoint in {folder} has format {state['format']}, this version reads {FORMAT}",
+            f"the checkpoint in {folder} has format {state.get('format')}, this version reads {FORMAT}",
             fix="resume with the version of QaRL that wrote it; its versions are in state.json",
         )
+    if wrong := [key for key, fits in _STATE.items() if not fits(state.get(key))]:
+        raise damaged(folder, f"{STATE_FILE} is not QaRL's: {', '.join(wrong)} missing or of another type")
     return dict(state)
 
 
-def _damaged(folder: Path, why: str) -> CheckpointError:
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) and abs(value) < 10**300
+
+
+def _is_file(name: str, part: Any) -> bool:
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    known = isinstance(part, dict) and _is_count(part.get("bytes")) and isinstance(part.get("sha256"), str)
+    return inside and known
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), dict) for name in ("trainer", "quant", "optim"))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "weight_version": _is_count,
+    "config": _is_config,
+    "versions": lambda value: isinstance(value, dict),
+    "sampler": lambda value: isinstance(value, dict),
+    "train_prompts": _is_text,
+    "weights": _is_text,
+    "published": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "metrics": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "files": lambda value: (
+        isinstance(value, dict)
+        and {OPTIMIZER_FILE, RNG_FILE, "config.json"} <= value.keys()
+        and all(_is_file(*item) for item in value.items())
+    ),
+}
+"""Every key of state.json, and whether a value is of its type."""
+
+
+def damaged(folder: Path, why: str) -> CheckpointError:
+    """The error of a checkpoint that cannot be used."""
     fix = "use an earlier checkpoint (trainer.resume_mode=auto does so by itself), or copy this one again"
     return CheckpointError(f"the checkpoint in {folder} is damaged", why=why, fix=fix)
 

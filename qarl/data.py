@@ -11,9 +11,11 @@ nothing is left out unasked. As in verl, the last incomplete batch of an epoch i
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+_MANY = 900
+"""Brackets that a value may open before its depth is looked at: fewer than Python's limit of recursion."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
@@ -94,7 +98,7 @@ def load_prompts(
     offset = 0
     for file in files:
         rows = _read(file, prompt_key)
-        for row_number, row in enumerate(rows):
+        for row_number, row in enumerate(_iterate(rows, file)):
             if limit is not None and len(prompts) >= limit:
                 break
             where = f"{file}, row {row_number}"
@@ -129,6 +133,8 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
             fix="convert it, or rename it if it is one of these",
         )
     rows = _read_rows(file)
+    if not len(rows):
+        raise _no_rows(file)
     needed = ["data_source", prompt_key, "reward_model"]
     missing = [column for column in needed if column not in rows.column_names]
     if missing:
@@ -143,8 +149,13 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
 
 def _read_rows(file: str) -> datasets.Dataset:
     import datasets
+    import pyarrow.parquet
 
     try:
+        if _FORMATS[Path(file).suffix] == "json":
+            _check_json(Path(file))
+        elif not pyarrow.parquet.ParquetFile(file).metadata.num_rows:
+            raise StopIteration
         # A cache of its own: the user's would keep a copy of every version of every file.
         with tempfile.TemporaryDirectory() as cache_dir:
             return datasets.load_dataset(
@@ -152,13 +163,56 @@ def _read_rows(file: str) -> datasets.Dataset:
             )
     except Exception as error:  # what `datasets` raises depends on the format and its reader
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-            raise UserError("the data file has no rows", where=file, fix="write at least one prompt to it") from error
-        cause = error.__cause__ or error
-        raise UserError(
-            f"cannot read the data file {file}",
-            why=f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}",
-            fix="write it again; it may be cut short or of another format than its name says",
-        ) from error
+            raise _no_rows(file) from error
+        raise _unreadable(file, error) from error
+
+
+def _check_json(path: Path) -> None:
+    """Refuse what pyarrow's reader would end the process at: a first value of null, and values nested very deep.
+
+    Raises ValueError or RecursionError.
+    """
+    first = b""
+    with path.open("rb") as file:
+        for line in file:
+            first = first or line.strip()[:1]
+            _try_deep(line)
+    if first and first not in b"[{":
+        raise ValueError(f"a row is a JSON object, {{...}}, and the file begins with {first!r}")
+    if path.suffix == ".json":  # one value over all lines
+        _try_deep(path.read_bytes())
+
+
+def _try_deep(value: bytes) -> None:
+    if value.count(b"[") + value.count(b"{") > _MANY:
+        with suppress(ValueError):  # whatever else is wrong is the reader's to say
+            json.loads(value)
+
+
+def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
+    """The rows, which are decoded as they are read."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise _unreadable(file, error) from error
+        yield row
+
+
+def _no_rows(file: str) -> UserError:
+    return UserError("the data file has no rows", where=file, fix="write at least one prompt to it")
+
+
+def _unreadable(file: str, error: Exception) -> UserError:
+    cause = error.__cause__ or error
+    return UserError(
+        f"cannot read the data file {file}",
+        why=f"{type(cause).__name__}: {_shortened((str(cause).splitlines() or [''])[0])}",
+        fix="write it again; it may be cut short or of another format than its name says",
+    )
 
 
 def _to_prompt(
@@ -168,7 +222,7 @@ def _to_prompt(
     data_source = row["data_source"]
     if not isinstance(data_source, str):
         raise UserError(
-            f"data_source is {data_source!r}",
+            f"data_source is {_shortened(data_source)}",
             where=where,
             why="it must be a string",
             fix='name where the row comes from, for example "data_source": "gsm8k"',
@@ -179,8 +233,16 @@ def _to_prompt(
         raise UserError(
             "missing reward_model.ground_truth",
             where=where,
-            why=f"reward_model is {reward_model!r}, and the reward function compares answers with its ground_truth",
+            why=f"reward_model is {_shortened(reward_model)}, and answers are compared with its ground_truth",
             fix='give each row a reward_model like {"style": "rule", "ground_truth": "42"}',
+        )
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, Mapping):
+        raise UserError(
+            f"extra_info is {_shortened(extra_info)}",
+            where=where,
+            why=f"it is a {type(extra_info).__name__}, and the reward function gets a dict",
+            fix='write extra_info as {"key": value}, or leave the column out',
         )
     try:
         token_ids: Any = tokenizer.apply_chat_template(
@@ -193,7 +255,7 @@ def _to_prompt(
             why=f"{type(error).__name__}: {error}",
             fix="correct the row's messages (roles, order), or use another chat template",
         ) from error
-    return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(row.get("extra_info") or {}))
+    return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(extra_info or {}))
 
 
 def _to_messages(value: Any, where: str) -> list[Message]:
@@ -207,10 +269,15 @@ def _to_messages(value: Any, where: str) -> list[Message]:
             raise UserError(
                 "a message of the prompt has no role or no content that is text",
                 where=where,
-                why=repr(message),
+                why=_shortened(message),
                 fix=fix,
             )
     return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _shortened(value: Any, length: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."
 
 
 def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_length: int) -> UserError:
@@ -306,12 +373,15 @@ class PromptSampler(Iterator[list[int]]):
             UserError: `state` belongs to other data, another batch size, seed or order.
         """
         for key in self._SETTINGS:
-            if state[key] != getattr(self, key):
+            if state.get(key) != getattr(self, key):
                 raise UserError(
-                    f"the checkpoint was made with {key}={state[key]}, this run has {key}={getattr(self, key)}",
+                    f"the checkpoint was made with {key}={state.get(key)}, this run has {key}={getattr(self, key)}",
                     why="the order of the prompts would not continue where it stopped",
                     fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
                 )
-        self.batches_drawn = int(state["batches_drawn"])
+        drawn = state.get("batches_drawn")
+        if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
+            raise UserError(f"the checkpoint's position in the data is {drawn!r}", fix="use another checkpoint")
+        self.batches_drawn = drawn
 
     _SETTINGS = ("num_prompts", "batch_size", "seed", "shuffle")

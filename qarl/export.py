@@ -79,11 +79,11 @@ def export(request: ExportRequest) -> str:
     check_output(request.output, folder, overwrite=request.overwrite)
     trust = request.trust_remote_code
     source = open_source(folder, trust_remote_code=trust)
-    quant = source.config["quant"]
-    scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
-    if request.format != "quantized":
-        scheme = get_scheme("bf16")
     with reading(folder):
+        quant = source.config["quant"]
+        scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
+        if request.format != "quantized":
+            scheme = get_scheme("bf16")
         files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
         linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
         if request.format == "fp32":

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from qarl.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from qarl.checkpoint import Checkpoint, damaged, list_checkpoints, open_checkpoint
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
 from qarl.quant.export import model_of, read_tensors, tensor_shapes
@@ -117,6 +117,9 @@ def _local(folder: Path) -> Source:
 def _masters(checkpoint: Checkpoint) -> Stream:
     """Masters, and what has none (frozen parameters, buffers) upcast."""
     masters = checkpoint.optimizer(mmap=True)["masters"]
+    for name, shape in tensor_shapes(checkpoint.folder).items():
+        if name in masters and tuple(masters[name].shape) != shape:
+            raise damaged(checkpoint.folder, f"the master of {name} has another shape than its weight")
     if not masters:
         raise UserError(
             "the checkpoint has no FP32 masters",
@@ -131,12 +134,26 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The config that a run wrote. UserError where it is not one."""
+    why = "it has no section quant"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict) and isinstance(config.get("quant"), dict):
+            return config
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    raise UserError(
+        "the run's config cannot be read", where=str(path), why=why, fix="copy config.yaml of the run again"
+    )
+
+
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
     """The forward of verl's FSDP2 engine sees the BF16 cast of its FP32 masters."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))
-    config = yaml.safe_load((folder.parents[1] / "config.yaml").read_text(encoding="utf-8"))
+    config = read_config(folder.parents[1] / "config.yaml")
 
     def stream(dtype: torch.dtype) -> Stream:
         return ((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)

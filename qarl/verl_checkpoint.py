@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 import sys
 import zipfile
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from qarl.checkpoint import load_dict
 from qarl.errors import UserError
 from qarl.rollout.checksum import checksums
 
@@ -79,10 +79,16 @@ class Rank:
         level = log.level
         log.setLevel(logging.ERROR)  # it warns that there is no process group, and none is needed
         try:
-            tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            why = str(error).splitlines()[0]
-            raise UserError("the weights of a rank cannot be read", where=str(file), why=why) from error
+            tensors = load_dict(file, mmap=True)
+            if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
+                raise UserError(f"{file.name} cannot be used", where=str(file), why=f"holds no tensor {wrong[0]}")
+        except UserError as error:
+            raise UserError(
+                "the weights of a rank cannot be read",
+                where=str(file),
+                why=f"{file.name} {error.why}",
+                fix="copy the file again, or export another step",
+            ) from error
         finally:
             log.setLevel(level)
         record = file.with_name(file.name.replace("model_", "qarl_state_", 1)).with_suffix(".json")
@@ -93,7 +99,7 @@ class Rank:
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
-        if self.record and (saved is None or int(saved, 16) != checksums([local])[0] & (2**64 - 1)):
+        if self.record and (saved is None or saved.lower() != f"{checksums([local])[0] & (2**64 - 1):016x}"):
             raise UserError(
                 f"{name} is not what was saved",
                 where=str(self.file),
@@ -108,16 +114,19 @@ def _read_record(file: Path) -> Mapping[str, str]:
     if not file.is_file():
         print(f"note: there is no {file}: the weights of this rank are read unchecked", file=sys.stderr)
         return {}
+    why = "it is no table of checksums by name"
     try:
-        record: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            "the checksums of a rank cannot be read",
-            where=str(file),
-            why=str(error),
-            fix="export another step; without the file the weights are read unchecked",
-        ) from error
-    return record
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and all(isinstance(value, str) for value in record.values()):
+            return record
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise UserError(
+        "the checksums of a rank cannot be read",
+        where=str(file),
+        why=why,
+        fix="export another step; without the file the weights are read unchecked",
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_state import whole_state
 from conftest import ROOT, save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,7 +63,7 @@ def save(model_folder: Path, folder: Path, *, step: int = 3, name: str = "adamw"
         weights=weights.items(),
         optimizer=optimizer.state_dict(),
         rng={"torch": torch.get_rng_state(), "python": random.getstate()},
-        state={"step": step, "metrics": {"mismatch/k3": float("nan"), "loss": 0.1}, "config": {"seed": 0}},
+        state=whole_state(step=step, metrics={"mismatch/k3": float("nan"), "loss": 0.1}),
     )
     return weights
 

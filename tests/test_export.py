@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_state import whole_state
 from conftest import ROOT, save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +60,7 @@ def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: 
             weights=[(name, tensor) for name, tensor in model.state_dict().items() if name not in tied],
             optimizer=optimizer.state_dict(),
             rng={},
-            state={"step": step, "config": config, "metrics": {}},
+            state=whole_state(step=step, config=config | {"trainer": {}}),
         )
     return folder / "run", model, optimizer
 

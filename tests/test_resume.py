@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_state import write_bare
 from conftest import ROOT
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.checkpoint import STATE_FILE, CheckpointError, _digest
+from qarl.checkpoint import STATE_FILE, CheckpointError
 from qarl.errors import UserError
 from qarl.trainer import resume
 from qarl.trainer.checkpointing import rng_state, set_rng_state
@@ -26,9 +26,7 @@ def interrupted_run(settings, *steps: int, finished: bool = False) -> Path:
     run_dir = settings.run_dir
     for step in steps:
         folder = run_dir / "checkpoints" / f"step_{step}"
-        folder.mkdir(parents=True)
-        state = {"format": 1, "step": step, "config": settings.model_dump(mode="json"), "files": {}}
-        (folder / STATE_FILE).write_text(json.dumps(state | {"digest": _digest(state)}))
+        write_bare(folder, step=step, config=settings.model_dump(mode="json"))
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     if finished:

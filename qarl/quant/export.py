@@ -52,6 +52,9 @@ class ModelFiles:
     def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelFiles:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            if (folder / name).is_dir():  # transformers takes it for missing
+                raise IsADirectoryError(f"{folder / name} is a folder")
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

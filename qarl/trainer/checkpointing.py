@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from qarl.checkpoint import Checkpoint, prune, save_checkpoint, tensor_digest, tensors_digest
+from qarl.checkpoint import (
+    OPTIMIZER_FILE,
+    RNG_FILE,
+    STATE_FILE,
+    Checkpoint,
+    damaged,
+    prune,
+    save_checkpoint,
+    tensor_digest,
+    tensors_digest,
+)
 from qarl.data import Prompt
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
@@ -68,7 +78,8 @@ class Checkpoints:
             tracker.message(f"warning: {len(differ)} published tensors are not the checkpoint's: {differ[:4]}")
         if not any(entry["step"] == trainer.step for entry in _logged(trainer)):
             tracker.log(checkpoint.metrics, step=trainer.step)
-        set_rng_state(checkpoint.rng())
+        with checkpoint.using(RNG_FILE):
+            set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
         """`resume/*` at the first step after a resume, and `checkpoint/*` where one is due."""
@@ -148,21 +159,27 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
             fix="restore them, or start anew with another name=...",
         )
     _load_weights(trainer.policy, checkpoint)
-    trainer.optimizer.load_state_dict(checkpoint.optimizer())
+    with checkpoint.using(OPTIMIZER_FILE):
+        saved = checkpoint.optimizer()
+        trainer.optimizer.load_state_dict(saved)
+        if differing := saved["masters"].keys() ^ trainer.optimizer.state_dict()["masters"].keys():
+            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} has not the masters of all weights: {min(differing)}")
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
-        raise RuntimeError(f"the weights restored from {checkpoint.folder} are not those that were saved")
-    trainer.parts.sampler.load_state_dict(state["sampler"])
+        raise damaged(checkpoint.folder, "the weights that were restored are not those that were saved")
+    with checkpoint.using(f"{STATE_FILE}, sampler,"):
+        trainer.parts.sampler.load_state_dict(state["sampler"])
     trainer.step = checkpoint.step
 
 
 @torch.no_grad()
 def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
     ours = dict(forward_weights(policy))
-    for name, tensor in read_tensors(checkpoint.folder):
-        target = ours.pop(name, None)
-        if target is None or target.shape != tensor.shape:
-            raise _other_model(checkpoint, name)
-        target.copy_(tensor)
+    with checkpoint.using("a file of weights"):
+        for name, tensor in read_tensors(checkpoint.folder):
+            target = ours.pop(name, None)
+            if target is None or target.shape != tensor.shape:
+                raise _other_model(checkpoint, name)
+            target.copy_(tensor)
     if ours:
         raise _other_model(checkpoint, next(iter(ours)))
 

@@ -146,7 +146,7 @@ def is_finished(run_dir: Path) -> bool:
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         return bool(summary["finished"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

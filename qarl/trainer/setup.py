@@ -7,6 +7,7 @@ after the engine has started.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.stops import check_stops
 from qarl.trainer.weight_files import cannot_build
 
+MOST_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -144,7 +146,10 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
     check_model_folder(path)
     try:
+        _check_layers(path)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub.loading_options(path))
+    except UserError:
+        raise
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -165,6 +170,20 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
         return AutoConfig.for_model(**carried[1]), error
 
 
+def _check_layers(path: str) -> None:
+    """UserError for a number of layers that no model has: transformers makes a list of them while it reads the file."""
+    file = Path(path) / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    layers = content.get("num_hidden_layers") if isinstance(content, dict) else None
+    if isinstance(layers, int | float) and layers > MOST_LAYERS:
+        raise UserError(
+            f"config.json says {layers:.3g} layers",
+            where=f"model.path: {file}",
+            why=f"no model has more than {MOST_LAYERS}",
+            fix="give a config.json as it was published",
+        )
+
+
 def check_model_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
     if not Path(path).is_dir() and looks_local:
@@ -176,6 +195,9 @@ def check_model_folder(path: str) -> None:
 
 
 def check_tokenizer_files(path: str) -> None:
+    for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
+        if (Path(path) / name).is_dir():  # transformers takes it for missing
+            raise UserError(f"{name} is a folder", where=path, fix="put the file there")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         # transformers makes an empty tokenizer of the model's family then.
         raise UserError(

@@ -27,12 +27,13 @@ VLLM_NOISE = {
     "vllm.engine.arg_utils": ("The global random seed is set", "This model does not officially support disabling"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
-    "vllm.v1.worker.cpu_worker": ("%s is not found in LD_PRELOAD", "CPU backend doesn't allow to use"),
+    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
+    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # vLLM's, once an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
 }
-"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform has not, speed.
+"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform lacks, speed.
 
 All its other warnings are shown, because some say that it computes something else than what it was asked for: a
 temperature that it raises, a dtype that it casts, a sampling default out of generation_config.json.
@@ -51,7 +52,7 @@ def configure_vllm_process() -> None:
 
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(VLLM_NOISE.get(record.name, ()))
+    return not record.getMessage().startswith(VLLM_NOISE.get(record.name, ()))
 
 
 def limit_threads(num_threads: int | None) -> None:

@@ -18,6 +18,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads share out requests and heads, not the keys of one query: its bits would depend on what else is decoded.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    # On CPUs with AMX tiles vLLM would round W4A16's activations to int8: that is W4A8, which nobody asked for.
+    "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
@@ -41,18 +43,31 @@ temperature that it raises, a dtype that it casts, a sampling default out of gen
 
 
 def configure_vllm_process() -> None:
-    """Set the variables that the user has not set, and unless a logging level is among those that are, keep vLLM's log
-    to the warnings that matter."""
+    """Set the variables that the user has not set, keep vLLM's log to the warnings that matter unless the user chose a
+    level, and allow AMX."""
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
         os.environ[_LOGGING_LEVEL] = "WARNING"
         for name in VLLM_NOISE:
             logging.getLogger(name).addFilter(_is_no_noise)
+    allow_matrix_tiles()
 
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(VLLM_NOISE.get(record.name, ()))
+
+
+def allow_matrix_tiles() -> None:
+    """Ask the kernel for AMX where the CPU has it.
+
+    Linux lets a process use the tiles only after it asked. vLLM's own kernels never ask: they end with an illegal
+    instruction unless oneDNN, which does, was there first.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def limit_threads(num_threads: int | None) -> None:

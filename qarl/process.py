@@ -29,12 +29,13 @@ VLLM_NOISE = {
     "vllm.engine.arg_utils": ("The global random seed is set", "This model does not officially support disabling"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
-    "vllm.v1.worker.cpu_worker": ("%s is not found in LD_PRELOAD", "CPU backend doesn't allow to use"),
+    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
+    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # vLLM's, once an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
 }
-"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform has not, speed.
+"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform lacks, speed.
 
 All its other warnings are shown, because some say that it computes something else than what it was asked for: a
 temperature that it raises, a dtype that it casts, a sampling default out of generation_config.json.
@@ -53,8 +54,8 @@ def runs_on_cpu(backend: str) -> bool:
 
 
 def configure_vllm_process() -> None:
-    """Set the variables that the user has not set, and unless a logging level is among those that are, keep vLLM's log
-    to the warnings that matter; allow AMX."""
+    """Set the variables that the user has not set, keep vLLM's log to the warnings that matter unless the user chose a
+    level, and allow AMX."""
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
@@ -65,7 +66,7 @@ def configure_vllm_process() -> None:
 
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(VLLM_NOISE.get(record.name, ()))
+    return not record.getMessage().startswith(VLLM_NOISE.get(record.name, ()))
 
 
 def allow_matrix_tiles() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from qarl.process import VLLM_NOISE
 
 FAULTS = """
 import resource, sys
@@ -48,3 +51,43 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
 def test_what_the_user_told_malloc_stays() -> None:
     kept, faults = second_time("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept and faults > 0
+
+
+LOGGED = """
+import json, logging, os, sys
+from qarl.process import configure_vllm_process
+
+configure_vllm_process()
+configure_vllm_process()
+import vllm.logger
+from vllm import SamplingParams
+
+for name, text in json.loads(sys.argv[1]):
+    logging.getLogger(name).warning("%s", text)
+SamplingParams(temperature=0.005)
+print(os.environ["VLLM_LOGGING_LEVEL"])
+"""
+
+
+def logged(**environment: str) -> tuple[str, str]:
+    """vLLM's level, and what a process of ours shows of its known noise and of one warning that matters."""
+    noise = [(name, f"{start} and so on") for name, starts in VLLM_NOISE.items() for start in starts]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    command = [sys.executable, "-c", LOGGED, json.dumps(noise)]
+    done = subprocess.run(command, env={**inherited, **environment}, capture_output=True, text=True, check=True)
+    return done.stdout.split()[-1], done.stdout + done.stderr
+
+
+@pytest.mark.vllm
+def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> None:
+    level, text = logged()
+    assert level == "WARNING"
+    assert text.count("We have maxed it out to 0.01") == 1
+    assert [start for starts in VLLM_NOISE.values() for start in starts if start in text] == []
+
+
+@pytest.mark.vllm
+def test_a_logging_level_that_the_user_set_stays() -> None:
+    assert logged(VLLM_LOGGING_LEVEL="ERROR")[0] == "ERROR"
+    level, text = logged(VLLM_LOGGING_LEVEL="WARNING")
+    assert level == "WARNING" and "Enforce eager set" in text

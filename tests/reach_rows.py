@@ -98,7 +98,7 @@ class Row:
     def check(self, before: Any, after: Any) -> None:
         if isinstance(self.expected, tuple):
             assert self.expected[0] != self.expected[1], "a row must expect a change"
-            assert (before, after) == self.expected
+            assert (before, after) == self.expected, (before, after)
         else:
             assert self.expected(before, after), (before, after)
 

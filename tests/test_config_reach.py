@@ -70,7 +70,7 @@ def gpu_argument(name: str) -> Observe:
 
 def sampling(name: str) -> Observe:
     """The values of a field of `SamplingParams` in the first rollout."""
-    return lambda run: {getattr(params, name) for _, params in run.llms[0].requests[0]}
+    return lambda run: {getattr(params, name) for params in run.requests()[1]}
 
 
 def metric(name: str) -> Observe:
@@ -98,9 +98,9 @@ def modules(kind: type) -> Observe:
     return lambda run: sum(isinstance(module, kind) for module in run.trainer.policy.model.modules())
 
 
-def prompts_in(first: int, count: int, call: int = 0) -> Observe:
+def prompts_in(first: int, count: int, doing: str = "rollout") -> Observe:
     """Whether all prompts of a call begin with the tokens of one file."""
-    return lambda run: {prompt[0] for prompt in run.prompts(call)} <= set(range(first, first + count))
+    return lambda run: {prompt[0] for prompt in run.prompts(doing)} <= set(range(first, first + count))
 
 
 def centred(run: Run) -> bool:
@@ -156,7 +156,10 @@ LOCAL: Table = {
     "model.gradient_checkpointing": Row(True, lambda run: len(run.notes.forwards["update"]), (4, 8)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row(
-        "other_val.parquet", each(prompts_in(43, 3), prompts_in(53, 3)), ([True, False], [False, True]), EVALUATED
+        "other_val.parquet",
+        each(prompts_in(43, 3, "eval"), prompts_in(53, 3, "eval")),
+        ([True, False], [False, True]),
+        EVALUATED,
     ),
     "data.train_batch_size": Row(6, each(lambda run: len(run.prompts()), updates), ([8, 2], [12, 3])),
     "data.max_prompt_length": Row(
@@ -186,7 +189,7 @@ LOCAL: Table = {
         ([{1.0}, True, True], [{0.5}, True, True]),
         {"optim.lr": 0.0},
     ),
-    "rollout.top_p": Row(0.5, sampling("top_p"), ({1.0}, {0.5})),
+    "rollout.top_p": Row(0.5, sampling("top_p"), ({1.0}, {0.5}), {"quant.align": "model"}),
     "rollout.val_temperature": Refused(0.5, "one greedy response a prompt"),
     "rollout.max_num_seqs": Row(7, argument("max_num_seqs"), (256, 7)),
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (4096, 5000)),
@@ -244,13 +247,17 @@ LOCAL: Table = {
     "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
     "actor.seq_tis_imp_ratio_cap": Row(
-        1.2,
+        1.05,
         each(metric("actor/seq_tis_above_cap_frac"), metric("actor/grad_norm")),
-        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 0.01,
-        stub={"noise": 0.5},
+        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 1e-3,
+        stub={"noise": 0.1},
     ),
     "actor.mismatch_outside_cap": Row(
-        "drop", metric("actor/grad_norm"), lambda b, a: b > 0 and a == 0, stub={"noise": 1.0}
+        "drop",
+        metric("actor/grad_norm"),
+        lambda b, a: b > 0 and a == 0,
+        {"actor.seq_tis_imp_ratio_cap": 1.05},
+        {"noise": 0.1},
     ),
     "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
     "algorithm.adv_estimator": Refused("gae", "grpo"),
@@ -301,7 +308,7 @@ LOCAL: Table = {
     STEPS: Row(3, steps_with("actor/lr"), ([1], [1, 2, 3])),
     "trainer.test_freq": Row(2, steps_with("val/accuracy"), ([], [2, 4, 5]), {STEPS: 5}),
     "trainer.val_before_train": Row(True, steps_with("val/accuracy"), ([], [0, 1])),
-    "trainer.val_max_prompts": Row(2, lambda run: len(run.prompts()), (3, 2), EVALUATED),
+    "trainer.val_max_prompts": Row(2, lambda run: len(run.prompts("eval")), (3, 2), EVALUATED),
     "trainer.logger": [
         Row(["tensorboard"], files("tensorboard"), ([], ["tensorboard"])),
         Row(["console"], says("step 1/1"), (False, True)),

@@ -49,7 +49,8 @@ class PolicyAsLLM:
         EngineArgs(**arguments)
         self.arguments = arguments
         self.eager_helpers = torch._dynamo.config.disable
-        self.requests: list[list[tuple[list[int], Any]]] = []
+        self.requests: list[tuple[str, list[list[int]], list[Any]]] = []
+        """Of each call: what it was for (`Trainer.doing`), prompts and vLLM's parameters."""
         hf_config = AutoConfig.from_pretrained(arguments["model"])
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), engine_core=core)
@@ -58,9 +59,12 @@ class PolicyAsLLM:
     def reset_prefix_cache(self) -> bool:
         return True
 
+    def get_metrics(self) -> list[Any]:
+        return []
+
     def generate(self, requests: list[Any], params: list[Any], use_tqdm: bool = False) -> list[Any]:
         prompts = [request["prompt_token_ids"] for request in requests]
-        self.requests.append(list(zip(prompts, params, strict=True)))
+        self.requests.append((Trainer.doing, prompts, params))
         if PolicyAsLLM.failures:
             PolicyAsLLM.failures -= 1
             raise RuntimeError("made to fail")
@@ -87,16 +91,15 @@ class PolicyAsLLM:
 
 
 def processed(logits: torch.Tensor, params: Any) -> torch.Tensor:
-    """Log-probs [V] of what is sampled from: temperature, then top-k, then top-p; greedy is one token at 0."""
+    """Log-probs [V] of what is sampled from: temperature, then vLLM's own top-k and top-p; greedy is one token at 0."""
     if params.temperature == 0:
         return torch.full_like(logits, -torch.inf).scatter(0, logits.argmax(0, keepdim=True), 0.0)
-    logits = logits / params.temperature
-    order = logits.argsort(descending=True)
-    before = logits[order].softmax(0).cumsum(0) - logits[order].softmax(0)
-    dropped = order[before >= params.top_p] if params.top_p < 1 else order[:0]
-    if params.top_k > 0:
-        dropped = torch.cat([dropped, order[params.top_k :]])
-    return logits.index_fill(0, dropped, -torch.inf).log_softmax(0)
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    k = torch.tensor([params.top_k]) if params.top_k > 0 else None
+    p = torch.tensor([params.top_p]) if params.top_p < 1 else None
+    kept: torch.Tensor = apply_top_k_top_p_pytorch(logits[None] / params.temperature, k, p)
+    return kept[0].log_softmax(0)
 
 
 def completion(row: list[int], log_probs: list[float]) -> Any:
@@ -140,6 +143,7 @@ class Trainer(local.LocalTrainer):
     """What it does is written down: the forwards of each phase, the batches, and each update."""
 
     made: list[Trainer]
+    doing = ""
 
     def __init__(self, config: Config, parts: RunParts) -> None:
         self.notes = Notes()
@@ -168,9 +172,14 @@ class Trainer(local.LocalTrainer):
         return {name: tensor.detach().float().clone() for name, tensor in weights.items()}
 
     def rollout(self, **more: Any) -> Any:
+        Trainer.doing = "rollout"
         batch, metrics = super().rollout(**more)
         self.batches.append(batch)
         return batch, metrics
+
+    def evaluate(self) -> dict[str, float]:
+        Trainer.doing = "eval"
+        return super().evaluate()
 
     def old_log_probs(self, *arguments: Any, **more: Any) -> Any:
         self.notes.phase = "old_log_prob"
@@ -210,9 +219,12 @@ class Run:
         """Of each step, the step before training too, if it is logged."""
         return read_metrics(self.run_dir)
 
-    def prompts(self, call: int = 0) -> list[list[int]]:
-        """Those of a call of `LLM.generate`."""
-        return [prompt for prompt, _ in self.llms[0].requests[call]]
+    def requests(self, doing: str = "rollout") -> tuple[list[list[int]], list[Any]]:
+        """Prompts and sampling parameters of the first rollout or evaluation."""
+        return next((prompts, params) for what, prompts, params in self.llms[0].requests if what == doing)
+
+    def prompts(self, doing: str = "rollout") -> list[list[int]]:
+        return self.requests(doing)[0]
 
     def files(self, pattern: str) -> list[str]:
         """Names in the run folder."""
@@ -228,7 +240,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
         patch.setattr("vllm.LLM", PolicyAsLLM)
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(local, "LocalTrainer", Trainer)
-        PolicyAsLLM.made, Trainer.made = [], []
+        PolicyAsLLM.made, Trainer.made, Trainer.doing = [], [], ""
         for name, value in ({"failures": 0, "noise": 0.0} | stub).items():
             patch.setattr(PolicyAsLLM, name, value)
         try:

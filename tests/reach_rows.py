@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +31,27 @@ trainer: {total_training_steps: 1, val_before_train: false, logger: [], plots: f
 """
 
 REWARDS = """
+import time
+
 def small_numbers(data_source, solution_str, ground_truth, extra_info=None):
     words = solution_str.split()
     return sum(int(word[1:]) < 20 for word in words) / (len(words) + 1)
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
     return float(10 + len(solution_str.split()))
+
+def slow(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.1)
+    return 0.5
+"""
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import Qwen3Config
+Path("own_code_ran").touch()
+
+class OwnConfig(Qwen3Config):
+    pass
 """
 
 
@@ -53,6 +70,11 @@ def make_files(folder: Path) -> None:
     for name, family in (("model", "qwen3"), ("llama", "llama")):
         save_random_model(folder / name, family)
     (folder / "rewards.py").write_text(REWARDS)
+    shutil.copytree(folder / "model", folder / "own_code")
+    (folder / "own_code" / "own.py").write_text(OWN_CODE)
+    hf_config = json.loads((folder / "model" / "config.json").read_text())
+    hf_config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "own_code" / "config.json").write_text(json.dumps(hf_config))
     for name, first, rows in (("train", 3, 7), ("other", 33, 7), ("val", 43, 3), ("other_val", 53, 3)):
         content = [
             {
@@ -98,7 +120,7 @@ class Row:
     def check(self, before: Any, after: Any) -> None:
         if isinstance(self.expected, tuple):
             assert self.expected[0] != self.expected[1], "a row must expect a change"
-            assert (before, after) == self.expected
+            assert (before, after) == self.expected, (before, after)
         else:
             assert self.expected(before, after), (before, after)
 

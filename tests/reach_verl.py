@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
+import gc
 import io
 import json
 import os
@@ -100,7 +102,7 @@ class Verl:
     @functools.cached_property
     def events(self) -> list[tuple[str, int]]:
         """What verl's training loop does at which step: `step`, `validate`, `save`."""
-        trainer, events = self.trainer, []
+        trainer, events = copy.copy(self.trainer), []
 
         def note(what: str, answer: Any = None) -> Any:
             def noted(*arguments: Any, **more: Any) -> Any:
@@ -131,8 +133,9 @@ class Verl:
         def save(path: str, remote: Any, step: int, max_ckpt_to_keep: Any) -> None:
             found.update(path=os.path.relpath(Path(path).parent), keep=max_ckpt_to_keep)
 
-        self.trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=save)
-        self.trainer._save_checkpoint()
+        trainer = copy.copy(self.trainer)
+        trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=save)
+        trainer._save_checkpoint()
         return found
 
     @functools.cached_property
@@ -141,9 +144,10 @@ class Verl:
         for step in (1, 2):
             Path(f"runs/reach/checkpoints/global_step_{step}").mkdir(parents=True, exist_ok=True)
         Path("runs/reach/checkpoints/latest_checkpointed_iteration.txt").write_text("2")
-        self.trainer.actor_rollout_wg = SimpleNamespace(load_checkpoint=lambda **more: None)
-        self.trainer._load_checkpoint()
-        return int(self.trainer.global_steps)
+        trainer = copy.copy(self.trainer)
+        trainer.actor_rollout_wg = SimpleNamespace(load_checkpoint=lambda **more: None)
+        trainer._load_checkpoint()
+        return int(trainer.global_steps)
 
     @functools.cached_property
     def pools(self) -> dict[str, list[int]]:
@@ -298,8 +302,8 @@ def tq_replaced(module: str, store: Store) -> Any:
 
 
 class Actor:
-    """verl's actor worker through the training steps of a run: old log-probs, advantages, updates, each as verl's trainer
-    asks for it. The responses are random; `noise` sets the rollout's log-probs apart, up and down in turn."""
+    """verl's actor worker through the training steps of a run: old log-probs, advantages and updates as verl's trainer
+    asks for them. The responses are random; `noise` sets the rollout's log-probs apart, up and down in turn."""
 
     def __init__(self, verl: Verl) -> None:
         from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -381,6 +385,14 @@ class Actor:
         return float(torch.nn.utils.get_total_norm(gradients))
 
 
+def compose_once() -> None:
+    """Hydra reads verl's files at every composition: here it does once, which is a third of the time."""
+    import hydra
+
+    compose = functools.cache(hydra.compose)
+    hydra.compose = lambda config_name: copy.deepcopy(compose(config_name=config_name))
+
+
 def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
     """For each row of `keys`, by its place in the table, what it observes before and after, or the traceback."""
     from test_config_reach_verl import ROWS
@@ -390,6 +402,11 @@ def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
     torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1, store=store)
     make_files(folder)
     os.chdir(folder)
+    compose_once()
+    import verl.trainer.main_ppo  # noqa: F401  what is collected in vain
+
+    gc.collect()
+    gc.freeze()  # verl collects whenever it builds an actor
     made: dict[str, Verl] = {}
     found: dict[str, Any] = {}
     for parameter in ROWS:

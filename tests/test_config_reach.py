@@ -70,7 +70,7 @@ def gpu_argument(name: str) -> Observe:
 
 def sampling(name: str) -> Observe:
     """The values of a field of `SamplingParams` in the first rollout."""
-    return lambda run: {getattr(params, name) for _, params in run.llms[0].requests[0]}
+    return lambda run: {getattr(params, name) for params in run.requests()[1]}
 
 
 def metric(name: str) -> Observe:
@@ -98,9 +98,9 @@ def modules(kind: type) -> Observe:
     return lambda run: sum(isinstance(module, kind) for module in run.trainer.policy.model.modules())
 
 
-def prompts_in(first: int, count: int, call: int = 0) -> Observe:
+def prompts_in(first: int, count: int, doing: str = "rollout") -> Observe:
     """Whether all prompts of a call begin with the tokens of one file."""
-    return lambda run: {prompt[0] for prompt in run.prompts(call)} <= set(range(first, first + count))
+    return lambda run: {prompt[0] for prompt in run.prompts(doing)} <= set(range(first, first + count))
 
 
 def centred(run: Run) -> bool:
@@ -130,6 +130,12 @@ def group_size(run: Run) -> int:
     return quantization(run)["config_groups"]["group_0"]["weights"]["group_size"]
 
 
+UNMOVED = {"optim.lr": 0.0, "quant.align": "model"}
+AGREE = (
+    lambda run: metric("mismatch/abs_max")(run) < 0.02,
+    lambda run: metric("actor/seq_ratio_abs_dev_max")(run) < 1e-3,
+)
+"""Trainer and engine have the same log-probs, and without learning the ratio stays 1."""
 ONE_PROCESS = "one process on one device"
 
 LOCAL: Table = {
@@ -153,10 +159,17 @@ LOCAL: Table = {
         each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),
         (["model", "Qwen3ForCausalLM"], ["llama", "LlamaForCausalLM"]),
     ),
+    "model.trust_remote_code": [
+        Row(True, argument("trust_remote_code"), (False, True)),
+        Row(True, lambda run: (run.folder / "own_code_ran").exists(), (False, True), {"model.path": "own_code"}),
+    ],
     "model.gradient_checkpointing": Row(True, lambda run: len(run.notes.forwards["update"]), (4, 8)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row(
-        "other_val.parquet", each(prompts_in(43, 3), prompts_in(53, 3)), ([True, False], [False, True]), EVALUATED
+        "other_val.parquet",
+        each(prompts_in(43, 3, "eval"), prompts_in(53, 3, "eval")),
+        ([True, False], [False, True]),
+        EVALUATED,
     ),
     "data.train_batch_size": Row(6, each(lambda run: len(run.prompts()), updates), ([8, 2], [12, 3])),
     "data.max_prompt_length": Row(
@@ -174,19 +187,17 @@ LOCAL: Table = {
     "data.prompt_key": Row("question", lambda run: {p[-1] for p in run.prompts()} == {63}, (False, True)),
     "data.filter_overlong_prompts": Row(True, lambda run: run.code, (2, 0), {"data.max_prompt_length": 3}),
     "reward.function": Row("rewards.py:length", lambda run: metric("critic/score/min")(run) >= 10, (False, True)),
+    "reward.timeout_s": Row(0.05, lambda run: run.code, (0, 2), {"reward.function": "rewards.py:slow"}),
     "rollout.n": Row(3, lambda run: [run.prompts().count(prompt) for prompt in run.prompts()], ([2] * 8, [3] * 12)),
     "rollout.temperature": Row(
         0.5,
-        # The old log-probs follow it, and so does the update: both sides agree, and the ratio stays 1.
-        each(
-            sampling("temperature"),
-            lambda run: metric("mismatch/abs_max")(run) < 0.02,
-            lambda run: metric("actor/seq_ratio_abs_dev_max")(run) < 1e-3,
-        ),
+        each(sampling("temperature"), *AGREE),
         ([{1.0}, True, True], [{0.5}, True, True]),
-        {"optim.lr": 0.0},
+        UNMOVED,
     ),
-    "rollout.top_p": Row(0.5, sampling("top_p"), ({1.0}, {0.5})),
+    # The trainer follows both, in the old log-probs and in the update.
+    "rollout.top_p": Row(0.5, each(sampling("top_p"), *AGREE), ([{1.0}, True, True], [{0.5}, True, True]), UNMOVED),
+    "rollout.top_k": Row(3, each(sampling("top_k"), *AGREE), ([{0}, True, True], [{3}, True, True]), UNMOVED),
     "rollout.val_temperature": Refused(0.5, "one greedy response a prompt"),
     "rollout.max_num_seqs": Row(7, argument("max_num_seqs"), (256, 7)),
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (4096, 5000)),
@@ -228,6 +239,7 @@ LOCAL: Table = {
         ([14, 5, "model"], [0, 0, "off"]),
         W4A16,
     ),
+    "quant.mismatch_limit": Row(0.05, lambda run: run.code, (0, 2), stub={"noise": 0.1}),
     "actor.ppo_mini_batch_size": Row(4, updates, (2, 1)),
     "actor.ppo_micro_batch_size_per_gpu": Row(4, forwards("update"), ([2] * 4, [4] * 2)),
     "actor.log_prob_micro_batch_size_per_gpu": Row(8, forwards("old_log_prob"), ([4, 4], [8])),
@@ -244,13 +256,17 @@ LOCAL: Table = {
     "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
     "actor.seq_tis_imp_ratio_cap": Row(
-        1.2,
+        1.05,
         each(metric("actor/seq_tis_above_cap_frac"), metric("actor/grad_norm")),
-        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 0.01,
-        stub={"noise": 0.5},
+        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 1e-3,
+        stub={"noise": 0.1},
     ),
     "actor.mismatch_outside_cap": Row(
-        "drop", metric("actor/grad_norm"), lambda b, a: b > 0 and a == 0, stub={"noise": 1.0}
+        "drop",
+        metric("actor/grad_norm"),
+        lambda b, a: b > 0 and a == 0,
+        {"actor.seq_tis_imp_ratio_cap": 1.05},
+        {"noise": 0.1},
     ),
     "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
     "algorithm.adv_estimator": Refused("gae", "grpo"),
@@ -301,7 +317,7 @@ LOCAL: Table = {
     STEPS: Row(3, steps_with("actor/lr"), ([1], [1, 2, 3])),
     "trainer.test_freq": Row(2, steps_with("val/accuracy"), ([], [2, 4, 5]), {STEPS: 5}),
     "trainer.val_before_train": Row(True, steps_with("val/accuracy"), ([], [0, 1])),
-    "trainer.val_max_prompts": Row(2, lambda run: len(run.prompts()), (3, 2), EVALUATED),
+    "trainer.val_max_prompts": Row(2, lambda run: len(run.prompts("eval")), (3, 2), EVALUATED),
     "trainer.logger": [
         Row(["tensorboard"], files("tensorboard"), ([], ["tensorboard"])),
         Row(["console"], says("step 1/1"), (False, True)),

@@ -27,6 +27,7 @@ has changed: update the mutant), tests that fail without a mutant, or a bad file
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -49,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60.0
 # Folders that git ignores and tests read.
 SHARED = ("models", "data")
+_TIMES = itertools.count(1)
 
 Result = TypeVar("Result")
 
@@ -99,8 +101,7 @@ class Runner:
 
     def python(self, copy: Path, arguments: list[str]) -> tuple[int | None, float, str]:
         path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
-        # No bytecode: a mutant of the same length within a second would go unnoticed.
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": path}
         start, code = time.perf_counter(), None
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
@@ -138,12 +139,15 @@ class Runner:
     def judge(self, copy: Path, mutant: Mutant) -> Outcome:
         """The outcome of `mutant` in `copy`, which is as before afterwards."""
         path = copy / mutant.file
-        original = path.read_text(encoding="utf-8")
+        original, stat = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(mutant.source(copy), encoding="utf-8")
+        # Bytecode is kept by time and size: without another time a mutant of the same size would not run.
+        os.utime(path, (next(_TIMES),) * 2)
         try:
             code, seconds, output = self.pytest(copy, mutant.tests)
         finally:
             path.write_text(original, encoding="utf-8")
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
         by = f"over {self.limit:.0f} s" if code is None else first[1] if first else f"exit code {code}"
         status = "survived" if code == 0 else "killed" if code is not None or mutant.hangs else "slow"

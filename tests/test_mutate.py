@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -58,24 +59,18 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     return Tree(tmp_path)
 
 
-def test_a_killed_mutant_is_told_with_its_test(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tree.run(KILLED) == 0
+def test_killed_mutants_are_told_with_their_test_and_survivors_once_more(
+    tree: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: mutants of one size within a second, which bytecode would hide, and tests that import in a subprocess."""
+    product = KILLED | {"id": "product", "new": "a * b", "tests": ["tests/test_thing.py", "-k", "subprocess"]}
+    assert tree.run(KILLED, product, SURVIVES, options=("--jobs", "1")) == 1
     output = capsys.readouterr().out
     assert "green    tests/test_thing.py: 3 passed" in output
-    assert "1 mutants, 1 killed" in output and "tests/test_thing.py::test_add" in output
+    assert re.search("killed   sum .* tests/test_thing.py::test_add", output)
+    assert re.search("killed   product .* tests/test_thing.py::test_in_a_subprocess", output)
+    assert "survived order" in output.partition("3 mutants, 2 killed")[2] and "thing/code.py: nothing" in output
     assert (tree.root / "thing" / "code.py").read_text() == CODE
-
-
-def test_subprocesses_of_the_tests_import_the_mutant(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tree.run(KILLED | {"tests": ["tests/test_thing.py", "-k", "subprocess"]}) == 0
-    assert "test_in_a_subprocess" in capsys.readouterr().out
-
-
-def test_a_survivor_is_listed_and_is_exit_code_1(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tree.run(KILLED, SURVIVES, options=("--jobs", "2")) == 1
-    output = capsys.readouterr().out
-    assert "2 mutants, 1 killed" in output
-    assert "survived order" in output.partition("1 killed")[2] and "thing/code.py: nothing" in output
 
 
 def test_an_argued_survivor_is_listed_and_is_no_failure(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:

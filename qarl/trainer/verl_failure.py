@@ -1,7 +1,7 @@
 """What ended a verl run, as one message where a user can do something about it.
 
 verl's trainer is a Ray task: whatever is raised in one of its processes arrives wrapped, once for each process that it
-came through, with a traceback of all of them.
+came through, with a traceback of all of them. The class that Ray makes for it is also that of the cause.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ def as_user_error(failure: BaseException) -> UserError | None:
     import zmq
 
     error = failure
-    while isinstance(cause := getattr(error, "cause", None), BaseException) and not isinstance(error, UserError):
-        error = cause
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return None
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
     if isinstance(error, UserError):
         return error
     if isinstance(error, zmq.Again):

@@ -124,8 +124,6 @@ def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels
         return why_not
     if "reference" in kernels:
         return "some linears run the reference kernel, not the one of the engine"
-    if torch.cpu._is_amx_tile_supported():
-        return "was built against vLLM's vector kernels, and on this CPU vLLM picks those for AMX tiles"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, with which vLLM's own attention varies with its batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -35,7 +35,7 @@ from qarl.kernels.vllm_cuda import (
     VllmMacheteLinear,
     VllmMarlinLinear,
 )
-from qarl.kernels.vllm_ops import VllmCpuInt8Linear, VllmCpuWNA16Linear
+from qarl.kernels.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 
 
 class LinearKernel(Protocol):
@@ -87,6 +87,7 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
         ReferenceW4A16Linear,
     ),
     "w8a8": (
+        VllmCpuInt8TilesLinear,
         VllmCpuInt8Linear,
         VllmCutlassInt8Linear,
         TorchInt8Linear,

@@ -13,6 +13,9 @@ W8A8 on CPU is a oneDNN product behind a handler that has packed the weight. vLL
 epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by one
 where it has done sixteen). Ours is of the kind for static activation scales, with FP32 output and a scale of one, and
 the token scales are applied here: the same bits in less time.
+
+On CPUs with AMX tiles vLLM runs W8A8 through `int8_scaled_mm_with_quant` instead, which quantizes activations and
+scales products in its own way. A row's result depends on no other row there either.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize
+from qarl.kernels.activations import dequantize, quantize_int8_cuda
 from qarl.kernels.cpu import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import configure_vllm_process
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
+_TILE_CHANNELS = 32  # what int8_scaled_mm_with_quant takes at a time
 
 
 class PreparedWNA16(NamedTuple):
@@ -37,6 +42,14 @@ class PreparedWNA16(NamedTuple):
 
     weight: torch.Tensor
     scales: torch.Tensor
+
+
+class PreparedInt8Tiles(NamedTuple):
+    """`weight` in the operator's blocks, with rows of zeros up to a multiple of 32; `scale` FP32 [rows, 1]."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    out_features: int
 
 
 class PreparedInt8(NamedTuple):
@@ -110,7 +123,7 @@ class VllmCpuInt8Linear:
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         if _int8_tiles_serve(shape):
-            return "on CPUs with AMX vLLM runs int8_scaled_mm_with_quant, which scales in another order"
+            return "on CPUs with AMX vLLM runs int8_scaled_mm_with_quant"
         return int8_unavailable(device) or _cpu_ops_missing("create_onednn_scaled_mm_handler")
 
     @staticmethod
@@ -136,6 +149,46 @@ class VllmCpuInt8Linear:
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
         return dequantize(*_quantize_int8(x))
+
+
+class VllmCpuInt8TilesLinear:
+    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel runs on CPUs with AMX."""
+
+    name = "vllm_cpu_int8_tiles"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if not _int8_tiles_serve(shape):
+            return "vLLM runs it on CPUs with AMX, for N in multiples of 16 and K in multiples of 32"
+        return _cpu_ops_missing("int8_scaled_mm_with_quant")
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8Tiles:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        # The operator takes blocks of 32 channels. vLLM fills them by fusing layers; here a layer is alone.
+        padding = (0, 0, 0, -len(weight) % _TILE_CHANNELS)
+        packed = torch.ops._C.convert_weight_packed(F.pad(weight, padding))
+        return PreparedInt8Tiles(packed, F.pad(scale, padding), len(weight))
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        weight, scale, out_features = prepared
+        if not len(x):
+            return x.new_empty(0, out_features)
+        if bias is not None:
+            bias = F.pad(bias.float(), (0, len(scale) - out_features))
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y: torch.Tensor = torch.ops._C.int8_scaled_mm_with_quant(x, weight, scale, bias, x.dtype, True)
+        return y if len(scale) == out_features else y[:, :out_features].contiguous()
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        """But for one value in 3,000, next to the middle of two integers, which the operator rounds otherwise."""
+        return dequantize(*quantize_int8_cuda(x))
 
 
 def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
             # Lets vLLM run its worker inside the engine's process, which it otherwise refuses on CPU: one import less.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
+            "VLLM_CPU_INT4_W4A8": "0",
         }
     elif platform := os.environ.get("VERL_PLATFORM"):
         defaults["VERL_PLATFORM"] = platform

@@ -21,6 +21,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
+from qarl.process import allow_matrix_tiles
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.manifest import check_same_layers, expected_manifest
 from qarl.rollout.receive import WeightReceiver, flatten_kv_caches
@@ -33,6 +34,10 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
     model_runner: Any
     device: Any
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        allow_matrix_tiles()  # before vLLM loads and warms up the model
+        return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False

@@ -24,13 +24,22 @@ os.environ["VERL_PLATFORM"] = "cpu"
 run, handle, rounds, folder, output = sys.argv[1:]
 os.environ |= {"RAY_RAYLET_PID": run, "RAY_JOB_ID": "01000000", "QARL_PUBLISH_TIMEOUT": "1"}
 
-import torch
-import verl  # noqa: F401
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+import torch  # noqa: E402
+import verl  # noqa: E402, F401
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # noqa: E402
+    BucketedWeightReceiver,
+    BucketedWeightSender,
+)
 
-from qarl.verl_plugin import publishing
-from qarl.verl_plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts
-from qarl.verl_plugin.transport import decode, encode
+from qarl.verl_plugin import publishing  # noqa: E402
+from qarl.verl_plugin.publishing import (  # noqa: E402
+    Publication,
+    guarded,
+    publish_timeout,
+    run_identity,
+    socket_timeouts,
+)
+from qarl.verl_plugin.transport import decode, encode  # noqa: E402
 
 publishing.SOCKET_FOLDER = Path(folder)
 names = [f"model.layers.{i}.weight" for i in range(3)]

@@ -97,12 +97,13 @@ def main() -> None:
     names = ("first", "second")
     runs = [start(name, model, args) for name, model in zip(names, models, strict=True)]
     found = {name: result(name, run.wait(), args.root) for name, run in zip(names, runs, strict=True)}
-    report = {"runs": found, "other_model_abs_mean": other_model_abs_mean(models)}
-    report["ok"] = all(one["ok"] for one in found.values()) and report["other_model_abs_mean"] > 1
+    apart = other_model_abs_mean(models)
+    ok = all(one["ok"] for one in found.values()) and apart > 1
+    report = {"runs": found, "other_model_abs_mean": apart, "ok": ok}
     print(json.dumps(report))
     if args.output:
         write_json(args.output, report)
-    sys.exit(0 if report["ok"] else 1)
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

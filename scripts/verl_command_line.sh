@@ -3,7 +3,8 @@
 # On a CPU. More keys go behind: scripts/verl_command_line.sh trainer.total_training_steps=5
 set -e
 export VERL_PLATFORM=cpu TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
-export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 VLLM_CPU_INT4_W4A8=0
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     'hydra.searchpath=[pkg://qarl.verl_plugin.hydra]' +qarl=w4a16 +qarl_machine=cpu \

@@ -300,9 +300,9 @@ def test_a_dry_run_says_what_is_missing():
 
 
 def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
-    nested = {"actor_rollout_ref": {"rollout": {"top_k": 50}}, "+trainer.extra": 1, "trainer.val_only": True}
+    nested = {"actor_rollout_ref": {"rollout": {"ignore_eos": True}}, "+trainer.extra": 1, "trainer.val_only": True}
     resolved = verl_config(quickstart(verl=nested), on_cpu=True)
-    assert resolved.actor_rollout_ref.rollout.top_k == 50
+    assert resolved.actor_rollout_ref.rollout.ignore_eos is True
     assert resolved.trainer.extra == 1 and resolved.trainer.val_only is True
     with pytest.raises(UserError, match=r"verl\.trainer\.total_step"):
         verl_config(quickstart(verl={"trainer.total_step": 1}), on_cpu=True)
@@ -310,6 +310,38 @@ def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
     assert on_command_line.verl == {"actor_rollout_ref.rollout.top_k": 40}
     with pytest.raises(UserError, match="backend=local has nothing to do"):
         load_config(["config=quickstart.yaml", "verl.trainer.val_only=true"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.rollout.top_p", 0.9),
+        ("actor_rollout_ref.rollout.top_k", 20),
+        ("actor_rollout_ref.rollout.temperature", 0.005),
+        ("trainer.v1.trainer_mode", "colocate_async"),
+        ("trainer.v1.trainer_mode", "separate_async"),
+        ("trainer.use_v1", False),
+    ],
+)
+def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
+    with pytest.raises(UserError, match="does not go with backend=verl") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where == f"verl.{key}"
+
+
+@pytest.mark.parametrize("key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"])
+def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
+    sampler = verl_config(quickstart(), on_cpu=True).trainer.v1.sampler
+    assert sampler.custom_sampler.name == "PromptReplayBuffer"
+    sampler = verl_config(quickstart(verl={key: True}), on_cpu=True).trainer.v1.sampler
+    assert sampler.custom_sampler.path is None and sampler.custom_sampler.name is None
+
+
+def test_the_mismatch_limit_reaches_the_workers_settings():
+    for limit in (None, 0.25):
+        resolved = verl_config(quickstart(**{"quant.mismatch_limit": limit}), on_cpu=True)
+        settings = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor.fsdp_config).quant
+        assert settings.mismatch_limit == limit
 
 
 def test_what_verls_own_checks_say_is_an_error_of_ours():
@@ -388,6 +420,31 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     machine = yaml.safe_load((ROOT / "qarl/verl_plugin/hydra/qarl_machine/cpu.yaml").read_text())
     for key, value in flat(machine).items():
         assert named[key] == OmegaConf.select(group, key), (key, value)
+
+
+def test_hydra_finds_the_groups_without_a_warning():
+    """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+
+    for package in ("qarl.verl_plugin.hydra", "pkg://qarl.verl_plugin.hydra"):
+        source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
+        assert source.available() and source.is_config("qarl/w4a16")
+
+
+def test_the_groups_are_in_the_package_that_is_built():
+    import tomllib
+
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl_plugin/hydra").rglob("*.yaml")}
+    packaged = {
+        path.relative_to(ROOT).as_posix()
+        for package, patterns in tools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    assert len(files) == 5 and files <= packaged
+    modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
+    assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])
 
 
 def flat(node: dict, prefix: str = "") -> dict[str, object]:

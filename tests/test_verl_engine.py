@@ -28,7 +28,7 @@ from qarl.trainer.policy import Policy
 pytest.importorskip("verl")
 pytestmark = needs_w4a16_cpu
 
-QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "model"}
+QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "model", "mismatch_limit": 100.0}
 BANDS = {"seq_clip_ratio_high": 0.02, "neg_seq_clip_ratio_low": 0.02, "neg_seq_clip_ratio_high": 0.02}
 EMPTY = 5
 

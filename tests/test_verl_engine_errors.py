@@ -9,12 +9,16 @@ import torch
 
 pytest.importorskip("verl")
 
+from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import logprobs_from_logits_v2
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
+from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl_plugin import engine as plugin_engine
 from qarl.verl_plugin.config import QuantFSDPEngineConfig
-from qarl.verl_plugin.engine import QaRLFSDPEngine, check_engine_config, register
+from qarl.verl_plugin.engine import QaRLFSDPEngine, check_engine_config, refuse_dead, register
+from qarl.verl_plugin.outputs import chosen_log_probs
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 
@@ -58,12 +62,67 @@ def test_settings_that_would_be_dropped_in_silence(settings, key):
 def test_bf16_logits_reach_nothing_but_flash_attns_kernel(monkeypatch, flash, one, dtype):
     monkeypatch.setattr(plugin_engine, "flash_cross_entropy", lambda: flash)
     monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, output, *rest: output)
+    monkeypatch.setattr(QaRLFSDPEngine, "_outputs_by_log_softmax", lambda self, output, *rest: output)
     engine = quantized_engine()
     engine.model_config = SimpleNamespace(tokenizer=range(6))
     output = SimpleNamespace(logits=torch.zeros(1, 3, 8, dtype=torch.bfloat16))
     logits = engine.prepare_model_outputs(output, {"temperature_is_one": one}, None, None).logits
     assert logits.dtype == dtype
     assert (logits[..., :6] == 0).all() and (logits[..., 6:] < -1e29).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([1.0, 0.3, 1.7])])
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
+    """verl's, logits less logsumexp, have not."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 9, 2])
+    total = int(lengths.sum())
+    tokens, logits = torch.randint(64, (total,), generator=random), 5 * torch.randn(total, 64, generator=random)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    micro_batch = tu.get_tensordict({"input_ids": torch.nested.nested_tensor_from_jagged(tokens, offsets)}, {})
+    tu.assign_non_tensor(micro_batch, use_remove_padding=packed)
+    each = temperature if isinstance(temperature, torch.Tensor) else torch.full((3,), temperature)
+    output_args = {"input_ids_rmpad_rolled": tokens, "temperature": each, "temperature_is_one": bool((each == 1).all())}
+    if packed:
+        given = torch.cat([logits, torch.zeros(3, 64)])[None]  # three places that fill the packed row up
+        output_args |= {"pad_size": 3, "temperature_rmpad": torch.cat([each.repeat_interleave(lengths), torch.ones(3)])}
+        output_args["input_ids_rmpad_rolled"] = torch.cat([tokens, torch.zeros(3, dtype=torch.int64)])
+    else:
+        given = torch.nested.nested_tensor_from_jagged(logits, offsets).to_padded_tensor(0.0)
+    found = chosen_log_probs(given, output_args, micro_batch, lambda chosen, pad_size: chosen[: len(chosen) - pad_size])
+    expected, verls = [], []
+    for row, labels, one in zip(logits.split(lengths.tolist()), tokens.split(lengths.tolist()), each, strict=True):
+        expected.append(log_probs_of_logits(row, labels, temperature=float(one))[0])
+        verls.append(logprobs_from_logits_v2(row / one, labels))
+    assert torch.equal(found.offsets(), offsets) and torch.equal(found.values(), torch.cat(expected))
+    assert not torch.equal(torch.cat(verls), torch.cat(expected))
+
+
+def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
+    engine = quantized_engine()
+    engine.align = "model"
+    with caplog.at_level("WARNING", logger="qarl.verl_plugin"):
+        assert not engine._check_mismatch(1e-4, 50.0)
+        assert engine._check_mismatch(0.02, 50.0)
+    assert "mean |δ| between trainer and engine is 0.02" in caplog.text
+    with pytest.raises(UserError, match="disagree"):
+        engine._check_mismatch(float("nan"), 50.0, before_first_update=True)
+
+
+def test_servers_that_do_not_answer_are_not_published_to():
+    refuse_dead({})
+    with pytest.raises(UserError, match="1 rollout servers have stopped") as caught:
+        refuse_dead({"vllm_server_0_0": "EngineDeadError: EngineCore encountered an issue"})
+    assert "vllm_server_0_0: EngineDeadError" in caught.value.where
+
+
+def test_fsdp1_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cpu")
+    engine = object.__new__(QaRLFSDPEngine)
+    engine.engine_config = SimpleNamespace(strategy="fsdp", mixed_precision=None)
+    with pytest.raises(UserError, match="strategy=fsdp does not run without GPUs"):
+        engine._build_fsdp_module(torch.nn.Linear(2, 2))
 
 
 def test_positions_of_several_axes_are_refused():

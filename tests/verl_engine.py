@@ -4,7 +4,8 @@
 
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` of
-its own if it has any, `remove_padding`, `gradient_checkpointing`, and `engine` with more of verl's FSDP keys.
+its own if it has any, `remove_padding`, `gradient_checkpointing`, and `engine` with more of verl's FSDP keys. `quant`
+may be None, and `loss` a loss of verl's. `guard`: what the first update answers to these rollout log-probs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 import verl  # noqa: E402, F401
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import response_from_nested  # noqa: E402
@@ -35,15 +36,19 @@ from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig 
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
-    engine_config = QuantFSDPEngineConfig(
-        strategy="fsdp2", use_torch_compile=False, quant=job["quant"], **job.get("engine", {})
-    )
+    settings = {"strategy": "fsdp2", "use_torch_compile": False} | job.get("engine", {})
+    quant = job["quant"]
+    engine_config = FSDPEngineConfig(**settings) if quant is None else QuantFSDPEngineConfig(quant=quant, **settings)
+    if "loss" in job:
+        policy_loss = PolicyLossConfig(loss_mode=job["loss"])
+    else:
+        policy_loss = TBPOPolicyLossConfig(**job.get("bands", {}))
     actor = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode="seq-mean-token-mean",
-        policy_loss=TBPOPolicyLossConfig(**job.get("bands", {})),
+        policy_loss=policy_loss,
         fsdp_config=engine_config,
     )
     parts = ["model", "optimizer", "extra"]
@@ -104,6 +109,10 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
     mine, packed = list(range(int(rank), len(rows["input_ids"]), int(world))), job.get("remove_padding", False)
     result: dict[str, Any] = {"metrics": []}
+    if "guard" in job:
+        spoilt = make_data(rows | {"rollout_log_probs": job["guard"]}, mine, job["micro"], packed)
+        engine.module.train()
+        result["guard"] = gathered(refusal(lambda: engine.train_batch(spoilt, loss)))
     for _ in range(job.get("steps", 1)):
         if "log_prob_micro" in job:
             data = make_data(rows, mine, job["log_prob_micro"], packed)
@@ -135,6 +144,13 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 def publish(engine: Any) -> dict[str, torch.Tensor]:
     stream, _ = engine.get_per_tensor_param()
     return {name: tensor.clone() for name, tensor in stream if not name.startswith("qarl.")}
+
+
+def gathered(text: str) -> list[str]:
+    """What each rank has."""
+    found: list[Any] = [None] * int(world)
+    torch.distributed.all_gather_object(found, text)
+    return found
 
 
 def bypassed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -50,6 +50,7 @@ def encode_publish(
     version: int,
     manifest: Manifest | None = None,
     digests: Mapping[str, int] | None = None,
+    run: str | None = None,
 ) -> Iterator[NamedTensor]:
     """`tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
@@ -58,12 +59,13 @@ def encode_publish(
             another shape, before it touches a weight; without it, when it meets the gap.
         digests: the checksums by name, where `check_complete` has already been through the values; otherwise they are
             made here, and every unit is checked for NaN and Inf.
+        run: whose weights these are, for transports on which two runs can meet.
 
     Raises:
         UserError: a value is not finite, with the tensor's name.
     """
     specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None else None
-    yield _record(BEGIN, {"version": version, "tensors": specs})
+    yield _record(BEGIN, {"version": version, "tensors": specs} | ({} if run is None else {"run": run}))
     for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
         members = list(group)
         if digests is None:

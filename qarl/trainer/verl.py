@@ -21,7 +21,8 @@ from qarl.config import Config, write_resolved
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.trainer.ending import Ending
-from qarl.trainer.verl_checks import refuse_no_export, refuse_unsupported, unsupported, validate
+from qarl.trainer.verl_checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
+from qarl.trainer.verl_failure import as_user_error
 from qarl.trainer.verl_metrics import MetricsFollower
 from qarl.trainer.verl_process import (
     local_path,
@@ -67,7 +68,7 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
         try:
             run_ppo(resolved, task_runner_class=TaskRunnerV1)
         except BaseException as error:
-            failure = error
+            failure = as_user_error(error) or error
         finally:
             ray.shutdown()
     summary, first = follower.summary(failure)
@@ -162,6 +163,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
             ) from error
     refuse_no_export(config, composed)
+    refuse_ignored(composed)
     validate(composed)
     return composed
 
@@ -277,7 +279,7 @@ def actor_keys(config: Config) -> Keys:
         f"{root}.data_loader_seed": config.seed,
     }
     keys |= {f"+{root}.policy_loss.{name}": getattr(actor, name) for name in bands}
-    quant = {"scheme": config.quant.scheme, "group_size": config.quant.group_size, "align": config.quant.align}
+    quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align", "mismatch_limit")}
     keys |= {f"+{root}.fsdp_config.quant.{name}": value for name, value in quant.items()}
     return keys | {f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore)}
 
@@ -365,8 +367,20 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
         "trainer.resume_mode": trainer.resume_mode,
         "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
+        **sampler_keys(config),
+    }
+
+
+def sampler_keys(config: Config) -> Keys:
+    """Our sampler, unless the section `verl` asks for what verl gives to its own samplers only."""
+    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
+    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
+        return {}
+    return {
         "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.replay",
         "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
+        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
     }
 
 

@@ -77,6 +77,34 @@ def refuse_corrections(composed: Any) -> None:
             )
 
 
+def refuse_ignored(composed: Any) -> None:
+    """UserError for keys of verl's that a run of ours takes no notice of, or that only the engine would honour."""
+    from qarl.config_checks import MIN_TEMPERATURE
+
+    keys = "actor_rollout_ref.rollout"
+    rollout, mode = composed.actor_rollout_ref.rollout, composed.trainer.v1.trainer_mode
+    whole = "the engine would sample from the likeliest tokens only, and the trainer's log-probs are over all"
+    below = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be of another temperature"
+    problems = [
+        (rollout.top_p != 1, f"{keys}.top_p", rollout.top_p, 1, whole),
+        (rollout.top_k > 0, f"{keys}.top_k", rollout.top_k, -1, whole),
+        (rollout.temperature < MIN_TEMPERATURE, f"{keys}.temperature", rollout.temperature, MIN_TEMPERATURE, below),
+        (
+            mode != "sync",
+            "trainer.v1.trainer_mode",
+            mode,
+            "sync",
+            "responses would be of several versions of the weights, which quant.mismatch_limit takes for a mistake",
+        ),
+        (not composed.trainer.use_v1, "trainer.use_v1", False, True, "a run of QaRL's is verl's v1 trainer"),
+    ]
+    for wrong, key, value, neutral, why in problems:
+        if wrong:
+            raise UserError(
+                f"{key}={value} does not go with backend=verl", where=f"verl.{key}", why=why, fix=f"set it to {neutral}"
+            )
+
+
 def refuse_one_checkpoint(composed: Any) -> None:
     """UserError where verl would delete the only whole checkpoint before the next one is written."""
     trainer = composed.trainer

@@ -46,6 +46,8 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
         }
     elif platform := os.environ.get("VERL_PLATFORM"):
         defaults["VERL_PLATFORM"] = platform
+    if limit := os.environ.get("QARL_PUBLISH_TIMEOUT"):
+        defaults["QARL_PUBLISH_TIMEOUT"] = limit
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if threads := worker_threads(config, on_cpu):
         variables["OMP_NUM_THREADS"] = threads

@@ -1,7 +1,7 @@
 """Subclasses of verl's configuration dataclasses, which admit no unknown keys: verl builds whatever `_target_` names.
 
-    actor_rollout_ref.actor.policy_loss._target_=qarl.verl_plugin.config.TBPOPolicyLossConfig
-    actor_rollout_ref.actor.fsdp_config._target_=qarl.verl_plugin.config.QuantFSDPEngineConfig
+actor_rollout_ref.actor.policy_loss._target_=qarl.verl_plugin.config.TBPOPolicyLossConfig
+actor_rollout_ref.actor.fsdp_config._target_=qarl.verl_plugin.config.QuantFSDPEngineConfig
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """`scheme`, `group_size`, `ignore`, `align`: as in the section `quant` of `qarl.config`."""
+    """`scheme`, `group_size`, `ignore`, `align`, `mismatch_limit`: as in the section `quant` of `qarl.config`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     align: str = "model"
+    mismatch_limit: float | None = None
 
 
 @dataclass

@@ -6,13 +6,14 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here h
     _build_fsdp_module     FSDP2 that leaves the FP32 residual stream between aligned blocks alone
     prepare_model_inputs   rows padded on the right need no mask, and all rows of a step get one length: neither mask
                            nor length may change a row's bits between the old log-probs and the update
-    prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them, from FP32 logits;
-                           from BF16 ones where nothing but flash-attn's kernel reads them, which computes in FP32
+    prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them: by log_softmax from
+                           FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
     infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
     train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
     optimizer_step, load_checkpoint   the quantized tensors are made anew, once
     save_checkpoint        verl's own, and a record with which load_checkpoint compares what it loaded
-    get_per_tensor_param   the publish: the very tensors that the next forward multiplies by
+    get_per_tensor_param   the publish: the very tensors that the next forward multiplies by. On CPU the weights of an
+                           unquantized actor, too: vLLM's linears there cannot be loaded in the way of verl's receiver
 
 verl looks for an engine of the device's vendor first, so on GPUs this one is registered for vendors that verl itself
 registers none for, and on `cpu`, where verl has none (verl/workers/engine/base.py).
@@ -35,13 +36,17 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
 from qarl.errors import UserError
+from qarl.mismatch_guard import check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.linear import invalidate_quantized
 from qarl.quant.scheme import get_scheme
+from qarl.verl_plugin.alive import Watch
 from qarl.verl_plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl_plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl_plugin.outputs import chosen_log_probs
+from qarl.verl_plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl_plugin.state import check_record, save_record
-from qarl.verl_plugin.statistics import StepStatistics
+from qarl.verl_plugin.statistics import MiniBatchCounts, StepStatistics, count_mini_batch
 from qarl.verl_plugin.transport import encode
 
 _log = logging.getLogger("qarl.verl_plugin")
@@ -57,9 +62,13 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     """`quant`: the settings, or None where the config names no quantization; `align`: the level that was applied."""
 
     quant: QuantSettings | None = None
+    scheme = get_scheme("bf16")
+    ignore: tuple[str, ...] = ()
     align: str = "off"
     _responses: int | None = None
     _row_length: int = 0
+    _updated: bool = False
+    """Whether this process has made an update: the weights are no longer those that it loaded."""
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
 
@@ -70,6 +79,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self.ignore = tuple(self.quant.ignore)
             check_engine_config(model_config, engine_config)
         self._statistics = StepStatistics()
+        self._servers = Watch(only_servers=True)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -93,6 +103,13 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         # travels in FP32, and on CPU no memory is pinned and nothing is offloaded.
         config = self.engine_config
         precision = config.mixed_precision or {}
+        if get_device_name() == "cpu" and config.strategy != "fsdp2":
+            raise UserError(
+                f"strategy={config.strategy} does not run without GPUs",
+                where="actor_rollout_ref.actor.strategy, critic.strategy",
+                why="FSDP1 has no device `cpu`",
+                fix="set actor_rollout_ref.actor.strategy=fsdp2 (the group +qarl_machine=cpu does)",
+            )
         if config.strategy != "fsdp2" or set(precision) - _PRECISION_KEYS:
             return super()._build_fsdp_module(module)
         from verl.utils.torch_dtypes import PrecisionType
@@ -170,7 +187,20 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             output.logits = logits
+            if not flash_cross_entropy():
+                return self._outputs_by_log_softmax(output, output_args, micro_batch, logits_processor_func)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+    def _outputs_by_log_softmax(self, output: Any, output_args: Any, micro_batch: Any, processor: Any) -> Any:
+        """verl's outputs, but for the log-probs."""
+        if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
+            return super().prepare_model_outputs(output, output_args, micro_batch, processor)
+        log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
+        # verl's own word for: leave the log-probs out.
+        others = micro_batch.copy()
+        tu.assign_non_tensor(others, distillation_only=True)
+        found = super().prepare_model_outputs(output, output_args, others, processor)
+        return found | {"log_probs": log_probs}
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         self._log_prob_passes += 1
@@ -179,8 +209,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         if self.quant is None and loss_mode(loss_function) != "tbpo":
             return super().train_batch(data, loss_function)
-        self._responses, tokens, different = self._count(data)
-        if loss_mode(loss_function) == "tbpo" and tokens and not different and not self._log_prob_passes:
+        counts = self._count(data)
+        self._responses = max(counts.responses, 1)
+        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
                 where="algorithm.rollout_correction.bypass_mode",
@@ -188,6 +219,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 "TBPO's weight for the mismatch would be 1 whatever the mismatch is",
                 fix="set algorithm.rollout_correction.bypass_mode=False",
             )
+        if not self._updated:
+            self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
+        self._updated = True
         self._statistics.begin_mini_batch()
         try:
             outputs = super().train_batch(data, loss_function)
@@ -195,22 +229,34 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self._responses = None
         # verl names the last mini-batch of a step by moving the scheduler after it.
         if tu.get(data, key="update_lr_scheduler", default=True):
+            lengths = self._statistics.mean_length
             found, self._statistics = self._statistics.metrics(self.get_data_parallel_group()), StepStatistics()
+            if "mismatch/abs_mean" in found:
+                over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
+                found["mismatch/over_limit"] = float(over)
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
 
-    def _count(self, data: Any) -> tuple[int, int, int]:
-        """Of a mini-batch over all ranks: non-empty responses (1 or more), tokens, and tokens whose old log-prob is not
-        the rollout's (all of them where the batch lacks either)."""
+    def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
+        """Whether a mean |δ| is over the limit of the level, with a warning; an error before the first update."""
+        if self.quant is None or abs_mean is None:
+            return False
+        warning = check_mismatch(
+            abs_mean,
+            limit=self.quant.mismatch_limit,
+            level=self.align,
+            before_first_update=before_first_update,
+            response_length=length,
+        )
+        if warning is not None:
+            _log.warning(warning)
+        return warning is not None
+
+    def _count(self, data: Any) -> MiniBatchCounts:
+        """Of a mini-batch over all ranks."""
         names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in data]
-        rows = data.select(*names).to_padded_tensor()
-        mask = rows["response_mask"] != 0
-        different = mask & (rows["old_log_probs"] != rows["rollout_log_probs"]) if len(names) == 3 else mask
-        counts = torch.stack([mask.any(-1).sum(), mask.sum(), different.sum()]).to(get_device_id())
-        torch.distributed.all_reduce(counts, group=self.get_data_parallel_group())
-        responses, tokens, unequal = counts.tolist()
-        return max(responses, 1), tokens, unequal
+        return count_mini_batch(data.select(*names).to_padded_tensor(), self.get_data_parallel_group())
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self._responses is None or forward_only:
@@ -230,10 +276,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return loss, output
 
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
-        if self.quant is None:
+        if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
+        if self.rank == 0:
+            self._servers.ask()
+            refuse_dead(self._servers.dead(publish_timeout()))
         # The scheduler has counted the training steps, and a checkpoint brings its count back.
-        return encode(self._wire_tensors(), version=self.lr_scheduler.last_epoch), None
+        version = self.lr_scheduler.last_epoch
+        return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()
@@ -252,6 +302,17 @@ def flash_cross_entropy() -> bool:
     """Whether verl's log-probs come from flash-attn's kernel, which computes in FP32 whatever the logits are in."""
     available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
+
+
+def refuse_dead(servers: dict[str, str]) -> None:
+    """UserError where a server of the rollout does not answer; verl would wait for it without end."""
+    if servers:
+        raise UserError(
+            f"{len(servers)} rollout servers have stopped, and cannot be published to",
+            where="; ".join(f"{name}: {why}" for name, why in sorted(servers.items())[:4]),
+            why="something ended the server or its engine: too little memory, for one (the kernel's log, Ray's log)",
+            fix="start the same command again: it resumes from the last checkpoint (trainer.save_freq)",
+        )
 
 
 def loss_mode(loss_function: Any) -> str | None:

@@ -12,12 +12,58 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from verl.utils.device import get_device_id
 
 from qarl.metrics import mismatch_metrics
 from qarl.tbpo import reduce_metrics
 
 AFTER_FIRST = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 """Reported once more, `_after_first`, without the first mini-batch, whose ratios are 1 by construction."""
+
+
+@dataclass(frozen=True)
+class MiniBatchCounts:
+    """Of a mini-batch, over all ranks, before its update.
+
+    `responses`: non-empty ones. `tokens`: of their masks. `different`: tokens whose old log-prob is not the rollout's.
+    `mismatch`: mean |old - rollout| of the tokens; None where the batch lacks either, and then all tokens are
+    `different`.
+    """
+
+    responses: int
+    tokens: int
+    different: int
+    mismatch: float | None
+
+    @property
+    def all_equal(self) -> bool:
+        return self.tokens > 0 and self.different == 0
+
+    @property
+    def response_length(self) -> float:
+        return self.tokens / max(self.responses, 1)
+
+
+def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
+    """`rows`: this rank's padded `response_mask`, and `old_log_probs` and `rollout_log_probs` where there are any, each
+    [B, T]. A collective."""
+    mask = rows["response_mask"] != 0
+    known = "old_log_probs" in rows and "rollout_log_probs" in rows
+    if known:
+        # Places without a token may hold anything.
+        zero = torch.zeros((), device=mask.device)
+        delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), zero).abs()
+        # NaN is unequal to 0, too.
+        sums = [mask.any(-1).sum(), mask.sum(), (mask & (delta != 0)).sum(), delta.double().sum()]
+    else:
+        sums = [mask.any(-1).sum(), mask.sum(), mask.sum(), torch.zeros((), device=mask.device)]
+    counts = torch.stack([one.double() for one in sums])
+    if torch.distributed.is_initialized():
+        counts = counts.to(get_device_id())
+        torch.distributed.all_reduce(counts, group=group)
+    responses, tokens, different, total = counts.tolist()
+    mismatch = total / tokens if known and tokens else None
+    return MiniBatchCounts(int(responses), int(tokens), int(different), mismatch)
 
 
 @dataclass
@@ -40,6 +86,13 @@ class StepStatistics:
         valid = mask.bool()
         old, rollout = old_log_prob[valid].float(), rollout_log_prob[valid].float()
         self.tokens.append((old.cpu(), rollout.cpu(), valid.sum(-1).cpu()))
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of this rank's non-empty responses, on average."""
+        lengths = torch.cat([lengths for _, _, lengths in self.tokens]) if self.tokens else torch.zeros(0)
+        lengths = lengths[lengths > 0].float()
+        return float(lengths.mean()) if len(lengths) else 0.0
 
     def metrics(self, group: Any = None) -> dict[str, float]:
         """The metrics of the step, on the first rank of `group`; empty on the others. A collective."""

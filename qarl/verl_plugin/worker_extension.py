@@ -6,7 +6,7 @@ at load (every quantized layer, and on CPU every linear). Chosen by
 `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
 
 After an error, be it in the preparation, all buckets are still taken from the trainer, which waits for each to be
-acknowledged, and the error is raised then: raised at once, it would leave the trainer waiting for ever.
+acknowledged, and the error is raised then: raised at once, it would leave the trainer waiting for its time limit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import zmq
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.rollout.manifest import check_same_layers, expected_manifest
 from qarl.rollout.receive import WeightReceiver, flatten_kv_caches
+from qarl.verl_plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl_plugin.transport import NamedTensor, decode
 
 
@@ -42,6 +45,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         if self.device is None:
             self.device = torch.device(self.model_runner.device)
         failure: list[BaseException] = []
+        run, seconds = run_identity(), publish_timeout()
 
         def unless_failed(step: Callable[[], None]) -> None:
             if failure:
@@ -59,11 +63,21 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 self._qarl_receiver = make_receiver(self.model_runner)
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
-            unless_failed(lambda: self._qarl_receiver.feed(decode(weights)))
+            unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))
 
         unless_failed(prepare)
         buckets = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-        buckets.receive_weights(on_bucket_received=take)
+        try:
+            with socket_timeouts(seconds):
+                buckets.receive_weights(on_bucket_received=take)
+        except zmq.Again as error:
+            raise UserError(
+                f"the trainer's weights stopped coming for {seconds:g} s",
+                where=str(buckets.zmq_handle),
+                why="the process that sends them has died or is stuck, or it sends to another run's engine",
+                fix=f"start the same command again: it resumes from the last checkpoint; {TIMEOUT_VARIABLE} is the "
+                "limit in seconds, for a model whose tensors take longer",
+            ) from error
         if not failure and self._qarl_receiver.stale:
             failure.append(RuntimeError(self._qarl_receiver.stale_because))
         if failure:

@@ -1,0 +1,40 @@
+"""What ended a verl run, as one message where a user can do something about it.
+
+verl's trainer is a Ray task: whatever is raised in one of its processes arrives wrapped, once for each process that it
+came through, with a traceback of all of them. The class that Ray makes for it is also that of the cause.
+"""
+
+from __future__ import annotations
+
+from qarl.errors import UserError
+
+RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
+
+
+def as_user_error(failure: BaseException) -> UserError | None:
+    """The `UserError` that a worker raised, or one for a process that died or stopped answering; None for the rest."""
+    import ray
+    import zmq
+
+    error = failure
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, zmq.Again):
+        return UserError(
+            "a rollout engine stopped answering while it was published to",
+            where="the socket between trainer and engine",
+            why="the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds",
+            fix=RESUME,
+        )
+    if isinstance(error, ray.exceptions.RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        known = [line for line in lines if line.startswith(("class_name:", "pid:", "ip:", "name:"))]
+        return UserError(
+            "a process of the verl run died",
+            where=", ".join(known) or lines[0][:200],
+            why="something ended it: too little memory, for one (the kernel's log, Ray's log of the worker)",
+            fix=RESUME,
+        )
+    return None

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_threads(config.trainer.num_threads)
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         from qarl.preflight.run import run_checks
+        from qarl.storage import StorageError
         from qarl.tracking import write_json
 
         report = run_checks(config, find_target(arguments.options), threads_given=threads_given)
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path := arguments.options.get("json"):
             try:
                 write_json(path, report.to_json())
-            except OSError as error:
+            except StorageError as error:
                 fix = "give a file in a folder that can be written to"
-                raise UserError(f"doctor.json={path} cannot be written", why=error.strerror, fix=fix) from error
+                raise UserError(f"doctor.json={path} cannot be written", why=error.why, fix=fix) from error
         return report.exit_code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -127,8 +127,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any
     check_model_folder(path)
     check_tokenizer_files(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return tokenizer, load_hf_config(path, trust_remote_code)
+        hf_config = load_hf_config(path, trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code), hf_config
     except UserError:
         raise
     except Exception as error:  # what transformers raises depends on the file and on what is wrong with it

@@ -28,6 +28,7 @@ from qarl.trainer.checks import (
     check_not_quantized,
     check_weight_files,
 )
+from qarl.trainer.model_checks import check_model
 from qarl.trainer.policy import Policy
 from qarl.trainer.weight_files import cannot_build
 
@@ -56,6 +57,7 @@ def prepare_run(config: Config) -> RunParts:
     check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path)
     check_not_quantized(config, hf_config)
+    check_model(hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     check_length(config, hf_config)
     check_linears(config, hf_config)

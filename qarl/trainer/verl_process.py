@@ -104,6 +104,7 @@ def preflight(config: Config) -> None:
         check_not_quantized,
         check_weight_files,
     )
+    from qarl.trainer.model_checks import check_model
     from qarl.trainer.setup import check_length, load_tokenizer, load_train_prompts, prompt_sampler, report_data
 
     check_loggers(config.trainer.logger)
@@ -112,6 +113,7 @@ def preflight(config: Config) -> None:
     check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path)
     check_not_quantized(config, hf_config)
+    check_model(hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     check_length(config, hf_config)
     check_linears(config, hf_config)

@@ -87,8 +87,8 @@ def _call(node: ast.Call) -> Iterator[str]:
     if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and len(node.args) >= 2:
         if last_name(node.args[0]) in CONFIGS and (key := literal(node.args[1])):
             yield key
-    elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault") and node.args:
-        if last_name(function.value) in ROPES and (key := literal(node.args[0])):
+    elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault"):
+        if last_name(function.value) in ROPES and node.args and (key := literal(node.args[0])):
             yield f"rope_parameters.{key}"
 
 

@@ -65,9 +65,7 @@ REFUSED: dict[str, Refusal] = {
     "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class has no other activation than silu"),
     "is_causal": Refusal(FAMILIES, _is(True), "vLLM would see the whole row at once; a policy is causal"),
     "use_bidirectional_attention": Refusal(FAMILIES, _unset, "vLLM's rows would not be causal; a policy is"),
-    "layer_types": Refusal(
-        FAMILIES, _full_attention, "the two sides do not agree which layers have windows, nor does vLLM's Qwen2 take some"
-    ),
+    "layer_types": Refusal(FAMILIES, _full_attention, "the two sides do not agree which layers have windows"),
     "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM sizes its cache by chunks that transformers does not make"),
     "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),
     "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
@@ -77,8 +75,8 @@ _OTHERS = "of encoders, state-space, mixture-of-experts or multimodal models, or
 _LOADING = "read by loading, tokenizing or generating code, not by the forward"
 _TRAINING = "of dropout, which is set to 0, or of how fresh weights are drawn"
 _NEITHER: dict[str, str] = {
-    _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path sub_configs "
-    "text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
+    _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path "
+    "sub_configs text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
     "compression_config method model is_heterogeneous",
     _TRAINING: "attention_dropout initializer_range pretraining_tp",
     _OTHERS: "activation_function attention_head_dim attn_config attn_type_list backbone_hidden_size block_configs "
@@ -93,12 +91,36 @@ _NEITHER: dict[str, str] = {
 }
 NEITHER = {key: reason for reason, keys in _NEITHER.items() for key in keys.split()}
 BOTH = frozenset(
-    ["attention_bias", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size"]
+    [
+        "attention_bias",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "mlp_bias",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "vocab_size",
+    ]
 )
 WINDOWS = frozenset({"sliding_window", "max_window_layers", "use_sliding_window"})
 """Both sides make `layer_types` of these."""
 ROTARY = frozenset(
-    ["rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_trained_positions", "rotary_emb_dim", "rotary_emb_interleaved", "rotary_emb_scale_base", "xdrope_section"]
+    [
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "max_trained_positions",
+        "rotary_emb_dim",
+        "rotary_emb_interleaved",
+        "rotary_emb_scale_base",
+        "xdrope_section",
+    ]
 )
 
 

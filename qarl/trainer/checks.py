@@ -144,11 +144,11 @@ def meta_model(hf_config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.bfloat16)
-    except ValueError as error:
+    except Exception as error:  # each family asserts, divides and looks up in its own way
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",
             where="model.path",
-            why=str(error).splitlines()[0],
+            why=next(iter(str(error).splitlines()), type(error).__name__),
             fix="give a causal language model",
         ) from error
     return model

@@ -52,8 +52,8 @@ def write_report(path: str, report: Report) -> None:
     else:
         try:
             write_json(path, report.to_json())
-        except (OSError, ValueError) as error:  # ValueError: NUL in the path
-            why = getattr(error, "strerror", None) or str(error)
+        except (UserError, ValueError) as error:  # ValueError: NUL in the path
+            why = getattr(error, "why", None) or str(error)
     if why:
         path = path.replace("\0", "\\0")
         fix = "give a file in a folder that can be written to"

@@ -146,9 +146,11 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
         assert torch.equal(exact[row], expected)
-        # PyTorch's own order, the scale after the product, would leave 4e-4 of them different.
-        assert (close[row] != expected).float().mean() < 2e-4
-        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-6)
+        # Vectors: PyTorch's own order, the scale after the product, would leave 4e-4 of them different. Tiles: they
+        # sum neighbours apart, and a weight that rounds otherwise counts; weights in FP32 would leave 1e-1 different.
+        tiles = vllm_attention.uses_tiles("cpu", head_dim)
+        assert (close[row] != expected).float().mean() < (1e-3 if tiles else 2e-4)
+        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3 if tiles else 1e-6)
 
 
 @needs_engine_attention

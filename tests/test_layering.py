@@ -74,7 +74,7 @@ def test_the_places_that_may_import_an_engine_do() -> None:
 
 
 def test_vllm_is_imported_only_where_it_is_wrapped() -> None:
-    names = ("ops", "cuda", "experts", "attention")
+    names = ("ops", "cuda", "experts", "attention", "rotary")
     kernels = tuple(f"qarl/kernels/vllm_{name}.py" for name in names)
     wrapped = ("qarl/rollout/", *kernels)
     assert offenders("qarl/", ("vllm",), besides=wrapped) == {}

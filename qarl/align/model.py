@@ -2,14 +2,16 @@
 
     off       plain BF16: the quantized-rollout baseline
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
-    model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch
+    model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch;
+              cosines and sines of the rarer rotary types are the engine's own
     exact     and attention through the engine's own operator: δ is 0 (for prompts of more than some 300 tokens, on
               one thread and where the engine prefills each in one piece: see `qarl.kernels.vllm_attention`)
 
 `align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against
 vLLM on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What
 remains at level `model` is the order of attention's FP32 sums. Up to 192 keys it was the engine's own order too on
-the CPU that was measured, and δ 0; beyond, about one output in 10,000 of each attention is off by a BF16 step.
+a CPU without AMX, and δ 0; beyond, and with AMX, whose tiles sum even and odd neighbours apart, from the first keys on,
+about one output in 10,000 of each attention is off by a BF16 step.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import torch
 
 from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
 from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
+from qarl.align.config_keys import ENGINE_ACTIVATIONS, FAMILIES, check_config_keys
+from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.errors import UserError
-from qarl.kernels import vllm_attention
+from qarl.kernels import vllm_attention, vllm_rotary
 from qarl.quant.linear import QuantLinear
 
 LEVELS = ("off", "linears", "model", "exact")
-FAMILIES = ("llama", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "llama3")
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ def align_model(
     Give it the model with its linears quantized already, and on its device; or say on what `device` and in what
     `dtype` its forward will see the weights, where FSDP moves and casts them.
     Raises:
-        UserError: `level` is no level.
+        UserError: `level` is no level, or the engine would read the model's config otherwise.
     """
     if level not in LEVELS:
         raise UserError(f"quant.align={level} is no level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
+    check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level
     level, reasons = resolve_level(
@@ -77,12 +80,20 @@ def align_model(
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
     for norm in norms:
         align_module(norm, AlignedRMSNorm)
+    align_rotary(model)
     register_attention()
     attention = ENGINE_ATTENTION if level == "exact" else FP32_ATTENTION
     model.set_attn_implementation(attention)
     layers = len(model.model.layers)
     replaced = {"decoder layers (residual, rotary)": layers, "norms": len(norms), f"attentions ({attention})": layers}
     return AlignReport(asked, level, replaced, reasons)
+
+
+def align_rotary(model: Any) -> None:
+    """Give a model whose rotary embedding is not among the plain ones the engine's own cosines and sines."""
+    if not is_plain(model.config):
+        align_module(model.model.rotary_emb, EngineRotaryEmbedding)
+        model.model.rotary_emb.turns = match_rotary(model.config).turns
 
 
 def resolve_level(
@@ -102,20 +113,33 @@ def resolve_level(
 
 def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
     """Why level `model` is not built for a model with this config on such a device, or None."""
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if device_type != "cpu":
         return f"is built for cpu, not for {device_type}"
     if dtype != torch.bfloat16:
         return f"is built for BF16 weights, not for {dtype}"
     if config.model_type not in FAMILIES:
         return f"is built for {', '.join(FAMILIES)}, not for {config.model_type}"
-    if rope_type not in ROPE_TYPES:
-        return f"is built for rotary embeddings of type {', '.join(ROPE_TYPES)}, not {rope_type}"
-    if config.hidden_act != "silu":
+    if why_not := rotary_unavailable(config):
+        return why_not
+    if config.hidden_act not in ENGINE_ACTIVATIONS:
         return f"is built for hidden_act silu, not {config.hidden_act}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return "is built for full attention, not for sliding windows"
     return None
+
+
+def rotary_unavailable(config: Any) -> str | None:
+    """Why the trainer cannot turn queries with the engine's bits, or None."""
+    if is_plain(config):
+        return None
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if missing := vllm_rotary.unavailable():
+        return f"takes cosines and sines for a rotary embedding of type {rope_type} from vLLM: {missing}"
+    try:
+        match = match_rotary(config)
+    except Exception as error:  # `check_config_keys` refuses such a config; a plan may ask for its level before
+        return f"has no rotary embedding of type {rope_type}: {type(error).__name__}: {error}"
+    return None if match.equal else f"has no counterpart of vLLM's {match.engine}"
 
 
 def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:

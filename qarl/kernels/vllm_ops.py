@@ -1,8 +1,8 @@
 """The rollout engine's own operators, callable from the trainer: same operation, same operands, same bits.
 
 vLLM registers them as `torch.ops._C.*`. They know no autograd; `qarl.quant.linear` wraps them. This file,
-`vllm_cuda.py` and `vllm_experts.py` for GPUs, `vllm_attention.py` and `qarl.rollout` are the only places that import
-vllm.
+`vllm_cuda.py` and `vllm_experts.py` for GPUs, `vllm_attention.py`, `vllm_rotary.py` and `qarl.rollout` are the only
+places that import vllm.
 
 W4A16 on CPU is `cpu_gemm_wna16`: each weight becomes `bf16(float(q - 8) * float(scale))`, products are summed in
 FP32 in order of K without split, and rounded once, so a row's result depends neither on the number of rows nor on

@@ -8,7 +8,7 @@ from qarl.data import check_vocabulary
 from qarl.memory import ModelSize, readable
 from qarl.preflight.context import Context, NotCheckedError
 from qarl.preflight.findings import Topic
-from qarl.trainer import checks, setup, stops, weight_files
+from qarl.trainer import checks, model_checks, setup, stops, weight_files
 
 TESTED = ("llama", "qwen2", "qwen3")
 """Families whose published and exported weights the tests compare with a vLLM that loads them by itself."""
@@ -25,6 +25,7 @@ def check_config(context: Context, topic: Topic) -> None:
             fix="run the doctor where the model is, or give its folder",
         )
     checks.check_not_quantized(context.config, hf_config)
+    model_checks.check_model(hf_config)
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
     topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.model_path}")

@@ -14,6 +14,18 @@ def unavailable() -> str | None:
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
+def serving_module(architecture: str) -> str | None:
+    """The module of vLLM's class for an architecture, `vllm.model_executor.models.llama` say; None where it has none.
+
+    Classes of its transformers backend are in `vllm.model_executor.models.transformers`.
+    """
+    configure_vllm_process()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    found = ModelRegistry.models.get(architecture)
+    return None if found is None else str(getattr(found, "module_name", type(found).__module__))
+
+
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Whether vLLM keeps its layer `name` in high precision under this ignore list.
 

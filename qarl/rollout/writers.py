@@ -53,13 +53,28 @@ class Target:
     parts: list[str] = field(default_factory=list)
 
 
+DERIVED = {
+    "cos_sin_cache": "of the rotary embedding, computed from the config",
+    "inv_freq": "likewise",
+    "_q_scale": "of a quantized KV cache, which there is not: 1",
+    "_k_scale": "likewise",
+    "_v_scale": "likewise",
+    "_prob_scale": "likewise",
+    "weight_shape": "of a packed weight, known from the config",
+    "azp_adj": "made of weight and scale for asymmetric activations",
+    "bias_fp32": "made of the bias",
+}
+"""Parameters and buffers of the engine that no publish holds, nor needs to."""
+
+
 class WritePlan:
     """For every tensor of `expected` the module of `model` that holds it, decided once.
 
     `direct=False` writes through layerwise reload whatever that gets right.
 
     Raises:
-        UserError: a tensor has no place in the engine's model.
+        UserError: a tensor has no place in the engine's model, or the engine has a parameter or buffer that no tensor
+            is for, or it computes another scheme than it was asked for.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
@@ -84,6 +99,38 @@ class WritePlan:
             target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
             target.parts.append(owner)
             self.by_owner[owner] = target
+        self._check_all_written(expected)
+
+    def _check_all_written(self, expected: Manifest) -> None:
+        """Every parameter and buffer is published, shares the memory of one that is, or is in `DERIVED`."""
+        leaves: dict[str, set[str]] = {}
+        for name in expected:
+            owner, _, leaf = name.rpartition(".")
+            leaves.setdefault(self.by_owner[owner].name, set()).add(leaf)
+        targets = {target.name: target for target in self.by_owner.values()}
+        tensors = {
+            (owner, name): tensor
+            for owner, module in self.model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and tensor.numel() and name not in DERIVED
+        }
+        # Reload makes all of a module again from what is published of it; but it makes no bias of nothing.
+        written = {
+            (owner, name)
+            for owner, name in tensors
+            if owner in targets and (name in leaves[owner] or (targets[owner].writer is None and name != "bias"))
+        }
+        storages = {tensors[place].data_ptr() for place in written}
+        left = [".".join(place) for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
+        if left:
+            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise UserError(
+                f"the engine has {len(left)} parameters or buffers that no publish would write",
+                where=f"{type(self.model).__name__}: {shown}",
+                why="the trainer's model has no such tensors; the engine's would stay at the random numbers it starts "
+                "with, and it would generate with them",
+                fix="remove from config.json what makes the engine add them (`bias`, say), or report this family",
+            )
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -142,7 +189,14 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
     writer = _WRITERS.get(type(kernel).__name__)
     if writer is _write_int8:
         return writer if hasattr(kernel, "dnnl_handler") else None
-    if not direct or getattr(module, "use_w4a8", False):
+    if getattr(module, "use_w4a8", False):
+        raise UserError(
+            "vLLM would multiply W4A16 weights by int8 activations",
+            where="environment variable VLLM_CPU_INT4_W4A8 of the rollout engine",
+            why="it is on by default, and this CPU has AMX; the trainer multiplies BF16 activations",
+            fix="set VLLM_CPU_INT4_W4A8=0 where the engine starts",
+        )
+    if not direct:
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
         return _write_plain

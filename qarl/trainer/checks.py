@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qarl.config import Config
@@ -70,6 +72,13 @@ def check_cpu(config: Config) -> None:
             where="quant.scheme",
             why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
             fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
+        )
+    if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
+        raise UserError(
+            "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
+            where="quant.scheme=w4a16",
+            why="vLLM would round the activations to int8 and multiply integers, which the trainer does not",
+            fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
     if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
@@ -132,6 +141,8 @@ def check_linears(config: Config, hf_config: Any) -> None:
     check_group_size(selected, scheme)
     if runs_on_cpu(config.backend) and scheme.name == "w4a16":
         check_engine_shapes(selected)
+    if runs_on_cpu(config.backend) and scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported():
+        check_tile_shapes(selected)
 
 
 def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
@@ -231,6 +242,22 @@ def check_engine_shapes(shapes: Shapes) -> None:
             why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}, the output's over all of q_proj, "
             f"k_proj and v_proj or gate_proj and up_proj; these weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
+        )
+
+
+def check_tile_shapes(shapes: Shapes) -> None:
+    """vLLM sends int8 layers with N in multiples of 16 to its AMX kernel, which then asks for multiples of 32."""
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        if n % 32 == 16 and k % 32 == 0:
+            bad += members
+    if bad:
+        raise UserError(
+            f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
+            where=name_layers(bad),
+            why="their output size, over all layers that vLLM fuses, is a multiple of 16 and not of 32",
+            fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
 
 

@@ -32,6 +32,7 @@ from qarl.trainer.checks import (
     check_weight_files,
 )
 from qarl.trainer.guard import check_sampling
+from qarl.trainer.model_checks import check_model
 from qarl.trainer.policy import Policy
 from qarl.trainer.stops import check_stops
 from qarl.trainer.weight_files import cannot_build
@@ -62,6 +63,7 @@ def prepare_run(config: Config) -> RunParts:
     check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_not_quantized(config, hf_config)
+    check_model(hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     report_stops(config, tokenizer, hf_config)
     check_length(config, hf_config)

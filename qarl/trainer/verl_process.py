@@ -99,6 +99,7 @@ def preflight(config: Config) -> None:
         check_not_quantized,
         check_weight_files,
     )
+    from qarl.trainer.model_checks import check_model
     from qarl.trainer.setup import (
         check_length,
         load_tokenizer,
@@ -114,6 +115,7 @@ def preflight(config: Config) -> None:
     check_cpu(config)
     tokenizer, hf_config = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_not_quantized(config, hf_config)
+    check_model(hf_config)
     check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
     refuse_hidden_code(config, tokenizer, hf_config)
     report_stops(config, tokenizer, hf_config)

@@ -1,0 +1,183 @@
+"""What a model's config may say: each key that vLLM or transformers reads, and what comes of it.
+
+A key that one side honours and the other ignores makes two models of one config, and a mismatch that nothing names. So
+for Llama, Qwen2 and Qwen3 every key that either reads (`config_keys.json`, made by scripts/config_keys.py) has a
+verdict here:
+
+    both      both sides honour it
+    rotary    it is one of the rotary embedding: both sides are run and compared (`qarl.align.rotary`)
+    neither   no forward of these families reads it; the reason says what does
+    refused   one side alone honours it: any value but those named is refused before anything runs
+
+A key that neither side reads does no harm and is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qarl.align.rotary import head_size_of, is_plain, match_rotary
+from qarl.errors import UserError
+from qarl.kernels import vllm_rotary
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+TABLE = Path(__file__).with_name("config_keys.json")
+ENGINE_ACTIVATIONS = ("silu",)
+
+
+class Refusal(NamedTuple):
+    """`families` that it holds for; `harmless`, whether a config's value is; `why`, for the message."""
+
+    families: tuple[str, ...]
+    harmless: Callable[[Any, Any], bool]
+    why: str
+
+
+def _unset(value: Any, config: Any) -> bool:
+    return not value
+
+
+def _is(*values: Any) -> Callable[[Any, Any], bool]:
+    return lambda value, config: value is None or value in values
+
+
+def _full_attention(value: Any, config: Any) -> bool:
+    return not set(value or ()) - {"full_attention"}
+
+
+def _head_size_of_hidden(value: Any, config: Any) -> bool:
+    return value is None or value * config.num_attention_heads == config.hidden_size
+
+
+REFUSED: dict[str, Refusal] = {
+    "bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k, v and o_proj, transformers makes none"),
+    "qkv_bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k and v_proj, transformers makes none"),
+    "logit_scale": Refusal(("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"),
+    "attention_bias": Refusal(
+        ("qwen3",), _unset, "transformers makes a bias of o_proj, which vLLM's Qwen3 has no place for"
+    ),
+    "qk_norm": Refusal(("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"),
+    "head_dim": Refusal(
+        ("qwen2",), _head_size_of_hidden, "transformers reads it; vLLM's Qwen2 divides hidden_size by the heads"
+    ),
+    "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class has no other activation than silu"),
+    "is_causal": Refusal(FAMILIES, _is(True), "vLLM would see the whole row at once; a policy is causal"),
+    "use_bidirectional_attention": Refusal(FAMILIES, _unset, "vLLM's rows would not be causal; a policy is"),
+    "layer_types": Refusal(FAMILIES, _full_attention, "the two sides do not agree which layers have windows"),
+    "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM sizes its cache by chunks that transformers does not make"),
+    "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),
+    "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
+}
+
+_OTHERS = "of encoders, state-space, mixture-of-experts or multimodal models, or of their configs' older names"
+_LOADING = "read by loading, tokenizing or generating code, not by the forward"
+_TRAINING = "of dropout, which is set to 0, or of how fresh weights are drawn"
+_NEITHER: dict[str, str] = {
+    _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path "
+    "sub_configs text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
+    "compression_config method model is_heterogeneous",
+    _TRAINING: "attention_dropout initializer_range pretraining_tp",
+    _OTHERS: "activation_function attention_head_dim attn_config attn_type_list backbone_hidden_size block_configs "
+    "canvas_length chunk_size classifier_from_token compilation_config compress_ratios embedding_size encoder "
+    "encoder_config hc_count hidden_size_per_head index_topk indexer_n_heads is_decoder is_encoder_decoder "
+    "is_matryoshka is_mm_prefix_lm is_original_qwen3_reranker kv_lora_rank language_config layer_norm_eps "
+    "layer_norm_epsilon layers_block_type llm_config mamba_chunk_size mamba_ssm_cache_dtype mamba_ssm_dtype "
+    "matryoshka_dimensions mlp_fc1_bias mlp_fc2_bias mtp_num_hidden_layers multi_query n_embd n_inner n_layer "
+    "n_predict new_decoder_architecture num_labels num_nextn_predict_layers patch_size per_layer_config ple_layer_ids "
+    "pooling position_embedding_type qk_nope_head_dim qkv_proj_bias retrieval_attention_contract rotary_kwargs "
+    "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
+}
+NEITHER = {key: reason for reason, keys in _NEITHER.items() for key in keys.split()}
+BOTH = frozenset(
+    [
+        "attention_bias",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "mlp_bias",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "vocab_size",
+    ]
+)
+WINDOWS = frozenset({"sliding_window", "max_window_layers", "use_sliding_window"})
+"""Both sides make `layer_types` of these."""
+ROTARY = frozenset(
+    [
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "max_trained_positions",
+        "rotary_emb_dim",
+        "rotary_emb_interleaved",
+        "rotary_emb_scale_base",
+        "xdrope_section",
+    ]
+)
+
+
+def verdict(family: str, key: str) -> str | None:
+    """`both`, `rotary`, `neither` or `refused`, with a reason; None for a key without one."""
+    if key in REFUSED and family in REFUSED[key].families:
+        return f"refused: {REFUSED[key].why}"
+    if key in WINDOWS:
+        return "both: it makes layer_types, which see"
+    if key in ROTARY or key.startswith("rope_parameters."):
+        return "rotary: both sides' turns are compared"
+    if key in BOTH:
+        return "both"
+    if key in NEITHER:
+        return f"neither: {NEITHER[key]}"
+    return "neither: the class of this family does not read it" if key in REFUSED else None
+
+
+def check_config_keys(config: Any) -> None:
+    """Refuse a transformers config of Llama, Qwen2 or Qwen3 that trainer and engine would not read alike.
+
+    Raises:
+        UserError: names the key, its value, and the side that would ignore it.
+    """
+    if config.model_type not in FAMILIES:
+        return
+    for key, refusal in REFUSED.items():
+        value = getattr(config, key, None)
+        if config.model_type in refusal.families and not refusal.harmless(value, config):
+            raise UserError(
+                f"{key}={value!r} in a config of {config.model_type} is refused",
+                where="model.path: config.json",
+                why=refusal.why,
+                fix="train a model without it; removed from config.json, it would be another model",
+            )
+    check_rotary(config)
+
+
+def check_rotary(config: Any) -> None:
+    """UserError where the two sides would turn queries by other angles; nothing is said where vLLM is not installed."""
+    if is_plain(config) or vllm_rotary.unavailable():
+        return
+    parameters = dict(config.rope_parameters or {})
+    where = f"model.path: rope_parameters in config.json: {parameters}"
+    fix = "train a model with another rotary embedding"
+    unlike = "trainer and rollout engine do not make the same rotary embedding of this config"
+    if "mrope_section" in parameters:
+        raise UserError(unlike, where=where, why="vLLM takes three positions a token, transformers one", fix=fix)
+    try:
+        match = match_rotary(config)
+    except Exception as error:  # each class of vLLM's asks for its keys in its own way
+        why = f"one of them cannot make it at all: {type(error).__name__}: {error}"
+        raise UserError(unlike, where=where, why=why, fix=fix) from error
+    if not match.near:
+        head = head_size_of(config)
+        why = (
+            f"vLLM's {match.engine} turns a query of {head} dimensions elsewhere, by {match.error:.0%} of its length: "
+            "one of these keys counts on one side only"
+        )
+        raise UserError(unlike, where=where, why=why, fix=fix)

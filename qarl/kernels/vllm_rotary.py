@@ -1,0 +1,63 @@
+"""The engine's rotary embedding, asked without an engine: which turn it gives a query at a position.
+
+transformers and vLLM read the same config, but not all of the same keys, and where they read the same ones they may
+compute other angles: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained one.
+So both are run on the same queries and compared (`qarl.align.rotary`).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import torch
+
+from qarl.process import configure_vllm_process
+
+
+def unavailable() -> str | None:
+    """Why vLLM cannot be asked, or None."""
+    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
+
+
+def engine_rotary(config: Any, head_size: int) -> Any:
+    """vLLM's module for a model with this transformers config, as its Llama, Qwen2 and Qwen3 make it.
+
+    Raises:
+        ValueError, KeyError: vLLM refuses the config's `rope_parameters`.
+    """
+    configure_vllm_process()
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.transformers_utils.config import patch_rope_parameters
+
+    config = copy.deepcopy(config)
+    patch_rope_parameters(config)
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(
+            head_size,
+            max_position=config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            dual_chunk_attention_config=getattr(config, "dual_chunk_attention_config", None),
+            dtype=torch.bfloat16,
+        )
+
+
+def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """`query` BF16 [T, D] at `positions` [T] -> BF16 [T, D]."""
+    # Classes without `forward_cpu` are plain modules. On a CPU vLLM calls it where it does not compile the model.
+    call = getattr(rotary, "forward_cpu", rotary)
+    turned: torch.Tensor = call(positions, query.clone(), query.clone())[0]
+    return turned.view(query.shape)
+
+
+def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None where the
+    class works otherwise."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:
+        return None
+    cosines, sines = rotary.cos_sin_cache.chunk(2, dim=-1)
+    return cosines, sines

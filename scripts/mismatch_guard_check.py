@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from qarl.config import load_config
 from qarl.kernels.kept import Truncation
 from qarl.metrics import mismatch_metrics
 from qarl.mismatch_guard import MismatchError, check_mismatch, resolve_limit
+from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.tracking import write_json
@@ -39,6 +41,7 @@ from qarl.trainer.setup import prepare_run
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = ("off", "linears", "model", "exact")
 IGNORE = ("lm_head",)
+TINY = Path("models/tiny-qwen3")
 
 
 @dataclass
@@ -126,8 +129,6 @@ def direct(
 
 
 def extended(model: Path, folder: Path, positions: int) -> Path:
-    import shutil
-
     shutil.copytree(model, folder)
     edit_config(folder, max_position_embeddings=positions)
     return folder
@@ -138,8 +139,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def random_llama(folder: Path) -> Path:
-    """Two layers with weights large enough that its distributions are not flat."""
+def random_llama(folder: Path, initializer_range: float = 0.2) -> Path:
+    """Two layers; the default weights are large enough that distributions are not flat."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -151,13 +152,15 @@ def random_llama(folder: Path) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
-        initializer_range=0.2,
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=2,
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for file in TINY.glob("tokenizer*"):
+        shutil.copy(file, folder)
     return folder
 
 
@@ -169,6 +172,7 @@ def rope_parameters(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def repairs_off() -> Iterator[None]:
     """Nothing refuses a config key, a vLLM that changes a value, or a publish that does not write everything."""
+    configure_vllm_process()
     from vllm import SamplingParams
 
     def unchecked(sampling: SamplingConfig, seed: int | None = None) -> Any:
@@ -193,8 +197,6 @@ def mistakes(parent: Path, scheme: str) -> Iterator[Callable[[], Row]]:
     llama = random_llama(parent / f"llama-{scheme}")
 
     def with_key(name: str, **changes: Any) -> Row:
-        import shutil
-
         folder = parent / f"{name}-{scheme}"
         shutil.copytree(llama, folder)
         edit_config(folder, **changes)
@@ -205,8 +207,10 @@ def mistakes(parent: Path, scheme: str) -> Iterator[Callable[[], Row]]:
     yield lambda: with_key("logit_scale", logit_scale=0.25)
     yield lambda: with_key("bias", bias=True)
     cold, nucleus = SamplingConfig(60, temperature=0.005), SamplingConfig(60, top_p=0.5)
-    model = extended(Path("models/tiny-qwen3"), parent / f"tiny-{scheme}", 512)
-    yield lambda: direct("temperature 0.005", model, scheme, tokens=60, engine=cold)
+    model = extended(TINY, parent / f"tiny-{scheme}", 512)
+    # Logits this close still compete at such temperatures; a trained model is greedy at both, with a mean |δ| of 1e-5.
+    flat = random_llama(parent / f"flat-{scheme}", initializer_range=0.02)
+    yield lambda: direct("temperature 0.005", flat, scheme, tokens=60, engine=cold)
     yield lambda: direct("top_p 0.5", model, scheme, tokens=60, engine=nucleus, trainer=SamplingConfig(60))
 
 
@@ -215,7 +219,7 @@ def cases(parent: Path, schemes: Sequence[str], tokens: int) -> Iterator[Row]:
         for level in LEVELS:
             yield quickstart_step(scheme, level)
     for scheme in schemes:
-        model = extended(Path("models/tiny-qwen3"), parent / f"long-{scheme}", tokens + 64)
+        model = extended(TINY, parent / f"long-{scheme}", tokens + 64)
         few = 2 if scheme == "fp8" else 8  # vLLM's FP8 kernel for CPUs takes half a second a token
         yield direct(f"{tokens} tokens", model, scheme, tokens=tokens, responses=few)
     for scheme in ("bf16", "w4a16"):

@@ -261,6 +261,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         UserError: vLLM refuses a value, or takes another one in its place (a temperature between 0 and 0.01, say, with
             no more than a warning): the trainer's log-probs would be those of another distribution.
     """
+    configure_vllm_process()
     from vllm import SamplingParams
 
     top_k = max(sampling.top_k, 0)

@@ -239,6 +239,10 @@ class LocalTrainer:
             self.publish()
             return self.engine.generate(prompts, sampling, seeds)
 
+    def probe(self) -> str:
+        """Compare a few log-probs of both sides before anything is trained: see `qarl.trainer.guard.probe`."""
+        return probe(self, [request_seed(self.config.seed, PROBE_STEP, i) for i in range(PROBE_RESPONSES)])
+
     def rebuild_engine(self, error: Exception) -> None:
         """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
         if not self.config.rollout.rebuild_on_failure:
@@ -301,7 +305,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
     report = trainer.publish()
-    probed = probe(trainer, [request_seed(config.seed, PROBE_STEP, i) for i in range(PROBE_RESPONSES)])
+    probed = trainer.probe()
     if config.trainer.save_final:
         # The export holds what was published; without room for it there is no use in training.
         check_room(run_dir / EXPORT, report.bytes)

@@ -182,7 +182,7 @@ class Trainer(local.LocalTrainer):
         return super().evaluate()
 
     def old_log_probs(self, *arguments: Any, **more: Any) -> Any:
-        self.notes.phase = "old_log_prob"
+        self.notes.phase = "old_log_prob" if Trainer.doing == "rollout" else ""
         found = super().old_log_probs(*arguments, **more)
         self.notes.phase = ""
         return found

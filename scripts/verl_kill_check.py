@@ -48,8 +48,9 @@ from qarl.rewards import arithmetic
 
 def counted(*args, **kwargs):
     reward = arithmetic(*args, **kwargs)
-    with open({path!r}, "ab") as file:
-        file.write(b".")
+    if "RAY_JOB_ID" in os.environ:  # not in the program's own check of the function
+        with open({path!r}, "ab") as file:
+            file.write(b".")
     return reward
 '''
 
@@ -142,6 +143,14 @@ def reached(run: Run, moment: str, known: list[int]) -> Callable[[], bool]:
 
 def kill(root: Path, victim: str, moment: str, args: argparse.Namespace) -> dict[str, Any]:
     run = Run(root, args.steps, args.overrides, root / f"{victim}_{moment}.log")
+    try:
+        return kill_in(run, victim, moment)
+    finally:
+        if run.process.poll() is None:
+            run.kill_all()
+
+
+def kill_in(run: Run, victim: str, moment: str) -> dict[str, Any]:
     known, begin = run.steps, time.monotonic()
     run.wait_for(lambda: run.rewards > 0)
     if run.process.poll() is not None:

@@ -4,8 +4,8 @@
 
 Both start a Ray, so verl gives both one socket for their publishes. The second run's model is the first one's with
 fresh random weights: an engine that got the other run's weights would take them, and its log-probs would be those of
-the other model. Checked: both runs end well, and at no step a sampled token's log-prob differs by more than
-`LARGEST` between trainer and engine. `other_model_abs_mean` says what mean |δ| the other's weights would give.
+the other model. Checked: both runs end well, and at no step mean |δ| between trainer and engine is over `LARGEST`.
+`other_model_abs_mean` says what the other's weights would give.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 from qarl.tracking import read_metrics, write_json
 
-LARGEST = 2**-8
-"""One BF16 step of a logit near 1."""
+LARGEST = 1e-3
+"""What `qarl.mismatch_guard` allows short responses at quant.align=model."""
 
 
 def random_twin(model: Path, folder: Path) -> Path:
@@ -72,12 +72,12 @@ def start(name: str, model: Path, args: argparse.Namespace) -> subprocess.Popen[
 
 def result(name: str, code: int, root: Path) -> dict[str, Any]:
     steps = [entry for entry in read_metrics(root / name) if "mismatch/abs_max" in entry] if code == 0 else []
-    largest = max((entry["mismatch/abs_max"] for entry in steps), default=None)
+    largest = max((entry["mismatch/abs_mean"] for entry in steps), default=None)
     return {
         "exit_code": code,
         "steps": len(steps),
-        "largest_abs_delta": largest,
-        "mean_abs_delta": max((entry["mismatch/abs_mean"] for entry in steps), default=None),
+        "largest_mean_abs_delta": largest,
+        "largest_abs_delta": max((entry["mismatch/abs_max"] for entry in steps), default=None),
         "publish_seconds": [round(entry["timing_s/publish"], 3) for entry in steps],
         "ok": code == 0 and largest is not None and largest <= LARGEST,
     }

@@ -10,10 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.config_bounds import unusual_values
+from qarl.console import exit_code, say
 from qarl.errors import UserError
 from qarl.process import limit_threads
 
@@ -22,26 +22,14 @@ _STARTED = time.perf_counter()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
-    try:
-        code = _main(argv)
-        sys.stdout.flush()
-        return code
-    except OSError:
-        try:
-            print(flush=True)  # is it standard output?
-        except OSError as lost:
-            # Python would flush once more at its end, and end with a code of no meaning.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _say(f"error: standard output could not be written\n  why: {lost.strerror}")
-            return 2
-        raise
+    return exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: list[str]) -> int:
     try:
-        config = load_config(sys.argv[1:] if argv is None else list(argv))
+        config = load_config(argv)
         for warning in unusual_values(config):
-            _say(f"warning: {warning}")
+            say(f"warning: {warning}")
         if config.dry_run:
             dry_run(config)
             return 0
@@ -49,10 +37,10 @@ def _main(argv: Sequence[str] | None) -> int:
             limit_threads(config.trainer.num_threads)
         return run(config)
     except UserError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         return 130
 
 
@@ -66,17 +54,11 @@ def dry_run(config: Config) -> None:
 
         print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
     sys.stdout.flush()
-    _say(f"# dry run: written to {path}; nothing was trained")
+    say(f"# dry run: written to {path}; nothing was trained")
     if config.backend == "verl":
         from qarl.trainer.verl_checks import refuse_unsupported
 
         refuse_unsupported(config)
-
-
-def _say(text: str) -> None:
-    """Print to stderr, which may be closed or full: the exit code then has to do."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def run(config: Config) -> int:

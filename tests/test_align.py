@@ -50,15 +50,15 @@ def vllm_layer(make: Any) -> Any:
 
 
 @needs_engine_attention
-@pytest.mark.parametrize("size", [32, 128, 1000])
-def test_norms_and_residual_equal_the_engines_over_many_additions(size):
+@pytest.mark.parametrize(("size", "eps"), [(32, 1e-6), (128, 1e-6), (1000, 1e-6), (128, 1e-5), (128, 0.1)])
+def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
     """`RMSNorm` of vLLM with a residual, fed eight outputs one after the other, as eight half layers would."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     torch.manual_seed(size)
-    theirs = vllm_layer(lambda: RMSNorm(size, eps=1e-6, dtype=torch.bfloat16))
-    ours = Qwen3RMSNorm(size, eps=1e-6).bfloat16()
+    theirs = vllm_layer(lambda: RMSNorm(size, eps=eps, dtype=torch.bfloat16))
+    ours = Qwen3RMSNorm(size, eps=eps).bfloat16()
     ours.weight.data.normal_()
     theirs.weight.data.copy_(ours.weight.data)
     align_module(ours, AlignedRMSNorm)
@@ -314,14 +314,6 @@ def test_what_is_not_built_falls_back_and_says_why():
     found = report(transformers.MistralConfig(**SIZES, **HEADS), "exact")
     assert (found.asked, found.level) == ("exact", "linears")
     assert "fell back to linears" in str(found) and "not for mistral" in str(found)
-    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    found = report(transformers.Qwen2Config(**SIZES, **HEADS, **sliding), "model")
-    assert found.level == "linears" and "sliding" in str(found)
-    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
-    found = report(transformers.LlamaConfig(**SIZES, **HEADS, rope_parameters=yarn), "model")
-    assert found.level == "linears" and "yarn" in str(found)
-    found = report(transformers.LlamaConfig(**SIZES, **HEADS, hidden_act="gelu"), "model")
-    assert found.level == "linears" and "gelu" in str(found)
     found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS)).float(), "model")
     assert found.level == "linears" and "float32" in str(found)
     for level in ("off", "linears"):

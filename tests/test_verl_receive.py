@@ -32,6 +32,9 @@ def results(tmp_path_factory):
         ("adapter", "lora_rank must be 0", []),
         # Its traceback must not keep views of the shared memory alive, which then could not be closed.
         ("on the way", "ValueError('no room for part0, 262144 elements')", ["part0"]),
+        # The engine would generate with whatever it holds.
+        ("stops", "RuntimeError", ["part0", "part1", "part2"]),
+        ("nothing", "the publish ended before its first record", []),
     ],
 )
 def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
@@ -39,3 +42,7 @@ def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
     assert found["sent"] and found["errors"] == []
     assert found["names"] == names
     assert found["raised"] is None if raised is None else raised in found["raised"]
+
+
+def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
+    assert results["reused"] == {"version": 1}

@@ -26,14 +26,17 @@ import qarl.verl_plugin.plugin  # noqa: F401
 
 
 class Receiver:
-    """Takes what comes; or holds a view of it and fails."""
+    """Takes what comes; or holds a view of it and fails; or misses the last record."""
 
-    stale = False
+    def __init__(self, fails: bool = False, stops: bool = False) -> None:
+        self.fails, self.stops, self.names = fails, stops, []
+        self.stale, self.stale_because = False, ""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.names = fails, []
+    def mark_stale(self, reason: str) -> None:
+        self.stale, self.stale_because = True, reason
 
     def feed(self, weights: Any) -> None:
+        self.stale = self.stops
         for name, tensor in weights:
             self.names.append(name)
             if self.fails:
@@ -41,7 +44,10 @@ class Receiver:
                 raise ValueError(f"no room for {name}, {view.numel()} elements")
 
 
-def publish(make_receiver: Any, peft_config: Any = None) -> dict[str, Any]:
+TENSORS = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
+
+
+def publish(make_receiver: Any, peft_config: Any = None, tensors: Any = TENSORS) -> dict[str, Any]:
     """Three buckets through shared memory."""
     # The platform is registered by now; verl's package of the rollout asks for it.
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
@@ -50,7 +56,6 @@ def publish(make_receiver: Any, peft_config: Any = None) -> dict[str, Any]:
 
     worker_extension.make_receiver = make_receiver
     handle = f"ipc://{tempfile.mkdtemp()}/socket"
-    tensors = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
     sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
     errors: list[str] = []
 
@@ -79,11 +84,29 @@ def cannot_be_made(runner: Any) -> Any:
     raise ValueError("the engine quantizes other layers")
 
 
+def reuses_its_buffer() -> dict[str, Any]:
+    """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
+    from test_write_plan import engine_model, reusing_one_buffer, weights
+
+    from qarl.rollout.wire import encode_publish
+    from qarl.verl_plugin import worker_extension
+
+    model = engine_model("llama")
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
+    runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
+    receiver = worker_extension.make_receiver(runner)
+    receiver.feed(reusing_one_buffer(encode_publish(weights("llama"), version=1)))
+    return {"version": receiver.version}
+
+
 results = {
+    "reused": reuses_its_buffer(),
     "well": publish(lambda runner: Receiver()),
     "not made": publish(cannot_be_made),
     "adapter": publish(lambda runner: Receiver(), peft_config={"r": 8}),
     "on the way": publish(lambda runner: Receiver(fails=True)),
+    "stops": publish(lambda runner: Receiver(stops=True)),
+    "nothing": publish(lambda runner: Receiver(), tensors=[]),
 }
 Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
 os._exit(0)  # a sender that still waits would keep the process

@@ -61,6 +61,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 raise RuntimeError("QaRL publishes whole models: actor_rollout_ref.model.lora_rank must be 0")
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
+            if not self._qarl_receiver.stale:  # else a publish of nothing would leave the last version in use
+                self._qarl_receiver.mark_stale("the publish ended before its first record")
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
             unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))

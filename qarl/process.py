@@ -8,6 +8,7 @@ stays.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 
 _ENVIRONMENT = {
@@ -19,16 +20,42 @@ _ENVIRONMENT = {
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     # On CPUs with AMX tiles vLLM would round W4A16's activations to int8: that is W4A8, which nobody asked for.
     "VLLM_CPU_INT4_W4A8": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
+_TRITON_KERNELS = "Failed to import Triton kernels"
+VLLM_NOISE = {
+    "vllm.triton_utils.importing": ("Triton is installed",),
+    "vllm.engine.arg_utils": ("The global random seed is set", "This model does not officially support disabling"),
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.platforms.cpu": ("Reset SSM cache type",),
+    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
+    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # vLLM's, once an engine was closed
+    "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
+    "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
+    "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
+}
+"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform lacks, speed.
+
+All its other warnings are shown, because some say that it computes something else than what it was asked for: a
+temperature that it raises, a dtype that it casts, a sampling default out of generation_config.json.
+"""
 
 
 def configure_vllm_process() -> None:
-    """Set the variables that the user has not set, and allow AMX."""
+    """Set the variables that the user has not set, keep vLLM's log to the warnings that matter unless the user chose a
+    level, and allow AMX."""
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    if _LOGGING_LEVEL not in os.environ:
+        os.environ[_LOGGING_LEVEL] = "WARNING"
+        for name in VLLM_NOISE:
+            logging.getLogger(name).addFilter(_is_no_noise)
     allow_matrix_tiles()
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(VLLM_NOISE.get(record.name, ()))
 
 
 def allow_matrix_tiles() -> None:

@@ -23,6 +23,7 @@ class Trainer:
 
     def __init__(self, settings: Any, *, published: int = 1000) -> None:
         self.config, self.step, self.stop = settings, 0, []
+        self.warnings = ["the mismatch is over its limit"]
         self.timer, self.published = PhaseTimer(None), published
         self.parts = SimpleNamespace(val_prompts=[1])
         self.policy = SimpleNamespace(report="", align="off", save=self.save)
@@ -30,6 +31,9 @@ class Trainer:
 
     def publish(self) -> PublishReport:
         return PublishReport(0, 1, self.published, 0, 0, {})
+
+    def probe(self) -> str:
+        return "probe: fine"
 
     def train_step(self) -> dict[str, float]:
         self.step += 1
@@ -59,11 +63,16 @@ class Checkpoints:
 OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
 
 
-def test_ctrl_c_during_an_evaluation_makes_that_step_the_last(tmp_path):
+def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, capsys):
     trainer, checkpoints = Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")), Checkpoints()
     with Tracker(tmp_path / "run", [], 3, {}) as tracker:
         run_steps(trainer, checkpoints, tracker, trainer.stop, 0.0)
     assert checkpoints.last == [False, True]
+    shown = capsys.readouterr().err
+    assert [line for line in shown.splitlines() if "over its limit" in line] == [
+        "step 1: the mismatch is over its limit",
+        "step 2: the mismatch is over its limit",
+    ]
 
 
 def test_without_room_for_the_export_no_step_is_taken(tmp_path):

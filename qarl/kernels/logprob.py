@@ -3,6 +3,9 @@
     logits = bf16(hidden @ weight.T)      what the engine samples from is BF16 too
     y = log_softmax(fp32(logits) / temperature)[token]
 
+Where the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`): as in the
+engine, all other logits are -inf.
+
 The forward runs the very operations of the path that holds all logits, on fewer rows at once, so y and the gradient of
 `hidden` have its bits wherever the BF16 product of a row does not depend on the rows beside it (PyTorch on CPU from 17
 rows on; cuBLAS picks kernels by shape and promises nothing). The backward makes the logits of a block again, by the
@@ -32,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
+
 LOGITS_AT_A_TIME = 2**27
 """Logits of one block, whose backward takes 2.3 GiB for them."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
@@ -44,7 +49,13 @@ def rows_at_a_time(vocabulary: int) -> int:
 
 
 def chosen_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, *, temperature: float, rows: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    temperature: float,
+    rows: int | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 log-probs [T] of `tokens`, and int64 [T], the likeliest token at each place (no gradient).
 
@@ -53,33 +64,57 @@ def chosen_log_probs(
         weight: lm_head's [V, H].
         tokens: int64 [T].
         rows: of a block; by default `rows_at_a_time(V)`.
+        kept: packed masks of the tokens that the softmax is over, uint8 [T, packed_width(V)]; None for all.
     """
     chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
-        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0])
+        hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), kept
     )
     return chosen
 
 
+@torch.no_grad()
+def chosen_kept(
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`find_kept` of the logits that hidden states [T, H] and lm_head [V, H] give, made a block of rows at a time."""
+    packed = hidden.new_empty(len(hidden), packed_width(weight.shape[0]), dtype=torch.uint8)
+    outside = torch.empty_like(tokens, dtype=torch.bool)
+    for block in _blocks(len(hidden), rows_at_a_time(weight.shape[0])):
+        logits = F.linear(hidden[block], weight)
+        packed[block], outside[block] = find_kept(logits, tokens[block], truncation, temperature=temperature)
+    return packed, outside
+
+
 def log_probs_of_logits(
-    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from logits [T, V]: upcast before the temperature and the softmax."""
     scaled = logits.float() / temperature
+    if kept is not None:
+        scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)
     return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0], scaled.argmax(-1)
 
 
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperature: float, rows: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        rows: int,
+        kept: torch.Tensor | None,
     ) -> Any:
         ctx.save_for_backward(hidden, weight, tokens)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.rows, ctx.kept = temperature, rows, kept
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         top = torch.empty_like(tokens)
         for block in _blocks(len(hidden), rows):
             logits = F.linear(hidden[block], weight)
-            log_probs[block], top[block] = log_probs_of_logits(logits, tokens[block], temperature=temperature)
+            log_probs[block], top[block] = log_probs_of_logits(
+                logits, tokens[block], temperature=temperature, kept=None if kept is None else kept[block]
+            )
         ctx.mark_non_differentiable(top)
         return log_probs, top
 
@@ -94,8 +129,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         grad_weight = None
         for block in blocks:
             logits = F.linear(hidden[block], weight).requires_grad_()
+            kept = None if ctx.kept is None else ctx.kept[block]
             with torch.enable_grad():
-                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature)
+                log_probs, _ = log_probs_of_logits(logits, tokens[block], temperature=ctx.temperature, kept=kept)
             (grad,) = torch.autograd.grad(log_probs, logits, grad_outputs[0][block])
             del logits, log_probs
             if grad_hidden is not None:
@@ -104,7 +140,7 @@ class _ChosenLogProbs(torch.autograd.Function):
                 _add_product(total, grad, hidden[block])
             elif need_weight:
                 grad_weight = grad.t() @ hidden
-        return grad_hidden, grad_weight if total is None else total.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight if total is None else total.to(weight.dtype), None, None, None, None
 
 
 def _blocks(length: int, rows: int) -> list[slice]:

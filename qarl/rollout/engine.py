@@ -49,18 +49,21 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """`temperature` 0 is greedy. `max_tokens`: response length limit. `top_tokens`: return the likeliest tokens too."""
+    """`temperature` 0 is greedy. `max_tokens`: response length limit. `top_k` -1 or 0: all. `top_tokens`: return the
+    likeliest tokens too."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = -1
     top_tokens: bool = False
     ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One entry a response, in the order of the prompts given."""
+    """One entry a response, in the order of the prompts given. `preemptions`: how often a response lost its KV cache to
+    others and was computed again."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -68,6 +71,7 @@ class RolloutBatch:
     finish_reasons: list[str]
     weight_version: int
     top_token_ids: list[list[int]] | None = None
+    preemptions: int = 0
 
 
 class EngineFailed(ReloadFailed):
@@ -115,9 +119,17 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start it anew, with dummy weights: what is left to do after `ReloadFailed`."""
+        """Close vLLM and start another, with dummy weights: what is left to do after `ReloadFailed`.
+
+        Raises:
+            EngineFailed: it does not start either.
+        """
         self.close()
-        self._start()
+        try:
+            self._start()
+        except Exception as error:
+            reason = f"vLLM failed to start: {type(error).__name__}: {error}"
+            raise EngineFailed("the rollout engine is lost, and no other could be started", why=reason) from error
 
     @property
     def hf_config(self) -> Any:
@@ -144,7 +156,7 @@ class RolloutEngine:
         """One response a prompt; to sample n responses, repeat the prompt n times with n seeds.
 
         Raises:
-            UserError: the engine holds no complete set of published weights.
+            UserError: the engine holds no complete set of published weights, or vLLM would sample in another way.
             EngineFailed: vLLM raised; no publish helps any more, `rebuild` does.
             FloatingPointError: a log-prob is not finite (the weights or the KV cache are spoilt).
         """
@@ -152,21 +164,10 @@ class RolloutEngine:
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
             raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=None if seeds is None or sampling.temperature == 0 else seeds[i],
-                logprobs=int(sampling.top_tokens),
-                detokenize=False,
-                ignore_eos=sampling.ignore_eos,
-            )
-            for i in range(len(prompts))
-        ]
+        greedy = seeds is None or sampling.temperature == 0
+        params = [sampling_params(sampling, None if greedy or seeds is None else seeds[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        preemptions = self._preemptions()
         outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))
         completions = [output.outputs[0] for output in outputs]
         log_probs = [_sampled_log_probs(c) for c in completions]
@@ -181,7 +182,13 @@ class RolloutEngine:
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=version,
             top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
+            preemptions=self._preemptions() - preemptions,
         )
+
+    def _preemptions(self) -> int:
+        """Those since this vLLM was started."""
+        metrics: list[Any] = self.llm.get_metrics()
+        return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Replace the engine's weights by `tensors` (checkpoint names, in layer order); all or nothing.
@@ -196,12 +203,12 @@ class RolloutEngine:
         return publish_weights(self, self.receiver, tensors, version=version)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """`call` into vLLM; but for a request it refuses (ValueError), an exception of its means that it is lost."""
+        """`call` into vLLM; but for a request that it refuses, an exception of its means that it is lost."""
         try:
             return call()
-        except ValueError:
-            raise
         except Exception as error:
+            if _is_refusal(error):
+                raise
             reason = f"vLLM failed: {type(error).__name__}: {error}"
             self.mark_stale(reason)
             if self.receiver:
@@ -236,6 +243,51 @@ class RolloutEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
+    """vLLM's `SamplingParams`, which is asked for its own limits.
+
+    Raises:
+        UserError: vLLM refuses a value, or takes another one in its place (a temperature between 0 and 0.01, say, with
+            no more than a warning): the trainer's log-probs would be those of another distribution.
+    """
+    configure_vllm_process()
+    from vllm import SamplingParams
+
+    top_k = max(sampling.top_k, 0)
+    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
+    where = ", ".join(f"rollout.{name}={value}" for name, value in asked.items())
+    try:
+        params = SamplingParams(
+            **asked,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            logprobs=int(sampling.top_tokens),
+            detokenize=False,
+            ignore_eos=sampling.ignore_eos,
+        )
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        why = " ".join(str(error).split())
+        raise UserError("vLLM refuses to sample like this", where=where, why=why, fix="change that key") from error
+    if sampling.temperature == 0:
+        return params  # greedy: vLLM drops top_p and top_k, which change nothing there
+    changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
+    if changed:
+        raise UserError(
+            "vLLM would sample in another way",
+            where=where,
+            why="it takes " + ", ".join(f"{name}={found}" for name, found in changed.items()) + " instead",
+            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()) + " or more",
+        )
+    return params
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM raised `error` about a request, and works on: a ValueError, in newer releases a VLLMClientError."""
+    return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}
 
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
@@ -278,7 +330,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
+        "disable_log_stats": False,  # preemptions are counted there
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens

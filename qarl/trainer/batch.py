@@ -20,7 +20,9 @@ _PAD_MULTIPLE = 8
 class Batch:
     """`input_ids` int64 [B, T], prompt then response then padding; `responses` int64, `response_mask` bool and
     `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B];
-    `rollout_top_tokens` int64 [B, R] or None, the engine's likeliest tokens."""
+    `rollout_top_tokens` int64 [B, R] or None, the engine's likeliest tokens; `kept` uint8 [B, R, packed_width(V)] or
+    None, packed masks of the tokens that top-k and top-p kept (`qarl.kernels.kept`), from the old log-probs' pass;
+    `outside` bool [B, R] or None, which response tokens were not among those that the trainer found."""
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor
@@ -31,6 +33,8 @@ class Batch:
     advantages: torch.Tensor
     weight_version: int
     rollout_top_tokens: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with every tensor on `device`."""
@@ -41,6 +45,16 @@ class Batch:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    def keep(self, rows: slice, kept: torch.Tensor, outside: torch.Tensor) -> None:
+        """Store packed masks, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], of the response tokens of
+        `rows`."""
+        if self.kept is None or self.outside is None:
+            self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
+            self.outside = outside.new_zeros(self.responses.shape)
+        mask = self.response_mask[rows]
+        self.kept[rows][mask] = kept
+        self.outside[rows][mask] = outside
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Slices of at most `size` rows that cover rows start to stop."""

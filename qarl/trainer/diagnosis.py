@@ -25,6 +25,7 @@ from qarl.config import Config
 from qarl.metrics import mismatch_metrics
 from qarl.tracking import write_json, write_versions
 from qarl.trainer.batch import Batch
+from qarl.trainer.guard import truncation
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
@@ -53,13 +54,11 @@ class Comparison:
 
 def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparison:
     """Log-probs of `batch` under `policy`, and the mismatch metrics; the flip rate is the share of tokens whose argmax
-    differs from the engine's."""
+    differs from the engine's. With top-p or top-k each policy finds what it keeps."""
     size = config.actor.log_prob_micro_batch_size_per_gpu
+    how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
     with torch.no_grad():
-        parts = [
-            policy.response_log_probs_and_top(batch, rows, temperature=config.rollout.temperature)
-            for rows in batch.micro_batches(size)
-        ]
+        parts = [policy.response_log_probs_and_top(batch, rows, **how) for rows in batch.micro_batches(size)]
     log_probs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     if batch.rollout_top_tokens is not None:

@@ -45,6 +45,7 @@ from qarl.tbpo import reduce_metrics, tbpo_loss
 from qarl.tracking import Tracker, read_metrics, write_summary, write_versions
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.checkpointing import Checkpoints
+from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe, sampling_config, truncation, watch
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import checkpoints_dir
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
@@ -56,12 +57,15 @@ _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor
 
 class LocalTrainer:
     """Everything of one run. `step` counts finished training steps; it is also the version of the published weights.
-    `rebuilds` counts the engines that were started in place of a spoilt one."""
+    `rebuilds` counts the engines that were started in place of a spoilt one. `updated`: this program has trained.
+    `warnings`: those of the last step."""
 
     def __init__(self, config: Config, parts: RunParts) -> None:
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
+        self.updated = False
+        self.warnings: list[str] = []
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
@@ -88,9 +92,11 @@ class LocalTrainer:
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
         metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
+        watched, self.warnings = watch(self, batch, metrics)
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
-                metrics |= self.update(batch, old_log_probs)
+                self.updated = True
+                metrics |= watched | self.update(batch, old_log_probs)
             self.step += 1
             report = self.publish()
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
@@ -101,9 +107,7 @@ class LocalTrainer:
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler)]
         repeated = [prompt for prompt in prompts for _ in range(config.rollout.n)]
         seeds = [request_seed(config.seed, self.step, i) for i in range(len(repeated))]
-        sampling = SamplingConfig(
-            config.data.max_response_length, config.rollout.temperature, config.rollout.top_p, top_tokens
-        )
+        sampling = sampling_config(config, top_tokens=top_tokens)
         with self.timer.phase("rollout"):
             responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
         if responses.weight_version != self.step:
@@ -117,18 +121,21 @@ class LocalTrainer:
         )
         batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
         lengths = [len(response) for response in responses.response_token_ids]
-        return batch, response_metrics(
+        metrics = response_metrics(
             rewards, lengths, config.data.max_response_length, finish_reasons=responses.finish_reasons
         )
+        return batch, metrics | {"rollout/preemptions": float(responses.preemptions)}
 
     @torch.no_grad()
     def old_log_probs(self, batch: Batch) -> torch.Tensor:
-        """The policy's log-probs before the update: FP32 [B, R]."""
+        """The policy's log-probs before the update: FP32 [B, R]. With top-p or top-k also what they keep, for
+        the whole update: `batch.kept`."""
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
-        temperature = self.config.rollout.temperature
-        parts = [
-            self.policy.response_log_probs(batch, rows, temperature=temperature) for rows in batch.micro_batches(size)
-        ]
+        how: dict[str, Any] = {
+            "temperature": self.config.rollout.temperature,
+            "truncation": truncation(self.config),
+        }
+        parts = [self.policy.response_log_probs(batch, rows, **how) for rows in batch.micro_batches(size)]
         return torch.cat(parts)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
@@ -203,18 +210,25 @@ class LocalTrainer:
     def publish(self) -> PublishReport:
         """Quantize once, and give the engine the tensors that the next forward multiplies by.
 
-        What was damaged on the way is sent once more; a lost engine is replaced where `rollout.rebuild_on_failure`.
+        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once where
+        `rollout.rebuild_on_failure`. The error of the last attempt is raised.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
         with self.timer.phase("publish"):
-            try:
-                return self.engine.publish(tensors, version=self.step)
-            except (TransferFailed, OSError):
-                return self.engine.publish(tensors, version=self.step)
-            except ReloadFailed as error:
-                self.rebuild_engine(error)
-                return self.engine.publish(tensors, version=self.step)
+            resends = rebuilds = 1
+            while True:
+                try:
+                    return self.engine.publish(tensors, version=self.step)
+                except (TransferFailed, OSError):
+                    if not resends:
+                        raise
+                    resends -= 1
+                except ReloadFailed as error:
+                    if not rebuilds:
+                        raise
+                    self.rebuild_engine(error)
+                    resends, rebuilds = 1, rebuilds - 1
 
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
@@ -226,6 +240,10 @@ class LocalTrainer:
             self.rebuild_engine(error)
             self.publish()
             return self.engine.generate(prompts, sampling, seeds)
+
+    def probe(self) -> str:
+        """Compare a few log-probs of both sides before anything is trained: see `qarl.trainer.guard.probe`."""
+        return probe(self, [request_seed(self.config.seed, PROBE_STEP, i) for i in range(PROBE_RESPONSES)])
 
     def rebuild_engine(self, error: Exception) -> None:
         """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
@@ -284,13 +302,14 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
     report = trainer.publish()
+    probed = trainer.probe()
     if config.trainer.save_final:
         # The export holds what was published; without room for it there is no use in training.
         check_room(run_dir / EXPORT, report.bytes)
     total, start_step = config.trainer.total_training_steps, trainer.step
     config_dict = config.model_dump()
     with Tracker(run_dir, config.trainer.logger, total, config_dict, start_step=start_step) as tracker:
-        tracker.message(trainer.policy.report)
+        tracker.message(f"{trainer.policy.report}\n{probed}")
         checkpoints.resumed(tracker)
         try:
             run_steps(trainer, checkpoints, tracker, stop, start)
@@ -361,6 +380,8 @@ def run_steps(
         # Ctrl-C may have come during the evaluation.
         metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
         tracker.log(metrics, step=trainer.step)
+        for text in trainer.warnings:
+            tracker.message(f"step {trainer.step}: {text}")
         if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
             tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
         if metrics["actor/skipped_steps"]:

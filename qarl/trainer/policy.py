@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from qarl.align import align_model
-from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_log_probs, log_probs_of_logits
+from qarl.kernels.kept import Truncation, find_kept
+from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.linear import QuantLinear
 from qarl.quant.scheme import Scheme, get_scheme
@@ -75,18 +76,45 @@ class Policy:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def response_log_probs(self, batch: Batch, rows: slice, *, temperature: float) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is."""
-        return self.response_log_probs_and_top(batch, rows, temperature=temperature)[0]
+    def response_log_probs(
+        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
+    ) -> torch.Tensor:
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
+
+        With `truncation`, in the pass for the old log-probs, what it keeps is found first and stored in `batch.kept`.
+        Where `batch.kept` is there the log-probs are over the kept tokens alone.
+        """
+        return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
     def response_log_probs_and_top(
-        self, batch: Batch, rows: slice, *, temperature: float
+        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`response_log_probs`, and the likeliest token at each place: int64, zero where no token is.
 
         The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. Where there would
         be more than `LOGITS_AT_A_TIME` of them they are made a block of response tokens at a time.
         """
+        mask = batch.response_mask[rows]
+        tokens = batch.responses[rows][mask]
+        states, in_blocks = self.before_tokens(batch, rows)
+        weight = self.model.get_output_embeddings().weight
+        if truncation is not None and truncation.active:
+            if in_blocks:
+                found = chosen_kept(states, weight, tokens, truncation, temperature=temperature)
+            else:
+                found = find_kept(states, tokens, truncation, temperature=temperature)
+            batch.keep(rows, *found)
+        kept = None if batch.kept is None else batch.kept[rows][mask]
+        if in_blocks:
+            log_probs, top = chosen_log_probs(states, weight, tokens, temperature=temperature, kept=kept)
+        else:
+            log_probs, top = log_probs_of_logits(states, tokens, temperature=temperature, kept=kept)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
+
+    def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
+        """What each response token of `batch[rows]` is predicted from, one row a token: the logits, or where they are
+        too many to hold the hidden states, and then True."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
@@ -96,16 +124,12 @@ class Policy:
         offsets = torch.arange(mask.shape[1], device=mask.device)
         positions = (batch.prompt_lengths[rows, None] - 1 - first + offsets).clamp(max=keep - 1)
         row_index = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(positions)
-        places, tokens = (row_index[mask], positions[mask]), batch.responses[rows][mask]
+        places = (row_index[mask], positions[mask])
         if self.logits_in_blocks(mask.shape[0] * keep):
             hidden = self.model.base_model(input_ids=input_ids, use_cache=False, **exact).last_hidden_state[:, first:]
-            weight = self.model.get_output_embeddings().weight
-            log_probs, top = chosen_log_probs(hidden[places], weight, tokens, temperature=temperature)
-        else:
-            logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
-            log_probs, top = log_probs_of_logits(logits[places], tokens, temperature=temperature)
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
+            return hidden[places], True
+        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
+        return logits[places], False
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Whether the logits of so many positions are too many to hold, and lm_head is one that can be split."""

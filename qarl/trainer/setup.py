@@ -28,6 +28,7 @@ from qarl.trainer.checks import (
     check_not_quantized,
     check_weight_files,
 )
+from qarl.trainer.guard import check_sampling
 from qarl.trainer.policy import Policy
 from qarl.trainer.weight_files import cannot_build
 
@@ -68,6 +69,7 @@ def prepare_run(config: Config) -> RunParts:
     check_weight_files(config.model.path)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     policy = load_policy(config)
+    check_sampling(config, level=policy.align, vocabulary=policy.model.get_output_embeddings().weight.shape[0])
     return RunParts(policy, tokenizer, pad_token_id or 0, train_prompts, val_prompts, sampler, reward_fn)
 
 

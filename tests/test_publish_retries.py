@@ -1,0 +1,108 @@
+"""What the local trainer does with every short sequence of publish failures, with and without rebuild_on_failure."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from qarl.metrics import PhaseTimer
+from qarl.rollout.engine import EngineFailed
+from qarl.rollout.wire import TransferFailed
+from qarl.rollout.writers import ReloadFailed
+from qarl.trainer.local import LocalTrainer
+
+FAILURES = {
+    "transfer": lambda: TransferFailed("damaged"),
+    "disk": lambda: OSError(5, "input/output error"),
+    "reload": lambda: ReloadFailed("lost", why="vLLM failed"),
+    "engine": lambda: EngineFailed("gone", why="vLLM failed"),
+}
+
+
+class FakeEngine:
+    """Fails as told, one failure a publish, then takes everything; counts what is asked of it."""
+
+    def __init__(self, *failures: str) -> None:
+        self.failures = [FAILURES[name]() for name in failures]
+        self.raised: list[Exception] = []
+        self.published: list[tuple[object, int]] = []
+        self.rebuilt = 0
+
+    def publish(self, tensors, *, version):
+        if self.failures:
+            self.raised.append(self.failures.pop(0))
+            raise self.raised[-1]
+        self.published.append((tensors, version))
+        return "report"
+
+    def rebuild(self) -> None:
+        self.rebuilt += 1
+
+
+def trainer_with(engine: FakeEngine, *, rebuild_on_failure: bool) -> LocalTrainer:
+    trainer = object.__new__(LocalTrainer)
+    trainer.config = SimpleNamespace(rollout=SimpleNamespace(rebuild_on_failure=rebuild_on_failure))
+    trainer.engine, trainer.timer = engine, PhaseTimer()
+    trainer.policy = SimpleNamespace(quantize=lambda: ["tensors"])
+    trainer.step, trainer.rebuilds = 7, 0
+    return trainer
+
+
+def attempts_allowed(sequence: tuple[str, ...], rebuild: bool) -> int:
+    """How many of these failures are survived: one resend for each engine, and one other engine where asked for."""
+    resends = rebuilds = 1
+    for survived, kind in enumerate(sequence):
+        if kind in ("transfer", "disk"):
+            if not resends:
+                return survived
+            resends -= 1
+        else:
+            if not (rebuild and rebuilds):
+                return survived
+            resends, rebuilds = 1, 0
+    return len(sequence)
+
+
+SEQUENCES = [sequence for length in (0, 1, 2, 3) for sequence in itertools.product(FAILURES, repeat=length)]
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("sequence", SEQUENCES, ids="-".join)
+def test_every_sequence_of_failures(sequence, rebuild, capsys):
+    engine = FakeEngine(*sequence)
+    trainer = trainer_with(engine, rebuild_on_failure=rebuild)
+    survived = attempts_allowed(sequence, rebuild)
+    if survived == len(sequence):
+        assert trainer.publish() == "report"
+        assert engine.published == [(["tensors"], 7)]
+    else:
+        with pytest.raises(type(FAILURES[sequence[survived]]())) as error:
+            trainer.publish()
+        assert error.value is engine.raised[-1] and len(engine.raised) == survived + 1
+        assert engine.published == []
+    assert engine.rebuilt == trainer.rebuilds == sum(kind in ("reload", "engine") for kind in sequence[:survived])
+    assert capsys.readouterr().err.count("started anew") == engine.rebuilt
+
+
+@pytest.mark.parametrize(
+    ("sequence", "rebuild", "survived", "rebuilt"),
+    [
+        (["transfer", "reload"], True, True, 1),  # a handler that publishes again lets the second one out
+        (["disk", "engine"], True, True, 1),
+        (["transfer", "reload"], False, False, 0),
+        (["transfer", "reload", "transfer"], True, True, 1),
+        (["reload", "reload"], True, False, 1),
+        (["transfer", "disk"], True, False, 0),
+    ],
+)
+def test_sequences_by_hand(sequence, rebuild, survived, rebuilt):
+    engine = FakeEngine(*sequence)
+    trainer = trainer_with(engine, rebuild_on_failure=rebuild)
+    if survived:
+        trainer.publish()
+    else:
+        with pytest.raises((TransferFailed, ReloadFailed, OSError)):
+            trainer.publish()
+    assert engine.rebuilt == rebuilt

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Each half of QaRL by itself from verl's command line, on a CPU, two steps each: the TBPO loss on verl's BF16 actor, and
-# the quantized actor with verl's own loss. Metrics go to runs/verl_halves/{tbpo,quantized}.jsonl.
+# the quantized actor with verl's own loss. Metrics go to runs/verl_halves/{tbpo,quantized}.jsonl. `HALVES=tbpo` runs one.
 set -e
 export VERL_PLATFORM=cpu TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 VLLM_CPU_INT4_W4A8=0
@@ -11,6 +11,7 @@ mkdir -p "$folder"
 half() {
     name=$1
     shift
+    [[ " ${HALVES:-tbpo quantized} " == *" $name "* ]] || return 0
     rm -f "$folder/$name.jsonl"
     VERL_FILE_LOGGER_PATH="$folder/$name.jsonl" "${PYTHON:-python}" -m verl.trainer.main_ppo \
         'hydra.searchpath=[pkg://qarl.verl_plugin.hydra]' "$@" \

@@ -64,7 +64,7 @@ def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(resu
 
 def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(results):
     for text in results["guarded"]["guard"]:
-        assert "trainer and engine disagree" in text and "over the 0.001" in text
+        assert "trainer and engine disagree" in text and "nats a token, over the 0.00" in text
     (metrics,) = results["guarded"]["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
 

@@ -87,9 +87,10 @@ def _call(node: ast.Call) -> Iterator[str]:
     if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and len(node.args) >= 2:
         if last_name(node.args[0]) in CONFIGS and (key := literal(node.args[1])):
             yield key
-    elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault"):
-        if last_name(function.value) in ROPES and node.args and (key := literal(node.args[0])):
-            yield f"rope_parameters.{key}"
+    if not isinstance(function, ast.Attribute) or function.attr not in ("get", "pop", "setdefault"):
+        return
+    if last_name(function.value) in ROPES and node.args and (key := literal(node.args[0])):
+        yield f"rope_parameters.{key}"
 
 
 def _membership(node: ast.Compare) -> Iterator[str]:

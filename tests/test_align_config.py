@@ -21,7 +21,7 @@ from qarl.kernels import vllm_rotary
 from qarl.trainer.model_checks import check_architecture, check_model
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import config_keys  # noqa: E402
+import config_keys
 
 needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
 CONFIGS: dict[str, Any] = {

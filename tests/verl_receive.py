@@ -36,9 +36,9 @@ class Receiver:
         self.stale, self.stale_because = True, reason
 
     def feed(self, weights: Any) -> None:
-        self.stale = self.stops
         for name, tensor in weights:
             self.names.append(name)
+            self.stale = self.stops
             if self.fails:
                 view = tensor.view(-1)
                 raise ValueError(f"no room for {name}, {view.numel()} elements")

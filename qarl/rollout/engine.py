@@ -173,8 +173,8 @@ class RolloutEngine:
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
             raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
-        greedy = seeds is None or sampling.temperature == 0
-        params = [sampling_params(sampling, None if greedy or seeds is None else seeds[i]) for i in range(len(prompts))]
+        used = None if sampling.temperature == 0 else seeds
+        params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         preemptions = self._preemptions()
         outputs = self._run(lambda: self.llm.generate(requests, params, use_tqdm=False))

@@ -112,7 +112,7 @@ def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
 
 def test_servers_that_do_not_answer_are_not_published_to():
     refuse_dead({})
-    with pytest.raises(UserError, match="1 rollout servers have stopped") as caught:
+    with pytest.raises(UserError, match="have stopped and cannot be published to: vllm_server_0_0") as caught:
         refuse_dead({"vllm_server_0_0": "EngineDeadError: EngineCore encountered an issue"})
     assert "vllm_server_0_0: EngineDeadError" in caught.value.where
 

@@ -120,7 +120,7 @@ def test_a_failed_group_is_an_error_although_it_has_responses(sampler, others, p
     """verl takes it for a whole one."""
     buffer, state = sampler
     state[partition] = prompts(a="failure", **others)["train"]
-    with pytest.raises(UserError, match="generation of 1 prompts failed") as caught:
+    with pytest.raises(UserError, match="responses to 1 of the prompts could not be generated") as caught:
         buffer.sample(1, partition, 1 + len(others))
     assert caught.value.where == "a"
 
@@ -129,7 +129,7 @@ def test_the_engine_that_died_is_named(sampler, actors):
     buffer, state = sampler
     actors[0]["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
     state |= prompts(a="failure", b="running")
-    with pytest.raises(UserError, match="responses of 1 prompts are missing") as caught:
+    with pytest.raises(UserError, match="has stopped, and 1 prompts lack responses") as caught:
         buffer.sample(1, "train", 2)
     assert "vllm_server_0_0: RuntimeError: EngineCore" in caught.value.where
 

@@ -308,7 +308,7 @@ def refuse_dead(servers: dict[str, str]) -> None:
     """UserError where a server of the rollout does not answer; verl would wait for it without end."""
     if servers:
         raise UserError(
-            f"{len(servers)} rollout servers have stopped, and cannot be published to",
+            f"rollout servers have stopped and cannot be published to: {', '.join(sorted(servers)[:8])}",
             where="; ".join(f"{name}: {why}" for name, why in sorted(servers.items())[:4]),
             why="something ended the server or its engine: too little memory, for one (the kernel's log, Ray's log)",
             fix="start the same command again: it resumes from the last checkpoint (trainer.save_freq)",

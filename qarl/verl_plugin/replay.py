@@ -75,9 +75,9 @@ def refuse_ignored(trainer_mode: str, asked: Any) -> None:
 def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
     """UserError: of these prompts at least one response is missing. `dead`: processes that do not answer, and why."""
     if dead:
-        raise _stopped(dead, f"and the responses of {len(failed)} prompts are missing")
+        raise _stopped(dead, f"and {len(failed)} prompts lack responses")
     raise UserError(
-        f"the generation of {len(failed)} prompts failed",
+        f"responses to {len(failed)} of the prompts could not be generated",
         where=", ".join(failed[:4]),
         why="the engine, the agent loop or the reward function raised (the log above: Error in _run_prompt); an update "
         "from the responses that are left would favour short ones",
@@ -86,8 +86,9 @@ def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
 
 
 def _stopped(dead: dict[str, str], when: str) -> UserError:
+    stopped = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
     return UserError(
-        f"{len(dead)} processes that generate have stopped, {when}",
+        f"{stopped} stopped, {when}",
         where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
         why="something ended them: too little memory, for one (the kernel's log, Ray's log of the worker)",
         fix=RESUME,

@@ -169,7 +169,12 @@ def vllm_int8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
         kernel.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(dtype)
-    return lambda x, bias: kernel.apply_weights(layer, x, bias)
+
+    def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        layer.bias_fp32 = None if bias is None else bias.float()  # where the tile kernel looks for it
+        return kernel.apply_weights(layer, x, bias)
+
+    return linear
 
 
 def vllm_fp8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
@@ -214,7 +219,8 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
     for rows in (0, 1, 2, 7, 16, 17, 64, 513):
         x = make_input(rows, shape[1])
         for bias in (None, torch.randn(shape[0]).bfloat16()):
-            expected = theirs(x, bias)
+            # vLLM's tile kernel divides by the number of rows: none of them ends the process.
+            expected = x.new_empty(0, shape[0]) if tiles and not rows else theirs(x, bias)
             for kernel, tensors in zip(kernels, prepared, strict=True):
                 assert torch.equal(kernel.linear(x, tensors, bias), expected), (kernel.name, rows, bias is None)
 

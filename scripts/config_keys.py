@@ -84,13 +84,14 @@ def reads_of(tree: ast.AST) -> Iterator[str]:
 
 def _call(node: ast.Call) -> Iterator[str]:
     function = node.func
-    if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and len(node.args) >= 2:
-        if last_name(node.args[0]) in CONFIGS and (key := literal(node.args[1])):
-            yield key
+    if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr"):
+        holders, prefix, arguments = CONFIGS, "", node.args
     elif isinstance(function, ast.Attribute) and function.attr in ("get", "pop", "setdefault"):
-        key = literal(node.args[0]) if node.args else None
-        if key and last_name(function.value) in ROPES:
-            yield f"rope_parameters.{key}"
+        holders, prefix, arguments = ROPES, "rope_parameters.", [function.value, *node.args]
+    else:
+        return
+    if len(arguments) >= 2 and last_name(arguments[0]) in holders and (key := literal(arguments[1])):
+        yield prefix + key
 
 
 def _membership(node: ast.Compare) -> Iterator[str]:

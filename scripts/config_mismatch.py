@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from qarl.trainer.batch import make_batch
 from qarl.trainer.model_checks import check_model
 from qarl.trainer.policy import Policy
 
+TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3"
 LEVELS = ("off", "linears", "model", "exact")
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -74,6 +76,8 @@ def save_model(config: Any, folder: Path) -> None:
     torch.manual_seed(0)
     config.initializer_range = 0.08
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for file in TOKENIZER.glob("tokenizer*"):  # vLLM asks for one, though prompts are given as tokens
+        shutil.copy(file, folder)
 
 
 def policy(folder: Path, scheme: str, level: str) -> Policy:

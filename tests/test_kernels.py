@@ -169,7 +169,12 @@ def vllm_int8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
         kernel.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(dtype)
-    return lambda x, bias: kernel.apply_weights(layer, x, bias)
+
+    def apply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        layer.bias_fp32 = None if bias is None else bias.float()  # made at load where the layer has a bias, for tiles
+        return kernel.apply_weights(layer, x, bias)
+
+    return apply
 
 
 def vllm_fp8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:

@@ -170,11 +170,11 @@ def vllm_int8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
     finally:
         torch.set_default_dtype(dtype)
 
-    def linear(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        layer.bias_fp32 = None if bias is None else bias.float()  # where the tile kernel looks for it
+    def apply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        layer.bias_fp32 = None if bias is None else bias.float()  # made at load where the layer has a bias, for tiles
         return kernel.apply_weights(layer, x, bias)
 
-    return linear
+    return apply
 
 
 def vllm_fp8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:

@@ -58,6 +58,7 @@ def test_the_bound_on_log_probs_by_hand() -> None:
     assert log_prob_bound("fp8", "model", **unit) == fp8
 
 
+TILES = torch.cpu._is_amx_tile_supported()
 GOOD = {
     "mismatch_abs_mean": 1e-3,
     "mismatch_bound": 1e-2,
@@ -124,7 +125,7 @@ def test_trainer_without_an_engine(tmp_path: Path) -> None:
         assert 0 < found["phases"]["sum"] <= found["phases"]["step"]
     assert all(a is b for a, b in zip(off.parameters(), linears.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(before, off.parameters(), strict=True))
-    assert bench.describe()["kernels"] == ["vllm_cpu_int8"]
+    assert bench.describe()["kernels"] == ["vllm_cpu_int8_tiles" if TILES else "vllm_cpu_int8"]
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a16"])
@@ -151,7 +152,15 @@ def test_a_trainer_alone_whose_norms_are_wrong(folder: Path, monkeypatch: pytest
 # With an engine, something broken.
 
 
-@pytest.fixture(scope="module", params=["w8a8", "fp8", pytest.param("w4a16", marks=needs_w4a16_cpu)])
+bit_equal_w8a8 = pytest.mark.skipif(
+    TILES, reason="with AMX `model` leaves differences of a BF16 step, and int8 activations make them as large as any"
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("w8a8", marks=bit_equal_w8a8), "fp8", pytest.param("w4a16", marks=needs_w4a16_cpu)],
+)
 def steps(request: pytest.FixtureRequest, folder: Path) -> Iterator[StepBench]:
     bench = StepBench(tiny(folder, "levels=linears,model", part="steps"), request.param, 2, str(folder))
     yield bench

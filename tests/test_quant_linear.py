@@ -14,6 +14,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.kernels.vllm_ops import VllmCpuInt8TilesLinear
 from qarl.quant import (
     QuantLinear,
     get_scheme,
@@ -48,18 +49,29 @@ def dequantized_input(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
     """float64 [M, K]: the activations as the scheme rounds them."""
     if layer.scheme.input_activations is None:
         return x.double()
+    if layer.kernel is VllmCpuInt8TilesLinear:
+        return layer.kernel.dequantized_input(x).double()
     values, scale = (quantize_int8 if layer.scheme.input_activations.type == "int" else quantize_fp8)(x)
     return values.double() * scale.double()
+
+
+def other_half(layer: QuantLinear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | float:
+    """How far the forward may be off because vLLM's tiles round a few values next to a half the other way."""
+    if layer.kernel is not VllmCpuInt8TilesLinear:
+        return 0.0
+    return 2 * quantize_int8(x)[1].double() * weight.abs().amax(1)
 
 
 def rounded(exact: torch.Tensor) -> torch.Tensor:
     return exact.bfloat16().double()
 
 
-def assert_is_one_rounding_of(actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
-    """`terms`: the sum of the magnitudes of what was added up in FP32."""
+def assert_is_one_rounding_of(
+    actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, more: torch.Tensor | float = 0.0
+) -> None:
+    """`terms`: the sum of the magnitudes of what was added up in FP32; `more`: what is allowed besides."""
     assert actual.dtype == torch.bfloat16
-    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + terms * 1e-6).all()
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + terms * 1e-6 + more).all()
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(0, True), (1, True), (7, False), (300, True)])
@@ -75,7 +87,7 @@ def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operand
     y.backward(grad)
     x_hat, weight = dequantized_input(layer, x.detach()), dequantized_weight(layer)
     exact = F.linear(x_hat, weight, layer.bias.double() if bias else None)
-    assert_is_one_rounding_of(y, exact, x_hat.abs() @ weight.abs().t())
+    assert_is_one_rounding_of(y, exact, x_hat.abs() @ weight.abs().t(), other_half(layer, x.detach(), weight))
     # The backward multiplies the same operands in BF16.
     x_hat, weight = rounded(x_hat).requires_grad_(), rounded(weight).requires_grad_()
     F.linear(x_hat, weight).backward(grad.double())

@@ -141,8 +141,11 @@ def _tile_rounded(
     """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D]."""
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    largest = scores.amax(-1, keepdim=True)
+    # A query that sees no key, as padding on the left has, gives zeros, as in scaled_dot_product_attention.
+    weights = scores.sub_(largest.masked_fill_(largest == -torch.inf, 0)).exp_()
     divisor = weights.sum(-1, keepdim=True)
+    divisor.masked_fill_(divisor == 0, 1)
     return torch.matmul(weights.bfloat16().float(), value).div_(divisor).bfloat16()
 
 

@@ -15,6 +15,8 @@ from qarl.config_errors import Problem
 
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
+_TRIED = 2000
+"""The largest divisor that is tried: all divisors of a number up to its square are found from them."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
@@ -175,10 +177,6 @@ def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
         return None
     reason = f"vLLM samples at {MIN_TEMPERATURE} instead"
     return Problem("rollout.val_temperature", temperature, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
-_TRIED = 2000
-"""The largest divisor that is tried: all divisors of a number up to its square are found from them."""
-
-
 def _divisors(number: int) -> str:
     small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]

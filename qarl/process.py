@@ -11,6 +11,8 @@ import ctypes
 import logging
 import os
 
+from qarl.errors import UserError
+
 _ENVIRONMENT = {
     # Engine and worker live in this process; a publish hands tensors over without a copy through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -77,8 +79,13 @@ def allow_matrix_tiles() -> None:
     """
     import torch
 
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        raise UserError(
+            "this CPU has AMX, and the kernel does not let this process use it",
+            where="arch_prctl(ARCH_REQ_XCOMP_PERM)",
+            why="vLLM's kernels use the tiles wherever the CPU has them, and would end with an illegal instruction",
+            fix="run on a kernel of Linux 5.16 or later, outside of a sandbox that denies AMX",
+        )
 
 
 def limit_threads(num_threads: int | None) -> None:

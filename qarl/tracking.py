@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from qarl.console import say
 from qarl.errors import UserError
 from qarl.storage import StorageError, write_text, writing
 
@@ -139,12 +140,6 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def say(text: str) -> None:
-    """Print to stderr; a terminal that is gone or full is nobody's error."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _lost_view(name: str, error: Exception) -> UserError:

@@ -46,8 +46,11 @@ def engine_rotary(config: Any, head_size: int) -> Any:
 
 def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """`query` BF16 [T, D] at `positions` [T] -> BF16 [T, D]."""
-    # Classes without `forward_cpu` are plain modules. On a CPU vLLM calls it where it does not compile the model.
-    call = getattr(rotary, "forward_cpu", rotary)
+    from vllm.platforms import current_platform
+
+    # On a CPU vLLM calls `forward_cpu` where it does not compile the model; a build for GPUs has no operator for it.
+    # Classes without either are plain modules.
+    call = getattr(rotary, "forward_cpu" if current_platform.is_cpu() else "forward_native", rotary)
     turned: torch.Tensor = call(positions, query.clone(), query.clone())[0]
     return turned.view(query.shape)
 

@@ -66,7 +66,8 @@ def check_space(context: Context, topic: Topic) -> None:
     """Whether there is room for checkpoints."""
     if not context.target.here:
         return
-    existing = next(folder for folder in context.config.run_dir.absolute().parents if folder.is_dir())
+    run_dir = context.config.run_dir.absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     sizes = checkpoint_bytes(context.size.get(), context.config)
     free = shutil.disk_usage(existing).free
     trainer = context.config.trainer

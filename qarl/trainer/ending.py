@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.console import say
 from qarl.errors import UserError
 from qarl.plots import plot_run
 from qarl.storage import StorageError
-from qarl.tracking import say, write_summary
+from qarl.tracking import write_summary
 
 EXPORT = "export"
 """Folder of the final model in the run folder."""
@@ -112,7 +113,7 @@ def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
     from qarl.trainer.resume import checkpoints_dir
 
     saved = list_checkpoints(checkpoints_dir(run_dir))
-    again = "the same command then goes on from the checkpoint and exports at its end"
+    again = "the same command then resumes from the checkpoint and exports at its end"
     if saved:
         there = f"the newest checkpoint is {saved[0][1]}"
     else:

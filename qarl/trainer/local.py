@@ -305,16 +305,16 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
     report = trainer.publish()
-    probed = trainer.probe()
     if config.trainer.save_final:
         # The export holds what was published; without room for it there is no use in training.
         check_room(run_dir / EXPORT, report.bytes)
     total, start_step = config.trainer.total_training_steps, trainer.step
     config_dict = config.model_dump()
     with Tracker(run_dir, config.trainer.logger, total, config_dict, start_step=start_step) as tracker:
-        tracker.message(f"{trainer.policy.report}\n{probed}")
+        tracker.message(trainer.policy.report)
         checkpoints.resumed(tracker)
         try:
+            tracker.message(trainer.probe())
             run_steps(trainer, checkpoints, tracker, stop, start)
         except BaseException as error:
             failure = error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qarl import hub
 from qarl.align import align_model
 from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
@@ -62,6 +63,7 @@ class Policy:
                     attention_dropout=0.0,
                     output_loading_info=True,
                     trust_remote_code=config.model.trust_remote_code,
+                    **hub.loading_options(config.model.path),
                 )
         except (OSError, ValueError) as error:
             raise cannot_load(config.model.path, str(error).splitlines()[0]) from error

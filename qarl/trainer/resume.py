@@ -35,7 +35,11 @@ _FREE = frozenset(
         *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "save_final"),
         *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
-) | {"name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"}
+) | {
+    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"),
+    # What errors of a running training tell to change.
+    *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
+}
 _LENGTH = "trainer.total_training_steps"
 # What bounds memory or picks threads: the same training, with other rounding.
 _ROUNDING = frozenset(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl import hub
 from qarl.errors import UserError
 
 _GENERATION = "generation_config.json"
@@ -57,7 +58,7 @@ def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
     from transformers import GenerationConfig
 
     try:
-        found = GenerationConfig.from_pretrained(path)
+        found = GenerationConfig.from_pretrained(path, **hub.loading_options(path))
     except OSError as error:
         if (Path(path) / _GENERATION).exists():
             raise _unreadable(path, error) from error

@@ -41,9 +41,7 @@ class Watch:
             if name not in self._asked:
                 # Goes through to vLLM's workers; Ray answers for itself that a process is there.
                 question = (
-                    actor.collective_rpc.remote("check_health")
-                    if name.startswith(SERVER)
-                    else actor.__ray_ready__.remote()
+                    actor.collective_rpc.remote("check_health") if _has_engine(name) else actor.__ray_ready__.remote()
                 )
                 self._asked[name] = question.future()
 
@@ -57,6 +55,11 @@ class Watch:
                 if (error := answer.exception()) is not None:
                     found[name] = _in_short(error)
         return found
+
+
+def _has_engine(name: str) -> bool:
+    """Whether an actor is the server of its replica's first node, `vllm_server_REPLICA_0`: the others have none."""
+    return name.startswith(SERVER) and name.endswith("_0")
 
 
 def _in_short(error: BaseException) -> str:

@@ -138,11 +138,16 @@ def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 def _tile_rounded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D]."""
+    """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D].
+
+    As there, a query that sees no key (padding on the left) has the output 0, where exp(-inf + inf) would be NaN.
+    """
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    divisor = weights.sum(-1, keepdim=True)
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(largest.masked_fill_(largest == -torch.inf, 0.0)).exp_()
+    # The largest weight is 1: only a query that sees nothing has a smaller sum.
+    divisor = weights.sum(-1, keepdim=True).clamp_(min=1.0)
     return torch.matmul(weights.bfloat16().float(), value).div_(divisor).bfloat16()
 
 

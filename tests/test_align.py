@@ -12,7 +12,7 @@ from conftest import save_random_model
 from torch.nn.modules.module import register_module_forward_hook
 
 from qarl.align import AlignReport, align_model
-from qarl.align.attention import engine_attention, fp32_attention
+from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
 from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
 from qarl.errors import UserError
 from qarl.kernels import vllm_attention
@@ -276,6 +276,24 @@ def test_level_model_takes_attention_masks(folders):
         padded = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
         alone = model(input_ids=tokens[:1, 5:]).logits
     torch.testing.assert_close(padded[:1, 5:], alone, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("attention", [_sdpa, _TileAttention.apply], ids=["vectors", "tiles"])
+def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(attention, dtype):
+    """Padding on the left: its NaN would be the next layer's values, and 0 * NaN every later token's output."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 6, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    seen[..., :2] = False
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    output = attention(*inputs, mask, 0.2)
+    assert output.shape == (1, 6, 2, 32) and not output[:, :2].any()
+    alone = attention(*(tensor[:, :, 2:] for tensor in inputs), seen[..., 2:, 2:], 0.2)
+    assert torch.equal(output[:, 2:], alone)
+    output.float().square().sum().backward()
+    for tensor in inputs:
+        assert tensor.grad.isfinite().all() and tensor.grad[:, :, 2:].any() and not tensor.grad[:, :, :2].any()
 
 
 @needs_engine_attention

@@ -209,6 +209,38 @@ def test_an_exception_keeps_what_was_there(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, replaces):
+    """A rename may reach the disk before the bytes of a file that nobody forced there."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def relative(path: object) -> str:
+        return Path(str(path)).relative_to(tmp_path).as_posix().replace(str(os.getpid()), "PID")
+
+    def recorded_fsync(descriptor: int) -> None:
+        events.append(("fsync", relative(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def recorded_rename(source: Path, target: Path) -> None:
+        events.append(("rename", relative(target)))
+        rename(source, target)
+
+    if replaces:
+        (tmp_path / "new").mkdir()
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    with whole_folder(tmp_path / "new") as partial:
+        (partial / "model.safetensors").write_bytes(b"weights")
+        (partial / "sub").mkdir()
+        (partial / "sub" / "deep").touch()
+        assert events == []
+    first = events.index(("rename", "new.old-PID" if replaces else "new"))
+    inside = ("", "/model.safetensors", "/sub", "/sub/deep")
+    assert sorted(events[:first]) == [("fsync", f"new.partial-PID{name}") for name in inside]
+    assert events[first:] == [("rename", "new.old-PID")] * replaces + [("rename", "new"), ("fsync", ".")]
+
+
 def test_what_killed_processes_left_is_put_in_order(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

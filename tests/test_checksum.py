@@ -71,6 +71,24 @@ def test_the_same_bit_flipped_in_several_words_shows(bit):
     assert one(negated) != one(signs)
 
 
+@pytest.mark.parametrize("size", [1, 77, 4096])
+def test_the_top_of_every_word_shows(size):
+    """Bits 63 and 31 together leave a word's upper half out of its lower: an even weight shifts what is left away."""
+    words = torch.randint(-(2**62), 2**62, (size,), dtype=torch.int64)
+    before, flip = one(words), -(1 << 63) | 1 << 31
+    for place in range(size):
+        words[place] ^= flip
+        assert one(words) != before, place
+        words[place] ^= flip
+    assert one(words) == before
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_weights_are_odd_and_each_is_another(seed):
+    weights = checksum._weights(seed, 4096, torch.device("cpu"))
+    assert (weights & 1).all() and weights.unique().numel() == 4096
+
+
 def test_swapped_words_and_zeros_at_the_end_show():
     tensor = torch.arange(10000, dtype=torch.int64)
     swapped = tensor.clone()

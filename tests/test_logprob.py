@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import save_random_model
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qarl.memory
@@ -144,6 +146,29 @@ def response_batch() -> Batch:
         weight_version=0,
     )
     return make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=2)
+
+
+class OtherLinear(nn.Linear):
+    """A head with its own forward, as one from an adapter library."""
+
+
+HEADS = [
+    *((family, nn.Linear(8, 1000, bias=False), True) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")),
+    *((family, nn.Linear(8, 1000, bias=False), False) for family in ("gemma2", "cohere", "granite", "phi")),
+    ("qwen3", nn.Linear(8, 1000, bias=True), False),
+    ("qwen3", OtherLinear(8, 1000, bias=False), False),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "plain"), HEADS)
+def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str, head: nn.Linear, plain: bool) -> None:
+    """In blocks the logits are hidden states times the head's weight: a cap, a scale or a bias would be lost."""
+    monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 5000)
+    config = SimpleNamespace(model_type=family)
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    policy: Any = SimpleNamespace(model=model)
+    found = [Policy.logits_in_blocks(policy, positions) for positions in (1, 5, 6, 10**6)]
+    assert found == [False, False, plain, plain]
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.manifest import check_complete, expected_manifest, is_finite
+from qarl.rollout.manifest import check_complete, check_same_layers, expected_manifest, is_finite
 from qarl.rollout.publish import _report
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
@@ -89,3 +89,41 @@ def test_finite_means_what_it_means_in_torch(dtype):
         spoilt[3] = torch.tensor(bad, dtype=torch.float64).to(dtype)
         assert not is_finite(spoilt) and not is_finite(spoilt.view(2, 3).t())
     assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32))
+
+
+class EngineModel(nn.Module):
+    """One layer as vLLM builds it: fused linears, a quant_method on every one, a scheme on the quantized ones."""
+
+    def __init__(self, quantized: set[str]) -> None:
+        super().__init__()
+        fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+        self.packed_modules_mapping = fused
+        self.layer = nn.Module()
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            linear = nn.Module()
+            linear.quant_method, linear.scheme = object(), object() if name in quantized else None
+            self.layer.add_module(name, linear)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "only_trainer", "only_engine"),
+    [
+        ({"qkv_proj", "o_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"], [], []),
+        (set(), [], [], []),
+        ({"qkv_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"], []),
+        (set(), ["o_proj"], ["o_proj"], []),
+        ({"qkv_proj", "o_proj"}, ["q_proj", "k_proj", "v_proj"], [], ["o_proj"]),
+        ({"qkv_proj"}, ["q_proj", "v_proj"], [], ["k_proj"]),
+        ({"gate_up_proj"}, ["o_proj"], ["o_proj"], ["gate_proj", "up_proj"]),
+    ],
+)
+def test_layers_that_one_side_alone_quantizes_are_named(engine, trainer, only_trainer, only_engine):
+    expected = {f"layer.{name}.{kind}": None for name in trainer for kind in ("weight_packed", "weight_scale")}
+    expected |= {"layer.norm.weight": None, "layer.down_proj.weight": None}
+    if not only_trainer and not only_engine:
+        check_same_layers(EngineModel(engine), expected)
+        return
+    with pytest.raises(UserError, match="quantize different layers") as caught:
+        check_same_layers(EngineModel(engine), expected)
+    ours, theirs = ([f"layer.{name}" for name in names] for names in (only_trainer, only_engine))
+    assert caught.value.where == f"only the trainer: {ours}; only the engine: {theirs}"

@@ -277,6 +277,18 @@ def test_clip_grad_norm_is_torchs() -> None:
         assert torch.allclose(parameter, reference[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("max_norm", [5.0, 5.1, 1e9])
+def test_a_norm_within_the_limit_changes_no_gradient(max_norm: float) -> None:
+    """3 and 4 make a norm of 5, exactly; a limit that is not exceeded scales nothing, not even by 1 - 1e-7."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(2, 2)) for name in ("first.weight", "second.weight")}
+    optimizer = make_optimizer(parameters)
+    grads = {"first.weight": torch.tensor([[3.0, 0], [0, 0]]), "second.weight": torch.tensor([[0, 0], [0, 4.0]])}
+    give_gradients(parameters, grads)
+    optimizer.accumulate()
+    assert optimizer.clip_grad_norm(max_norm) == 5.0
+    assert all(torch.equal(optimizer.gradients[name], grad) for name, grad in grads.items())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_norm_is_returned_and_zero_grad_recovers(bad: float) -> None:
     parameters = make_parameters()

@@ -103,6 +103,12 @@ def with_defaults(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 def two_arguments(solution_str, ground_truth):
     return 1.0
+
+def other_names(source, solution, truth, info):
+    return 1.0
+
+def by_position(data_source, solution_str, ground_truth, extra_info, /):
+    return 1.0
 """
 
 
@@ -128,6 +134,8 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("FOLDER/good.py:by_lenght", ["no 'by_lenght'", "did you mean 'by_length'"]),
         ("FOLDER/good.py:LIMIT", ["not callable", "int"]),
         ("FOLDER/good.py:two_arguments", ["wrong signature", "data_source", "def two_arguments("]),
+        ("FOLDER/good.py:other_names", ["wrong signature (source, solution, truth, info)", "def other_names("]),
+        ("FOLDER/good.py:by_position", ["wrong signature", "by name"]),
     ],
 )
 def test_bad_names(tmp_path: Path, spec: str, parts: list[str]) -> None:

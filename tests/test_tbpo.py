@@ -296,31 +296,32 @@ def test_without_any_valid_token_the_loss_is_a_zero_in_the_graph() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    # Positive band up to 1.2, negative [0.9, 1.3], cap 2. Five responses count, the last row is empty.
-    ratios = [1.1, 1.4, 1.5, 1.0, 0.8, 7.0]
-    weights = [1.0, 4.0, 1.0, 0.25, 1.0, 9.0]
-    advantages = torch.tensor([2.0, 1.0, -1.0, -3.0, 0.0, 5.0])
-    batch = make_batch(ratios, weights, [5, 4, 3, 2, 1, 0])
+    # Positive band up to 1.2, negative [0.9, 1.3], cap 2. Six responses count, the last row is empty.
+    ratios = [1.1, 1.4, 1.5, 1.0, 0.85, 0.8, 7.0]
+    weights = [1.0, 4.0, 1.0, 0.25, 1.0, 1.0, 9.0]
+    advantages = torch.tensor([2.0, 1.0, -1.0, -3.0, -2.0, 0.0, 5.0])
+    batch = make_batch(ratios, weights, [5, 4, 3, 2, 4, 1, 0])
     _, statistics = tbpo_loss(advantages=advantages, config=TBPOConfig(**WIDE), **batch)
     expected = {
         "actor/pos_outside_band_frac": 1 / 2,  # 1.4 of 1.1, 1.4
-        "actor/neg_outside_band_frac": 1 / 2,  # 1.5 of 1.5, 1.0
-        "actor/inside_band_frac": 2 / 4,
-        "actor/zero_advantage_frac": 1 / 5,
-        "actor/seq_ratio_mean": (1.1 + 1.4 + 1.5 + 1.0 + 0.8) / 5,
+        "actor/neg_outside_band_frac": 2 / 3,  # 1.5, 0.85 of 1.5, 1.0, 0.85
+        "actor/inside_band_frac": 2 / 5,
+        "actor/zero_advantage_frac": 1 / 6,
+        "actor/seq_ratio_mean": (1.1 + 1.4 + 1.5 + 1.0 + 0.85 + 0.8) / 6,
         "actor/seq_ratio_min": 0.8,
         "actor/seq_ratio_max": 1.5,
         "actor/seq_ratio_abs_dev_max": 0.5,
-        "actor/seq_tis_imp_ratio_mean": (1 + 4 + 1 + 0.25 + 1) / 5,
+        "actor/seq_tis_imp_ratio_mean": (1 + 4 + 1 + 0.25 + 1 + 1) / 6,
         "actor/seq_tis_imp_ratio_max": 4.0,
-        "actor/seq_tis_above_cap_frac": 1 / 5,
-        "actor/seq_tis_below_cap_frac": 1 / 5,
-        # -(0.1 * 2 + 0.4 * 1) / 5 and -(0.5 * -1 + 0 * -3) / 5
-        "actor/zero_centred_loss_pos": -0.12,
-        "actor/zero_centred_loss_neg": 0.1,
-        # Ratios to the rollout policy r w = 1.1, 5.6; 1.5, 0.25: -(0.1 * 2 + 4.6) / 5, -(0.5 * -1 - 0.75 * -3) / 5
-        "actor/rollout_zero_centred_loss_pos": -0.96,
-        "actor/rollout_zero_centred_loss_neg": -0.35,
+        "actor/seq_tis_above_cap_frac": 1 / 6,
+        "actor/seq_tis_below_cap_frac": 1 / 6,
+        # -(0.1 * 2 + 0.4 * 1) / 6 and -(0.5 * -1 + 0 * -3 - 0.15 * -2) / 6
+        "actor/zero_centred_loss_pos": -0.1,
+        "actor/zero_centred_loss_neg": 0.2 / 6,
+        # Ratios to the rollout policy r w = 1.1, 5.6; 1.5, 0.25, 0.85:
+        # -(0.1 * 2 + 4.6) / 6 and -(0.5 * -1 - 0.75 * -3 - 0.15 * -2) / 6
+        "actor/rollout_zero_centred_loss_pos": -0.8,
+        "actor/rollout_zero_centred_loss_neg": -2.05 / 6,
     }
     assert reduce_metrics([statistics]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 

@@ -329,6 +329,13 @@ def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
     assert caught.value.where == f"verl.{key}"
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.7), ("top_k", 5), ("temperature", 0.5)])
+def test_validation_may_sample_otherwise(key, value):
+    """No log-probs of validation are trained on."""
+    resolved = verl_config(quickstart(verl={f"actor_rollout_ref.rollout.val_kwargs.{key}": value}), on_cpu=True)
+    assert resolved.actor_rollout_ref.rollout.val_kwargs[key] == value
+
+
 @pytest.mark.parametrize("key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"])
 def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
     sampler = verl_config(quickstart(), on_cpu=True).trainer.v1.sampler

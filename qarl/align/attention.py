@@ -138,7 +138,10 @@ def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 def _tile_rounded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D]."""
+    """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D].
+
+    As there, a query that sees no key (padding on the left) has the output 0, where exp(-inf + inf) would be NaN.
+    """
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
     largest = scores.amax(-1, keepdim=True)

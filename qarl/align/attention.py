@@ -145,7 +145,6 @@ def _tile_rounded(
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
     largest = scores.amax(-1, keepdim=True)
-    # A query that sees no key, as padding on the left has, gives zeros, as in scaled_dot_product_attention.
     weights = scores.sub_(largest.masked_fill_(largest == -torch.inf, 0)).exp_()
     divisor = weights.sum(-1, keepdim=True)
     divisor.masked_fill_(divisor == 0, 1)

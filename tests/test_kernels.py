@@ -229,12 +229,11 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
 
 def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
     """What serves where an FP32 matmul adds in another order."""
-    if not cpu._fp32_matmul_equals_scaled_mm():
-        pytest.skip("on this CPU an FP32 matmul adds in another order, and _scaled_mm serves alone")
-    tensors = make_weight("fp8", (96, 1000)).tensors
-    x, bias = make_input(40, 1000), torch.randn(96).bfloat16()
+    assert cpu._fp32_matmul_equals_scaled_mm(320)
+    tensors = make_weight("fp8", (96, 320)).tensors
+    x, bias = make_input(40, 320), torch.randn(96).bfloat16()
     upcast = cpu.VllmCpuFP8Linear.prepare(tensors)
-    monkeypatch.setattr(cpu, "_fp32_matmul_equals_scaled_mm", lambda: False)
+    monkeypatch.setattr(cpu, "_fp32_matmul_equals_scaled_mm", lambda features: False)
     kept = cpu.VllmCpuFP8Linear.prepare(tensors)
     assert (upcast.weight.dtype, kept.weight.dtype) == (torch.float32, torch.float8_e4m3fn)
     for rows in (0, 1, 40):

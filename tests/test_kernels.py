@@ -75,6 +75,15 @@ def rounding_of_activations(kernel: Any, scale: torch.Tensor, q: QuantizedTensor
     return 2 * scale.double() * exact_weight(q).abs().amax(1)
 
 
+def other_code(kernel: Any, x: torch.Tensor) -> torch.Tensor | float:
+    """float64 [M, K]: one step of the scale where `x` is within 1e-5 of the middle of two codes, else 0."""
+    if kernel.name != "vllm_cpu_int8_tiles":
+        return 0.0
+    scale = quantize_int8(x)[1].double()
+    middle = ((x.double().abs() / scale).frac() - 0.5).abs() < 1e-5
+    return torch.where(middle, scale, 0.0)
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (33, 96), (75, 47), (96, 1001), (256, 384)])
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
 def test_every_kernel_agrees_with_float64(scheme, kernel, shape):
@@ -95,8 +104,8 @@ def test_every_kernel_agrees_with_float64(scheme, kernel, shape):
             other_half = rounding_of_activations(kernel, quantize_int8(x)[1], q)
             allowed = truth.abs() * 2**-8 + size * 1e-6 + other_half
             assert ((y.double() - truth).abs() <= allowed).all(), (rows, b is None)
-        other = (kernel.dequantized_input(x).double() - exact_input(scheme, x)).abs() > x.abs().double() * 2**-7
-        assert other.sum() <= (other.numel() / 300 if kernel.name == "vllm_cpu_int8_tiles" else 0)
+        off = (kernel.dequantized_input(x).double() - exact_input(scheme, x)).abs()
+        assert (off <= x.abs().double() * 2**-7 + other_code(kernel, x)).all()
 
 
 @pytest.fixture

@@ -660,7 +660,7 @@ def test_memory_that_is_free() -> None:
 
 def test_families_that_were_not_tested_are_said() -> None:
     assert not any("were not tested" in finding.what for finding in topic_of("model"))
-    edit_model_config(model_type="mistral", architectures=["MistralForCausalLM"], layer_types=None, sliding_window=None)
+    edit_model_config(model_type="granite", architectures=["GraniteForCausalLM"])
     (finding,) = [finding for finding in topic_of("model") if "were not tested" in finding.what]
     assert finding.status == "warning" and "fresh vLLM" in str(finding.why)
 

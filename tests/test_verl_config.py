@@ -235,6 +235,7 @@ def test_workers_get_the_environment_where_ray_runs_already(monkeypatch):
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
     config = quickstart()
     resolved = verl_config(config, on_cpu=True)
     merged = OmegaConf.merge(get_ppo_ray_runtime_env(resolved), resolved.ray_kwargs.ray_init.runtime_env)

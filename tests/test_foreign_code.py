@@ -119,7 +119,7 @@ def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: 
 
 
 def test_the_error_names_the_key(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"brings code of its own[\s\S]*set model.trust_remote_code=true"):
+    with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
         setup.load_tokenizer(str(folder))
 
 
@@ -187,7 +187,7 @@ def test_a_run_with_yes_on_standard_input(plain: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, f"output_dir={tmp_path}"], input="y\n" * 20, capture_output=True, text=True, cwd=ROOT, timeout=120
     )
-    assert done.returncode == 2 and "brings code of its own" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "contains Python code" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "ran").exists()
 
 

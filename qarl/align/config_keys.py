@@ -129,7 +129,7 @@ def verdict(family: str, key: str) -> str | None:
     if key in REFUSED and family in REFUSED[key].families:
         return f"refused: {REFUSED[key].why}"
     if key in WINDOWS:
-        return "both: it makes layer_types, which see"
+        return "both: it makes layer_types, see there"
     if key in ROTARY or key.startswith("rope_parameters."):
         return "rotary: both sides' turns are compared"
     if key in BOTH:

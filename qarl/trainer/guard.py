@@ -135,7 +135,7 @@ def watch(trainer: LocalTrainer, batch: Batch, metrics: dict[str, float]) -> tup
     if metrics["rollout/preemptions"]:
         key = "gpu_memory_utilization" if trainer.policy.device.type == "cuda" else "cpu_kvcache_space_gib"
         warnings.append(
-            f"{metrics['rollout/preemptions']:.0f} times a response was put off and computed again, for want of KV "
-            f"cache: raise rollout.{key} or lower rollout.max_num_seqs"
+            f"{metrics['rollout/preemptions']:.0f} times a response was put off and computed again, because the KV "
+            f"cache is too small: raise rollout.{key} or lower rollout.max_num_seqs"
         )
     return found, warnings

@@ -231,7 +231,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
 
 def needs_code(path: str) -> UserError:
     return UserError(
-        f"the model in {path!r} brings code of its own, which is not run",
+        f"the model in {path!r} contains Python code, which is not run",
         where="model.trust_remote_code=false",
         why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class for "
         "it; such code runs with all your rights",

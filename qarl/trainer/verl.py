@@ -372,7 +372,10 @@ def trainer_keys(config: Config) -> Keys:
 
 
 def sampler_keys(config: Config) -> Keys:
-    """Our sampler, unless the section `verl` asks for what verl gives to its own samplers only."""
+    """Our sampler, unless the section `verl` asks for what verl gives to its own samplers only.
+
+    With verl's own sampler a group with failed responses is taken for a whole one again.
+    """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
         return {}

@@ -139,7 +139,7 @@ def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
     named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
     if any(named) and not config.model.trust_remote_code:
         raise UserError(
-            f"the model in {config.model.path!r} brings code of its own, which verl would run",
+            f"the model in {config.model.path!r} contains Python code, which verl would run",
             where="model.trust_remote_code=false",
             why="verl's reward workers load the tokenizer with trust_remote_code=True, whatever its config says",
             fix="take auto_map out of config.json and tokenizer_config.json; or read the code, and set "

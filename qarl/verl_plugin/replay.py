@@ -29,7 +29,7 @@ VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which l
 class PromptReplayBuffer(ReplayBuffer):
     """For `trainer.v1.trainer_mode=sync`.
 
-    verl gives a sampler of one's own neither its group filter nor its refill; `trainer.v1.sampler.sampler_kwargs`
+    verl gives a custom sampler neither its group filter nor its refill; `trainer.v1.sampler.sampler_kwargs`
     carries whether they are asked for, as `filter_groups` and `sync_refill_failed_groups`.
 
     Raises:

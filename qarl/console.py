@@ -22,7 +22,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return code
     except OSError:
         try:
-            sys.stdout.flush()  # is it standard output?
+            print(flush=True)  # is it standard output?
         except OSError as lost:
             # Python would flush once more at its end, and end with a code of no meaning.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

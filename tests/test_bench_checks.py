@@ -355,6 +355,9 @@ def test_rollouts_of_experts(tmp_path: Path) -> None:
     given = [f"model={tmp_path / 'experts'}", "schemes=bf16,w8a8", "batch=4", "prompt_length=4", "response_length=6"]
     code = main(["rollout", "device=cpu", *given, "group_size=32", "repeats=2", f"json={path}"])
     document = json.loads(path.read_text())
-    (result,) = document["results"]
-    assert (code, result["scheme"], list(document["failures"])) == (1, "bf16", ["w8a8, 2 layers"])
+    result, *others = document["results"]
+    # With AMX vLLM has a kernel for int8 experts.
+    failures = [] if TILES else ["w8a8, 2 layers"]
+    assert (code, result["scheme"], list(document["failures"])) == (len(failures), "bf16", failures)
+    assert [other["scheme"] for other in others] == (["w8a8"] if TILES else [])
     assert result["checks"]["response_lengths"] == [6] * 4 and result["phases"]["decode"]["mean"] > 0

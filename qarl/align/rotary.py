@@ -124,7 +124,7 @@ def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.intermediate_size = 0, 1, 1
     small.layer_types, small.pad_token_id = [], None
-    module = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).model.rotary_emb
+    module = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False).model.rotary_emb
     # A row of positions, as the trainer gives them: `dynamic` and `longrope` look at the largest.
     cosines, sines = module(query, positions[None])
     if cosines.shape[-1] != query.shape[-1]:

@@ -135,8 +135,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any
     check_tokenizer_files(path)
     try:
         hf_config = load_hf_config(path, trust_remote_code)
-        options = {"trust_remote_code": trust_remote_code, **hub.loading_options(path)}
-        return AutoTokenizer.from_pretrained(path, **options), hf_config
+        options = hub.loading_options(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
     except UserError:
         raise
     except Exception as error:  # what transformers raises depends on the file and on what is wrong with it

@@ -33,8 +33,8 @@ VARIANTS = {
     "hidden": replace(BASE, hidden=1024),
     "intermediate": replace(BASE, intermediate=4096),
     "width": replace(BASE, heads=16, kv_heads=8),
-    "plain": replace(BASE, kind="qwen2"),
-    "plain width": replace(BASE, kind="qwen2", heads=16, kv_heads=8),
+    "plain": replace(BASE, kind="llama"),
+    "plain width": replace(BASE, kind="llama", heads=16, kv_heads=8),
 }
 ROWS, LENGTH = 4, 256
 FEW = "one row"

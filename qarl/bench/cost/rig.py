@@ -20,7 +20,7 @@ MODEL_LEN = 1024
 
 @dataclass(frozen=True)
 class RigSize:
-    """A Llama-like model; `kind` is qwen2 (biases) or qwen3 (norms of queries and keys)."""
+    """A Llama-like model; `kind` is llama or qwen3 (norms of queries and keys)."""
 
     layers: int
     hidden: int
@@ -42,8 +42,8 @@ TINY = RigSize(layers=1, hidden=64, intermediate=128, heads=2, kv_heads=1, vocab
 def transformers_config(size: RigSize) -> Any:
     import transformers
 
-    kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[size.kind]
-    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[size.kind]
+    kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[size.kind]
+    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[size.kind]
     return kind(
         vocab_size=size.vocab,
         hidden_size=size.hidden,

@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 from conftest import ROOT, needs_w4a16_cpu
 from engine_helpers import in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
@@ -26,11 +27,13 @@ def export_check() -> ModuleType:
         sys.path.pop(0)
 
 
+@pytest.mark.timeout(1800)  # vLLM multiplies e4m3 by oneDNN's reference code where a CPU has no other: minutes
 @pytest.mark.parametrize("scheme", list(TRANSFORMERS_MEAN))
 def test_an_exported_checkpoint_is_the_trainers_model_everywhere(export_check, scheme):
     row = export_check.check(scheme, 16)
     assert row["tokens"] > 300
     assert row["published"], "the exported bytes are not those that were published"
     assert row["exact"]["max"] == 0, "vLLM and the trainer's forward on the engine's own operators"
-    assert row["model"]["mean"] <= 1e-4
+    # With AMX the order of the tiles' sums is left at `model`.
+    assert row["model"]["mean"] <= (1e-3 if torch.cpu._is_amx_tile_supported() else 1e-4)
     assert 0 < row["transformers"]["mean"] <= TRANSFORMERS_MEAN[scheme]

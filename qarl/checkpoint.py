@@ -80,7 +80,7 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """What fails inside while the content of the file `name` is put to use is said of this checkpoint."""
+        """Errors raised inside, while the content of the file `name` is used, name this checkpoint."""
         try:
             yield
         except UserError:

@@ -91,7 +91,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
-    "actor.ppo_epochs": Bounds(1, 32, "so many passes over the same responses leave the policy that sampled them far"),
+    "actor.ppo_epochs": Bounds(1, 32, "after as many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "it clips nothing; 1e9 is enough for that", "every gradient is scaled down to almost nothing"
     ),

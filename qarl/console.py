@@ -1,4 +1,4 @@
-"""What a command says, where its output may be a closed pipe or a full disk: the exit code still tells how it ended."""
+"""Output of a command whose streams may be a closed pipe or a full disk: the exit code still tells how it ended."""
 
 from __future__ import annotations
 

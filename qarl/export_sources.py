@@ -87,7 +87,7 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """What goes wrong inside is said of `folder`, which is read, and not of what is written.
+    """Errors raised inside name `folder`, which is read, not the folder that is written.
 
     What a reader raises depends on the file and on what is wrong with it.
     """

@@ -165,7 +165,7 @@ class Trainer(local.LocalTrainer):
             self.notes.masters.append(self._weights())
 
         before = self._weights()
-        self.optimizer.step = recorded  # type: ignore[method-assign]
+        self.optimizer.step = recorded  # type: ignore[method-assign]  records, then steps
 
     def _weights(self) -> dict[str, torch.Tensor]:
         weights = dict(self.policy.model.named_parameters()) | self.optimizer.state_dict()["masters"]

@@ -19,9 +19,10 @@ Mutants are in scripts/mutants/AREA.yaml:
         argued: reason  optional: why it may survive; at most two mutants may
 
 The checkout is never edited: each job has a copy, first on PYTHONPATH, so that subprocesses import the mutant too. What
-PYTHONPATH holds already stays behind it. Unmutated tests run first. Exit codes: 0; 1 where a mutant that is not argued
-survived, or was too slow to tell; 2 where nothing can be said: a mutant whose `old` is not in its file once (the code
-has changed: update the mutant), tests that fail without a mutant, or a bad file of mutants.
+PYTHONPATH holds already stays behind it. Unmutated tests run first. A test must fail: a mutant that ends pytest in
+another way is broken, and counts as alive. Exit codes: 0; 1 if a mutant that is not argued is alive; 2 if nothing can
+be said: a mutant whose `old` is not in its file once (the code has changed: update the mutant), tests that fail without
+a mutant, or a bad file of mutants.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status` is killed, survived or slow; `by` is the first test that failed."""
+    """`status` is killed, survived, slow or broken (pytest could not run its tests); `by` is the first that failed."""
 
     mutant: Mutant
     status: str
@@ -150,7 +151,10 @@ class Runner:
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
         by = f"over {self.limit:.0f} s" if code is None else first[1] if first else f"exit code {code}"
-        status = "survived" if code == 0 else "killed" if code is not None or mutant.hangs else "slow"
+        if code is None:
+            status = "killed" if mutant.hangs else "slow"
+        else:
+            status = {0: "survived", 1: "killed"}.get(code, "broken")
         outcome = Outcome(mutant, status, seconds, by)
         print(outcome, flush=True)
         return outcome

@@ -214,6 +214,7 @@ FAULTS: dict[str, Fault] = {
 }
 FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
 FAULTS["a value for a section of verl's"] = (nothing, ["backend=verl", "verl.trainer=1"])
+FAULTS["output folder where none can be made"] = (nothing, ["output_dir=/proc/none/x"])
 FAULTS["output folder is a link to itself"] = (lambda: Path("out").symlink_to("out"), ["output_dir=out"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from qarl.errors import UserError
@@ -21,11 +22,10 @@ def check_folder(context: Context, topic: Topic) -> None:
         return
     run_dir = context.config.run_dir
     existing = _nearest(run_dir)
-    problem = None
-    if not existing.is_dir():
+    if existing.is_dir():
+        problem = _write_problem(existing)
+    else:
         problem = "File exists" if existing == run_dir else "Not a directory"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = "Permission denied"
     if problem:
         fix = "set output_dir to a folder that can be written to"
         raise UserError("the config cannot be written", where=str(run_dir / "config.yaml"), why=problem, fix=fix)
@@ -89,6 +89,15 @@ def check_space(context: Context, topic: Topic) -> None:
         topic.warning(what, where=str(existing), fix=fix)
     else:
         topic.ok(what)
+
+
+def _write_problem(folder: Path) -> str | None:
+    """Why no folder can be made in `folder`; it is tried, because `os.access` knows nothing of file systems."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def _nearest(path: Path) -> Path:

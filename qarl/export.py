@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.config_errors import nearest
+from qarl.config.errors import nearest
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def export(request: ExportRequest) -> str:
     Raises:
         UserError: there is no such checkpoint, or it is damaged; the output is in the way; the disk has no room.
     """
-    from qarl.export_sources import find_checkpoint, open_source, reading
-    from qarl.quant.export import ModelFiles, linears_of, packed, packed_bytes, write_model
+    from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
+    from qarl.checkpoint.sources import find_checkpoint, open_source, reading
+    from qarl.checkpoint.storage import recover, whole_folder
     from qarl.quant.scheme import get_scheme
-    from qarl.storage import recover, whole_folder
 
     folder = find_checkpoint(request.run, request.step)
     check_output(request.output, folder, overwrite=request.overwrite)
@@ -109,7 +109,7 @@ def export(request: ExportRequest) -> str:
 
 
 def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from qarl.export_sources import reading
+    from qarl.checkpoint.sources import reading
 
     with reading(folder):
         yield from tensors

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from qarl.config import Config, load_config, write_resolved
-from qarl.config_bounds import unusual_values
+from qarl.config.bounds import unusual_values
 from qarl.console import exit_code, say
 from qarl.errors import UserError
 from qarl.process import limit_threads
@@ -33,7 +33,7 @@ def _main(argv: list[str]) -> int:
         if config.dry_run:
             dry_run(config)
             return 0
-        if config.backend == "local":  # verl's processes are not this one, see qarl.trainer.verl_process
+        if config.backend == "local":  # verl's processes are not this one, see qarl.verl.process
             limit_threads(config.trainer.num_threads)
         return run(config)
     except UserError as error:
@@ -50,13 +50,13 @@ def dry_run(config: Config) -> None:
     write_resolved(config, path)
     print(config.resolved_yaml(), end="")
     if config.backend == "verl":
-        from qarl.trainer.verl import dry_run as dry_run_of_verl
+        from qarl.verl.run import dry_run as dry_run_of_verl
 
         print(f"# verl's own config for this run:\n{dry_run_of_verl(config)}", end="")
     sys.stdout.flush()
     say(f"# dry run: written to {path}; nothing was trained")
     if config.backend == "verl":
-        from qarl.trainer.verl_checks import refuse_unsupported
+        from qarl.verl.checks import refuse_unsupported
 
         refuse_unsupported(config)
 
@@ -65,7 +65,7 @@ def run(config: Config) -> int:
     """Train with the configured backend; returns the exit code."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if config.backend == "verl":
-        from qarl.trainer.verl import train as train_in_verl
+        from qarl.verl.run import train as train_in_verl
 
         summary = train_in_verl(config, started=_STARTED)
     else:

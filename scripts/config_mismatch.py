@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from qarl.checks.model import check_model
 from qarl.errors import UserError
+from qarl.metrics.tracker import write_json
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.tracking import write_json
 from qarl.trainer.batch import make_batch
-from qarl.trainer.model_checks import check_model
 from qarl.trainer.policy import Policy
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3"

@@ -2,7 +2,7 @@
 
 A case is a command line and, for mutations of YAML's syntax, another text of the config file. Values are those that a
 slip, a script or somebody hostile would write: another type, the ends of the numbers, text that is no text, paths to
-what is not a file. `sane` judges an accepted config without looking at the table of bounds in qarl/config_bounds.py.
+what is not a file. `sane` judges an accepted config without looking at the table of bounds in qarl/config/bounds.py.
 """
 
 from __future__ import annotations

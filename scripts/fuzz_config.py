@@ -38,12 +38,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from fuzz_cases import Case, draw_case, sane
 
-from qarl import doctor, train
+from qarl import train
 from qarl.config import load_config
-from qarl.config_bounds import unusual_values
-from qarl.preflight import memory
+from qarl.config.bounds import unusual_values
+from qarl.doctor import __main__ as doctor
+from qarl.doctor import memory
 from qarl.rollout.engine import RolloutEngine
-from qarl.trainer import verl
+from qarl.verl import run as verl
 
 SECONDS = 2.0
 REWARDS = """\

@@ -92,7 +92,7 @@ def graphs(device: torch.device) -> str:
     """Capture and replay of the products: nothing in them may wait for the device or allocate outside of the pool."""
     if device.type != "cuda":
         raise NotHere("there are no graphs without a GPU")
-    from qarl.kernels import grouped
+    from qarl.kernels.experts import grouped
     from qarl.kernels.triton.activations import quantize_tokens
     from qarl.kernels.triton.linears import unavailable
     from qarl.kernels.triton.scaled_mm import scaled_mm
@@ -128,7 +128,7 @@ def graphs(device: torch.device) -> str:
 
 def grouped_products(device: torch.device) -> str:
     """Experts without rows, one row, many: forward, input and weight gradient; no expert's zeros are left unwritten."""
-    from qarl.kernels import grouped
+    from qarl.kernels.experts import grouped
     from qarl.kernels.reference import grouped_linear
 
     n, k, counts = (256, 512, [0, 1, 0, 300, 40, 0, 7, 0]) if device.type == "cuda" else (32, 64, [0, 1, 0, 20])
@@ -164,7 +164,7 @@ def vllm_experts(device: torch.device) -> str:
     from qarl.bench.arguments import Arguments
     from qarl.bench.grouped import ExpertLayer, experts
     from qarl.bench.shapes import Experts
-    from qarl.kernels.experts import EXPERTS_KERNELS, ExpertsShape
+    from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsShape
 
     shape = Experts(experts=16, top_k=4, hidden=2048, intermediate=768)
     kernels = {kernel for kernels in EXPERTS_KERNELS.values() for kernel in kernels if kernel.name.startswith("vllm")}

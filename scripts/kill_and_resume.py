@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from qarl.storage import file_sha256
-from qarl.tracking import METRICS_FILE, read_metrics
+from qarl.checkpoint.folder import Checkpoint, list_checkpoints, open_checkpoint
+from qarl.checkpoint.storage import file_sha256
+from qarl.metrics.tracker import METRICS_FILE, read_metrics
 
 # Seconds, and what only one of two equal runs has.
 NOT_COMPARED = ("timing_s/", "startup/", "resume/", "checkpoint/")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from qarl.config import Config, load_config
-from qarl.trainer.diagnosis import with_quant
+from qarl.diagnose.diagnosis import with_quant
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run

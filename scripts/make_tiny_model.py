@@ -153,7 +153,7 @@ def generate_accuracy(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair], temperature: float
 ) -> float:
     """Share of `pairs` whose generated answer the `arithmetic` reward accepts; temperature 0 is greedy."""
-    from qarl.rewards import arithmetic
+    from qarl.data.rewards import arithmetic
 
     prompts = tokenizer(
         [render_prompt(tokenizer, pair) for pair in pairs], padding=True, padding_side="left", return_tensors="pt"

@@ -1,7 +1,7 @@
 """Text of one row of mathematics: the problem, its reference answer as one box of LaTeX, and the key of a duplicate.
 
-Pure functions. `qarl.rewards.math_verify` alone decides which answers are usable: the text is only brought into a form
-that it reads well, and `verifies_itself` asks it.
+Pure functions. `qarl.data.rewards.math_verify` alone decides which answers are usable: the text is only brought into a
+form that it reads well, and `verifies_itself` asks it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from qarl.rewards import math_verify, math_verify_within
+from qarl.data.rewards import math_verify, math_verify_within
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 

@@ -26,12 +26,12 @@ import torch
 
 from qarl.config import load_config
 from qarl.kernels.kept import Truncation
-from qarl.metrics import mismatch_metrics
-from qarl.mismatch_guard import MismatchError, check_mismatch, resolve_limit
+from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.tracker import write_json
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.tracking import write_json
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.local import LocalTrainer, request_seed

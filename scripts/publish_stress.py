@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.quant.export import ModelFiles, save_model
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 MAX_TOKENS = 24

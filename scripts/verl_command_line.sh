@@ -7,13 +7,13 @@ export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_ATTN_SPLIT_KV=0 VLLM_CPU_INT4_W
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
-    'hydra.searchpath=[pkg://qarl.verl_plugin.hydra]' +qarl=w4a16 +qarl_machine=cpu \
+    'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]' +qarl=w4a16 +qarl_machine=cpu \
     hydra.run.dir=runs/verl_command_line hydra.output_subdir=null \
     actor_rollout_ref.model.path="$PWD/models/tiny-qwen3" \
     data.train_files="$PWD/data/column_addition/train.parquet" \
     data.val_files="$PWD/data/column_addition/test.parquet" \
     data.train_batch_size=12 data.max_prompt_length=32 data.max_response_length=80 data.val_max_samples=256 \
-    reward.custom_reward_function.path=pkg://qarl.rewards reward.custom_reward_function.name=arithmetic \
+    reward.custom_reward_function.path=pkg://qarl.data.rewards reward.custom_reward_function.name=arithmetic \
     algorithm.adv_estimator=grpo \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.max_model_len=112 \

@@ -14,13 +14,13 @@ half() {
     [[ " ${HALVES:-tbpo quantized} " == *" $name "* ]] || return 0
     rm -f "$folder/$name.jsonl"
     VERL_FILE_LOGGER_PATH="$folder/$name.jsonl" "${PYTHON:-python}" -m verl.trainer.main_ppo \
-        'hydra.searchpath=[pkg://qarl.verl_plugin.hydra]' "$@" \
+        'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]' "$@" \
         hydra.run.dir="$folder" hydra.output_subdir=null \
         actor_rollout_ref.model.path="$PWD/models/tiny-qwen3" \
         data.train_files="$PWD/data/column_addition/train.parquet" \
         data.val_files="$PWD/data/column_addition/test.parquet" \
         data.train_batch_size=12 data.max_prompt_length=32 data.max_response_length=80 \
-        reward.custom_reward_function.path=pkg://qarl.rewards reward.custom_reward_function.name=arithmetic \
+        reward.custom_reward_function.path=pkg://qarl.data.rewards reward.custom_reward_function.name=arithmetic \
         algorithm.adv_estimator=grpo \
         actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
         actor_rollout_ref.rollout.max_model_len=112 \

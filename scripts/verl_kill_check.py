@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from qarl.tracking import METRICS_FILE, read_metrics, write_json
+from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
 
 NAME = "verl_kill_check"
 VICTIMS = {"engine": "EngineCore", "server": "vLLMHttpServer"}
@@ -43,7 +43,7 @@ LIMIT = 400.0
 REWARD = '''
 import os
 
-from qarl.rewards import arithmetic
+from qarl.data.rewards import arithmetic
 
 
 def counted(*args, **kwargs):

@@ -7,7 +7,7 @@ of its first step to about its last, inside steps and checkpoints alike; and sta
 `trainer.resume_mode=auto`. Checked:
 
     weights, optimizer, scheduler, RNG   by checksum, on every rank: verl's own load is followed by a comparison with
-                                         the record written at the save (`qarl.verl_plugin.state`)
+                                         the record written at the save (`qarl.verl.plugin.state`)
     data position                        the steps after the checkpoint ask the prompts that the killed run's asked; a
                                          kill right after a checkpoint leaves none to compare
 
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qarl.tracking import METRICS_FILE, read_metrics, write_json
+from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
 
 SAVE_FREQ, LAST = 2, 8
 _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from qarl.tracking import read_metrics, write_json
+from qarl.metrics.tracker import read_metrics, write_json
 
 LARGEST = 1e-3
-"""What `qarl.mismatch_guard` allows short responses at quant.align=model."""
+"""What `qarl.metrics.guard` allows short responses at quant.align=model."""
 
 
 def random_twin(model: Path, folder: Path) -> Path:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint import STATE_FILE, _digest
-from qarl.storage import file_sha256
+from qarl.checkpoint.folder import STATE_FILE, _digest
+from qarl.checkpoint.storage import file_sha256
 
 CONFIG = {"seed": 0, "trainer": {}, "quant": {}, "optim": {}}
 

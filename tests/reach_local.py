@@ -25,10 +25,10 @@ from reach_rows import Notes, merged
 import qarl.trainer.local as local
 from qarl import train
 from qarl.config import Config, build_config
+from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
-from qarl.rollout.manifest import PublishReport, expected_manifest
-from qarl.tracking import read_metrics
+from qarl.rollout.publish.manifest import PublishReport, expected_manifest
 from qarl.trainer.setup import RunParts
 
 

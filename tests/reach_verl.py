@@ -72,7 +72,7 @@ class Verl:
         """verl's whole config, as `python -m qarl.train` hands it over."""
         from omegaconf import OmegaConf
 
-        from qarl.trainer.verl import verl_config
+        from qarl.verl.run import verl_config
 
         composed = verl_config(self.config, on_cpu=True)
         OmegaConf.resolve(composed)
@@ -241,7 +241,7 @@ class Verl:
     def dispatched(self) -> str:
         """Which backend the command line starts."""
         import qarl.trainer.local
-        import qarl.trainer.verl
+        import qarl.verl.run
         from qarl import train
 
         started = ["nothing"]
@@ -251,7 +251,7 @@ class Verl:
 
         Path("dispatched.yaml").write_text(self.config.resolved_yaml())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(qarl.trainer.verl, "train", start("verl"))
+            patch.setattr(qarl.verl.run, "train", start("verl"))
             patch.setattr(qarl.trainer.local, "train", start("local"))
             train.main(["config=dispatched.yaml"])
         return started[-1]
@@ -259,8 +259,8 @@ class Verl:
     @functools.cached_property
     def ended(self) -> dict[str, Any]:
         """What our side of a verl run does while verl logs a step, and at the end."""
-        import qarl.trainer.verl as backend
-        from qarl.trainer.verl_process import set_environment
+        import qarl.verl.run as backend
+        from qarl.verl.process import set_environment
 
         def run_ppo(resolved: Any, **more: Any) -> None:
             line = {"step": 1, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}

@@ -1,4 +1,4 @@
-"""`qarl.advantages` against verl's own GRPO function, bit for bit, and its one departure."""
+"""`qarl.trainer.advantages` against verl's own GRPO function, bit for bit, and its one departure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.advantages import grpo_advantages
 from qarl.errors import UserError
+from qarl.trainer.advantages import grpo_advantages
 
 
 def verl_advantages(rewards: torch.Tensor, group_ids: list, norm: bool) -> torch.Tensor:
@@ -75,5 +75,6 @@ def test_bad_rewards() -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, qarl.advantages; print(sorted({'verl', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
+    heavy = {"verl", "ray", "transformers", "vllm"}
+    code = f"import sys, qarl.trainer.advantages; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

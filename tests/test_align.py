@@ -15,7 +15,7 @@ from qarl.align import AlignReport, align_model
 from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
 from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
 from qarl.errors import UserError
-from qarl.kernels import vllm_attention
+from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model

@@ -16,9 +16,9 @@ from qarl.align import align_model
 from qarl.align.config_keys import FAMILIES, REFUSED, TABLE, check_config_keys, verdict
 from qarl.align.model import resolve_level
 from qarl.align.rotary import is_plain, match_rotary
+from qarl.checks.model import check_architecture, check_model
 from qarl.errors import UserError
-from qarl.kernels import vllm_rotary
-from qarl.trainer.model_checks import check_architecture, check_model
+from qarl.kernels.cpu import rotary as vllm_rotary
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
@@ -240,16 +240,16 @@ def test_models_that_vllm_has_no_class_for_are_refused(model_type):
 
 
 def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
-    for path in ("qarl/trainer/setup.py", "qarl/preflight/model.py", "qarl/trainer/verl_process.py"):
+    for path in ("qarl/trainer/setup.py", "qarl/doctor/model.py", "qarl/verl/process.py"):
         assert "check_model(hf_config)" in (ROOT / path).read_text(encoding="utf-8"), path
 
 
 def test_int8_activations_for_w4a16_are_refused(monkeypatch):
+    from qarl.checks.layers import check_cpu
     from qarl.config import load_config
-    from qarl.trainer.checks import check_cpu
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr("qarl.trainer.checks.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
+    monkeypatch.setattr("qarl.checks.layers.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
     config = load_config(["config=quickstart.yaml", "quant.scheme=w4a16"])
     monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "1")
     with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):

@@ -26,13 +26,14 @@ from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl import process
+from qarl.checks import layers as checks
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.train import main
-from qarl.trainer import checks, verl
 from qarl.trainer.setup import fresh_run_dir, load_hf_config
+from qarl.verl import run as verl
 
 CONFIG = """\
 name: bad

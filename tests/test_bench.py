@@ -20,7 +20,7 @@ from qarl.bench.competitors import BUILDERS, Competitor, Layer
 from qarl.bench.shapes import MODELS
 from qarl.bench.timing import Times, measure
 from qarl.errors import UserError
-from qarl.kernels.vllm_cuda import VllmMarlinLinear
+from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
 
 SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.01", "rounds=1"]
 

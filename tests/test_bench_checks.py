@@ -290,7 +290,7 @@ def test_an_old_lm_head_and_one_wrong_channel(tmp_path: Path, monkeypatch: pytes
         assert problems(bench._compare())[0].startswith("model.layers.1.mlp.up_proj: ")
         bench._publish()
         assert problems(bench._compare()) == []
-        monkeypatch.setattr("qarl.rollout.receive.refresh_tied_layers", lambda model: None)
+        monkeypatch.setattr("qarl.rollout.publish.receive.refresh_tied_layers", lambda model: None)
         assert problems(bench.publish_step()["checks"])[0].startswith("lm_head: ")
 
 

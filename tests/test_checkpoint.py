@@ -20,8 +20,9 @@ from checkpoint_state import whole_state
 from conftest import ROOT, save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl import storage
-from qarl.checkpoint import (
+from qarl.checkpoint import storage
+from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
+from qarl.checkpoint.folder import (
     CheckpointError,
     _digest,
     list_checkpoints,
@@ -32,11 +33,10 @@ from qarl.checkpoint import (
     tensor_digest,
     tensors_digest,
 )
+from qarl.checkpoint.storage import StorageError, check_room, recover, replace_folder, whole_folder
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.optim import MasterOptimizer
-from qarl.quant.export import ModelFiles, read_tensors
-from qarl.storage import StorageError, check_room, recover, replace_folder, whole_folder
+from qarl.trainer.optim import MasterOptimizer
 
 WEIGHTS = "model.safetensors"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.rollout import checksum
-from qarl.rollout.checksum import checksums
+from qarl.rollout.publish import checksum
+from qarl.rollout.publish.checksum import checksums
 
 
 def one(tensor: torch.Tensor) -> int:

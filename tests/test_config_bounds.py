@@ -12,8 +12,8 @@ from test_bad_input import EngineConstructed
 from test_config import SHIPPED
 
 from qarl.config import Config, Section, load_config
-from qarl.config_bounds import MOST_RESPONSES, TABLE, Bounds, Exempt, unusual_values
-from qarl.doctor import main as doctor
+from qarl.config.bounds import MOST_RESPONSES, TABLE, Bounds, Exempt, unusual_values
+from qarl.doctor.__main__ import main as doctor
 from qarl.train import main
 
 folder, pristine_model = test_bad_input.folder, test_bad_input.pristine_model

@@ -46,7 +46,7 @@ from qarl.align.blocks import AlignedRMSNorm
 from qarl.config import build_config
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
-from qarl.trainer.verl_checks import refuse_unsupported
+from qarl.verl.checks import refuse_unsupported
 
 
 def argument(name: str) -> Observe:

@@ -27,8 +27,8 @@ from qarl.bench.cost.step import Layout, predict
 from qarl.bench.cost.trainer import Trainer
 from qarl.bench.cost.workload import Workload, deal, response_lengths
 from qarl.bench.steps.models import find_model
+from qarl.checks.memory import ModelSize
 from qarl.errors import UserError
-from qarl.memory import ModelSize
 
 SMALL = ModelSize(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=100)
 """A block: q [64, 64], k and v [32, 64], o [64, 64], gate and up [128, 64], down [64, 128]: 36864 weights."""

@@ -21,8 +21,8 @@ from qarl.bench.cost.gpus import assumed_ceilings
 from qarl.bench.cost.plan import workload_of as plan_workload
 from qarl.bench.cost.step import Layout, predict
 from qarl.bench.steps.models import find_model
+from qarl.checks.memory import ModelSize
 from qarl.errors import UserError
-from qarl.memory import ModelSize
 
 STEPS: dict[str, Any] = {
     "kind": "steps",

@@ -131,7 +131,7 @@ def test_a_bad_row_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, item: dict, parts: list[str]
 ) -> None:
     # One file cannot hold two types in a column, so the good row before the bad one is put in as it is read.
-    monkeypatch.setattr("qarl.data._read", lambda file, prompt_key: [row(), item])
+    monkeypatch.setattr("qarl.data.prompts._read", lambda file, prompt_key: [row(), item])
     with pytest.raises(UserError) as error:
         load("train.parquet", tokenizer)
     for part in ["train.parquet", *parts]:

@@ -8,7 +8,7 @@ import pytest
 from conftest import needs_w4a16_cpu
 from engine_helpers import in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.diagnose import main
+from qarl.diagnose.__main__ import main
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -35,21 +35,22 @@ from test_bad_input import (
 )
 from test_resume import interrupted_run
 
-from qarl import hub
+from qarl.checks import hub
+from qarl.checks import layers as checks
+from qarl.checks.memory import ModelSize, checkpoint_bytes
 from qarl.config import load_config
-from qarl.config_source import available_configs
-from qarl.doctor import main
+from qarl.config.source import available_configs
+from qarl.doctor import disk, memory, packages
+from qarl.doctor.__main__ import main
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Finding, Topic
+from qarl.doctor.run import TOPICS, make, run_checks
+from qarl.doctor.shapes import VOCABULARY_PADDING
+from qarl.doctor.target import GPUS, Target, find_target, this_machine
 from qarl.errors import UserError
-from qarl.memory import ModelSize, checkpoint_bytes
-from qarl.preflight import disk, memory, packages
-from qarl.preflight.context import Context
-from qarl.preflight.findings import Finding, Topic
-from qarl.preflight.run import TOPICS, make, run_checks
-from qarl.preflight.shapes import VOCABULARY_PADDING
-from qarl.preflight.target import GPUS, Target, find_target, this_machine
 from qarl.process import configure_vllm_process
 from qarl.train import main as train
-from qarl.trainer import checks, policy
+from qarl.trainer import policy
 from qarl.trainer.resume import open_run
 
 folder, pristine_model = test_bad_input.folder, test_bad_input.pristine_model

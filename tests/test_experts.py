@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from qarl.errors import UserError
-from qarl.kernels import grouped
 from qarl.kernels.activations import quantize_fp8, quantize_int8
-from qarl.kernels.experts import (
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.fused import (
     EXPERTS_KERNELS,
     ExpertsShape,
     LowBitExperts,

@@ -17,13 +17,7 @@ from checkpoint_state import whole_state
 from conftest import ROOT, save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.checkpoint import open_checkpoint, save_checkpoint, tensor_digest
-from qarl.config import OptimConfig
-from qarl.errors import UserError
-from qarl.export import export, main, read_request
-from qarl.optim import MasterOptimizer
-from qarl.quant import get_scheme, packed_state_dict, quantize_model
-from qarl.quant.export import (
+from qarl.checkpoint.compressed_tensors import (
     ModelFiles,
     linears_of,
     packed_bytes,
@@ -32,6 +26,12 @@ from qarl.quant.export import (
     tensor_shapes,
     weight_files,
 )
+from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest
+from qarl.config import OptimConfig
+from qarl.errors import UserError
+from qarl.export import export, main, read_request
+from qarl.quant import get_scheme, packed_state_dict, quantize_model
+from qarl.trainer.optim import MasterOptimizer
 
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]
 
@@ -248,7 +248,7 @@ def test_a_source_that_fails_is_not_called_the_output(tmp_path, monkeypatch):
         yield "a", torch.ones(1)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("qarl.export_sources.read_tensors", read)
+    monkeypatch.setattr("qarl.checkpoint.sources.read_tensors", read)
     with pytest.raises(UserError, match="the checkpoint cannot be read") as caught:
         run_export(run, tmp_path / "out", "format=bf16")
     assert "could not be written" not in str(caught.value) and "Input/output error" in str(caught.value)

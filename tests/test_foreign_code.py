@@ -19,12 +19,13 @@ from conftest import ROOT, save_random_model
 from engine_helpers import config as run_config
 from engine_helpers import in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
+from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
+from qarl.checks import layers as checks
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.quant.export import ModelFiles, model_of
 from qarl.rollout.engine import EngineConfig, _llm_arguments
-from qarl.rollout.manifest import expected_manifest
-from qarl.trainer import checks, setup
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.trainer import setup
 from qarl.trainer.policy import Policy
 
 CODE = """
@@ -156,7 +157,7 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
 
-    from qarl.trainer.verl_process import refuse_hidden_code
+    from qarl.verl.process import refuse_hidden_code
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = hostile(plain, tmp_path, "qwen3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.kernels.experts import ReferenceExperts
+from qarl.kernels.experts.fused import ReferenceExperts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import gpu_check

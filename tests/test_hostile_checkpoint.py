@@ -21,15 +21,15 @@ from engine_helpers import config as run_config
 from engine_helpers import in_the_checkout  # noqa: F401  a fixture that acts by being imported
 from safetensors.torch import load_file, save_file
 
-from qarl.checkpoint import CheckpointError, load_dict, newest_good, open_checkpoint, prune, save_checkpoint
+from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.folder import CheckpointError, load_dict, newest_good, open_checkpoint, prune, save_checkpoint
+from qarl.checkpoint.storage import recover, remove_folder
 from qarl.data import Prompt, PromptSampler
 from qarl.errors import UserError
-from qarl.optim import MasterOptimizer
-from qarl.quant.export import ModelFiles
-from qarl.storage import recover, remove_folder
-from qarl.tracking import Tracker
+from qarl.metrics.tracker import Tracker
 from qarl.trainer import setup
-from qarl.trainer.checkpointing import Checkpoints, forward_weights, restore, rng_state, training_state
+from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, training_state
+from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 
 

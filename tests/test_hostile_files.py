@@ -15,16 +15,18 @@ import torch
 from checkpoint_state import CONFIG
 from conftest import save_random_model
 
+from qarl.checkpoint.sources import open_source, read_config
+from qarl.checkpoint.verl_shards import Rank, VerlWeights, list_torn, list_whole
+from qarl.checks import layers as checks
+from qarl.checks import weight_files
+from qarl.checks.stops import check_stops
 from qarl.data import load_prompts
+from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
 from qarl.export import ExportRequest, export
-from qarl.export_sources import open_source, read_config
-from qarl.rewards import get_reward_fn
-from qarl.tracking import METRICS_FILE, Tracker, read_metrics
-from qarl.trainer import checks, setup, weight_files
+from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from qarl.trainer import setup
 from qarl.trainer.resume import is_finished
-from qarl.trainer.stops import check_stops
-from qarl.verl_checkpoint import Rank, VerlWeights, list_torn, list_whole
 
 DEEP = b"[" * 100_000
 CONTENT: dict[str, bytes | None] = {

@@ -16,8 +16,9 @@ from conftest import needs_w4a16_cpu
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels import cpu, vllm_ops
 from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.cpu import torch_ops as cpu
+from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, choose_linear_kernel
 from qarl.process import configure_vllm_process
@@ -330,7 +331,7 @@ def test_the_engine_is_told_to_leave_w4a16_activations_alone(monkeypatch):
 def test_the_first_product_of_a_process_may_be_one_of_tiles():
     """Linux answers with an illegal instruction where nobody asked for the tiles before."""
     program = (
-        "import torch; from qarl.kernels.vllm_ops import VllmCpuWNA16Linear as kernel; "
+        "import torch; from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear as kernel; "
         "kernel.unavailable('w4a16', torch.device('cpu'), (32, 32)); "
         "packed, scale = torch.ones(32, 4, dtype=torch.int32), torch.ones(32, 1).bfloat16(); "
         "tensors = {'weight_packed': packed, 'weight_scale': scale}; "

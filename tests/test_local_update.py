@@ -11,14 +11,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qarl.config import OptimConfig
-from qarl.metrics import PhaseTimer
-from qarl.optim import MasterOptimizer
+from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant import get_scheme
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo import TBPOConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 
 

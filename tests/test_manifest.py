@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.manifest import check_complete, check_same_layers, expected_manifest, is_finite
-from qarl.rollout.publish import _report
+from qarl.rollout.publish.manifest import check_complete, check_same_layers, expected_manifest, is_finite
+from qarl.rollout.publish.send import _report
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
 

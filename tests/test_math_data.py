@@ -18,8 +18,8 @@ import pytest
 from conftest import save_random_model
 
 from qarl.data import load_prompts
+from qarl.data.rewards import math_verify
 from qarl.errors import UserError
-from qarl.rewards import math_verify
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -13,14 +13,9 @@ from conftest import save_random_model
 from torch import nn
 
 from qarl.align import align_model
-from qarl.checkpoint import save_checkpoint
-from qarl.config import Config, build_config
-from qarl.kernels import vllm_attention
-from qarl.kernels.cpu import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
-from qarl.kernels.reference import ReferenceW4A16Linear
-from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
-from qarl.kernels.vllm_ops import VllmCpuWNA16Linear
-from qarl.memory import (
+from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.folder import save_checkpoint
+from qarl.checks.memory import (
     ENGINE_WORKSPACE_BYTES,
     GIB,
     OWN_INPUT_GRADIENT,
@@ -33,11 +28,16 @@ from qarl.memory import (
     readable,
     wire_bytes,
 )
-from qarl.optim import MasterOptimizer
-from qarl.quant.export import ModelFiles
+from qarl.config import Config, build_config
+from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
+from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.manifest import expected_manifest
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.trainer.optim import MasterOptimizer
 
 MODELS = sorted((Path(__file__).parents[1] / "qarl" / "bench" / "models").glob("*/config.json"))
 SIZES: dict[str, Any] = {

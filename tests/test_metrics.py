@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
+from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
 
 
 def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

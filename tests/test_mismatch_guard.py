@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qarl.errors import UserError
-from qarl.mismatch_guard import DEFAULT_LIMITS, MismatchError, check_mismatch, resolve_limit
+from qarl.metrics.guard import DEFAULT_LIMITS, MismatchError, check_mismatch, resolve_limit
 
 HEALTHY = [
     ("exact", 0.0, 1000),
@@ -99,5 +99,5 @@ def test_levels_are_those_of_the_config():
 
 
 def test_neither_torch_nor_vllm_is_imported():
-    code = "import sys, qarl.mismatch_guard; sys.exit(bool({'torch', 'vllm', 'verl'} & set(sys.modules)))"
+    code = "import sys, qarl.metrics.guard; sys.exit(bool({'torch', 'vllm', 'verl'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,7 +11,7 @@ import torch
 from muon import SingleDeviceMuonWithAuxAdam
 
 from qarl.errors import UserError
-from qarl.optim import MasterOptimizer, lr_scale, stochastic_round, use_muon
+from qarl.trainer.optim import MasterOptimizer, lr_scale, stochastic_round, use_muon
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 16),

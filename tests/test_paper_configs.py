@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
-from qarl.config import Config, ConfigError, build_config, load_config
-from qarl.config_yaml import parse_value
-from qarl.memory import GIB, ModelSize, estimate
-from qarl.preflight.target import GPUS
+from qarl.checks.memory import GIB, ModelSize, estimate
+from qarl.config import Config, build_config, load_config
+from qarl.config.schema import ConfigError
+from qarl.config.strict_yaml import parse_value
+from qarl.doctor.target import GPUS
 from qarl.quant.matcher import is_ignored
-from qarl.trainer.verl import verl_keys
+from qarl.verl.run import verl_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -271,7 +272,7 @@ def peak_gib(config: Config) -> float:
 
 
 def test_a_gpu_of_80_gb_has_room(config: Config) -> None:
-    """By qarl.memory's estimate; the page and the largest config's YAML give its figures."""
+    """By qarl.checks.memory's estimate; the page and the largest config's YAML give its figures."""
     page = {row[0]: row for row in page_table("model")}
     model = config.model.path.removeprefix("Qwen/")
     assert page[model][-1] == f"{peak_gib(config):.0f} GiB"

@@ -16,7 +16,7 @@ from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 from qarl.errors import UserError
 from qarl.quant import packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
-from qarl.rollout.wire import BEGIN, COMMIT, UNIT, TransferFailed
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -13,7 +13,7 @@ from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture
 
 from qarl.errors import UserError
 from qarl.rollout.engine import EngineFailed
-from qarl.rollout.wire import TransferFailed
+from qarl.rollout.publish.wire import TransferFailed
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.setup import prepare_run
 

@@ -10,7 +10,7 @@ from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 from qarl.errors import UserError
 from qarl.quant import packed_state_dict
 from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
-from qarl.rollout.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from qarl.metrics import PhaseTimer
+from qarl.metrics.mismatch import PhaseTimer
 from qarl.rollout.engine import EngineFailed
-from qarl.rollout.wire import TransferFailed
-from qarl.rollout.writers import ReloadFailed
+from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.publish.writers import ReloadFailed
 from qarl.trainer.local import LocalTrainer
 
 FAILURES = {

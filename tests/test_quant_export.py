@@ -10,9 +10,9 @@ import torch
 from conftest import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.checkpoint.storage import StorageError
 from qarl.quant import get_scheme, packed_state_dict, quantize
-from qarl.quant.export import ModelFiles, save_model
-from qarl.storage import StorageError
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.cpu.vllm_ops import VllmCpuInt8TilesLinear
 from qarl.kernels.registry import LINEAR_KERNELS
-from qarl.kernels.vllm_ops import VllmCpuInt8TilesLinear
 from qarl.quant import (
     QuantLinear,
     get_scheme,

@@ -15,10 +15,10 @@ from checkpoint_state import write_bare
 from conftest import ROOT
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.checkpoint import STATE_FILE, CheckpointError
+from qarl.checkpoint.folder import STATE_FILE, CheckpointError
 from qarl.errors import UserError
 from qarl.trainer import resume
-from qarl.trainer.checkpointing import rng_state, set_rng_state
+from qarl.trainer.checkpoints import rng_state, set_rng_state
 from qarl.trainer.resume import changed_keys, check_changes, find_start, make_newest, open_run
 
 

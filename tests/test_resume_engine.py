@@ -10,9 +10,9 @@ import pytest
 from conftest import needs_w4a16_cpu
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.checkpoint import list_checkpoints, open_checkpoint
+from qarl.checkpoint.folder import list_checkpoints, open_checkpoint
 from qarl.config import Config
-from qarl.tracking import read_metrics
+from qarl.metrics.tracker import read_metrics
 from qarl.trainer.local import LocalTrainer, train
 from qarl.trainer.resume import open_run
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qarl.data import Prompt
+from qarl.data.rewards import arithmetic, check_reward_fn, get_reward_fn, math_verify, score_responses
 from qarl.errors import UserError
-from qarl.rewards import arithmetic, check_reward_fn, get_reward_fn, math_verify, score_responses
 
 
 def prompt(index: int = 0, ground_truth: Any = "42") -> Prompt:

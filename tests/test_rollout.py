@@ -10,9 +10,9 @@ import torch
 from conftest import greedy_in_a_fresh_vllm, needs_w4a16_cpu, save_random_model
 from engine_helpers import PROMPTS, SCHEME, greedy, load_model
 
+from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 from qarl.errors import UserError
 from qarl.quant import QuantLinear, packed_state_dict
-from qarl.quant.export import ModelFiles, save_model
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 
 pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]

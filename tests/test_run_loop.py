@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
-from qarl.metrics import PhaseTimer
-from qarl.rollout.manifest import PublishReport
-from qarl.storage import StorageError
-from qarl.tracking import Tracker
-from qarl.trainer import checkpointing
+from qarl.checkpoint.storage import StorageError
+from qarl.metrics.mismatch import PhaseTimer
+from qarl.metrics.tracker import Tracker
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.local import run_and_keep, run_steps
 
 

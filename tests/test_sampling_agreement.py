@@ -17,10 +17,10 @@ from conftest import needs_w4a16_cpu, save_random_model
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
-from qarl import config_checks
+from qarl.config import checks as config_checks
 from qarl.errors import UserError
-from qarl.metrics import mismatch_metrics
-from qarl.mismatch_guard import MismatchError
+from qarl.metrics.guard import MismatchError
+from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
 from qarl.trainer.batch import Batch

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from qarl.data import Prompt
+from qarl.data.rewards import math_verify, score_responses
+from qarl.data.time_limit import OutOfTimeError, call_within
 from qarl.errors import UserError
-from qarl.rewards import math_verify, score_responses
-from qarl.time_limit import OutOfTimeError, call_within
 
 PROMPT = Prompt(7, "sums", [{"role": "user", "content": "?"}], [1], "42")
 
@@ -147,7 +147,7 @@ def test_math_verifys_own_alarms_do_not_end_ours() -> None:
 
 
 def test_the_reward_of_verl_has_the_limit_and_the_checks(tmp_path: Path) -> None:
-    from qarl.verl_plugin.reward import score
+    from qarl.verl.plugin.reward import score
 
     file = tmp_path / "rewards.py"
     file.write_text(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl.data import check_disjoint, check_vocabulary, load_prompts
-from qarl.rewards import arithmetic
+from qarl.data.rewards import arithmetic
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 SMALL = ["--steps", "2", "--train-size", "40", "--test-size", "8"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.plots import main, plot_run
-from qarl.tracking import Tracker, check_loggers, read_metrics, write_summary, write_versions
+from qarl.metrics.plots import main, plot_run
+from qarl.metrics.tracker import Tracker, check_loggers, read_metrics, write_summary, write_versions
 
 
 class Terminal(io.StringIO):
@@ -158,7 +158,8 @@ def test_versions_name_what_bits_depend_on(tmp_path: Path) -> None:
 
 
 def test_importing_the_tracker_imports_no_torch() -> None:
-    code = "import sys, qarl.tracking, qarl.plots; assert not {'torch', 'wandb', 'vllm'} & set(sys.modules)"
+    imports = "import sys, qarl.metrics.tracker, qarl.metrics.plots"
+    code = f"{imports}; assert not {{'torch', 'wandb', 'vllm'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

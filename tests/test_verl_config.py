@@ -17,23 +17,23 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
+from qarl.checkpoint.sources import find_checkpoint
+from qarl.checkpoint.verl_shards import VerlWeights
 from qarl.config import Config, build_config, describe_keys, load_config, write_resolved
 from qarl.errors import UserError
-from qarl.export_sources import find_checkpoint
-from qarl.optim import lr_scale
+from qarl.metrics.tracker import read_metrics
 from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.checksum import checksums
+from qarl.rollout.publish.checksum import checksums
 from qarl.tbpo import TBPOConfig
-from qarl.tracking import read_metrics
-from qarl.trainer import verl_process
+from qarl.trainer.optim import lr_scale
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
-from qarl.trainer.verl import differences, dry_run, verl_config, verl_keys
-from qarl.trainer.verl_checks import refuse_unsupported
-from qarl.trainer.verl_metrics import MetricsFollower, our_names
-from qarl.trainer.verl_process import worker_environment
-from qarl.trainer.verl_resume import open_verl_run
-from qarl.verl_checkpoint import VerlWeights
-from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl import process as verl_process
+from qarl.verl.checks import refuse_unsupported
+from qarl.verl.metrics import MetricsFollower, our_names
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.process import worker_environment
+from qarl.verl.resume import open_verl_run
+from qarl.verl.run import differences, dry_run, verl_config, verl_keys
 
 VERL_CONFIGS = sorted(
     path.name for path in (ROOT / "configs").glob("*.yaml") if yaml.safe_load(path.read_text()).get("backend") == "verl"
@@ -116,7 +116,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "reward.function": (
         "math_verify",
         {
-            "reward.custom_reward_function.path": "pkg://qarl.verl_plugin.reward",
+            "reward.custom_reward_function.path": "pkg://qarl.verl.plugin.reward",
             "reward.custom_reward_function.name": "score",
             "reward.custom_reward_function.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
         },
@@ -189,7 +189,7 @@ ELSEWHERE = {
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
-    "quant.mismatch_limit": "qarl.mismatch_guard looks at verl's metrics",
+    "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "actor.loss_agg_mode": "has one value",
     "algorithm.adv_estimator": "has one value",
@@ -395,7 +395,7 @@ def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
 def test_reward_functions_are_found_by_verl():
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    for function in ("arithmetic", "qarl.rewards:arithmetic", str(ROOT / "qarl" / "rewards.py") + ":arithmetic"):
+    for function in ("arithmetic", "qarl.data.rewards:arithmetic", str(ROOT / "qarl" / "rewards.py") + ":arithmetic"):
         resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
@@ -403,7 +403,7 @@ def test_reward_functions_are_found_by_verl():
 
 
 def test_a_reward_of_verls_own_section_is_refused():
-    other = {"reward.custom_reward_function.path": "pkg://qarl.rewards"}
+    other = {"reward.custom_reward_function.path": "pkg://qarl.data.rewards"}
     with pytest.raises(UserError, match=r"another reward function[\s\S]*reward.timeout_s"):
         verl_config(quickstart(verl=other), on_cpu=True)
 
@@ -411,7 +411,7 @@ def test_a_reward_of_verls_own_section_is_refused():
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
 def test_hydra_groups_say_what_the_mapping_says(scheme):
     """The groups that a verl user names on verl's own command line."""
-    overrides = ["hydra.searchpath=[pkg://qarl.verl_plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
+    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
     overrides.append("trainer.n_gpus_per_node=1")
     with initialize_config_module("verl.trainer.config", version_base=None):
         group = compose("ppo_trainer", overrides=overrides)
@@ -425,7 +425,7 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
-    machine = yaml.safe_load((ROOT / "qarl/verl_plugin/hydra/qarl_machine/cpu.yaml").read_text())
+    machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
     for key, value in flat(machine).items():
         assert named[key] == OmegaConf.select(group, key), (key, value)
 
@@ -434,7 +434,7 @@ def test_hydra_finds_the_groups_without_a_warning():
     """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
     from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 
-    for package in ("qarl.verl_plugin.hydra", "pkg://qarl.verl_plugin.hydra"):
+    for package in ("qarl.verl.plugin.hydra", "pkg://qarl.verl.plugin.hydra"):
         source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
         assert source.available() and source.is_config("qarl/w4a16")
 
@@ -443,7 +443,7 @@ def test_the_groups_are_in_the_package_that_is_built():
     import tomllib
 
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl_plugin/hydra").rglob("*.yaml")}
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
     packaged = {
         path.relative_to(ROOT).as_posix()
         for package, patterns in tools["package-data"].items()
@@ -648,7 +648,7 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     import pyarrow.parquet as pq
 
     for name in ("check_engine_installed", "check_cpu", "check_linears", "check_weight_files"):
-        monkeypatch.setattr(f"qarl.trainer.checks.{name}", lambda *arguments: None)
+        monkeypatch.setattr(f"qarl.checks.layers.{name}", lambda *arguments: None)
     row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
     row |= {"data_source": "random", "extra_info": {"index": 0}}
     pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")

@@ -15,10 +15,10 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
 from qarl.kernels.logprob import log_probs_of_logits
-from qarl.verl_plugin import engine as plugin_engine
-from qarl.verl_plugin.config import QuantFSDPEngineConfig
-from qarl.verl_plugin.engine import QaRLFSDPEngine, check_engine_config, refuse_dead, register
-from qarl.verl_plugin.outputs import chosen_log_probs
+from qarl.verl.plugin import engine as plugin_engine
+from qarl.verl.plugin.config import QuantFSDPEngineConfig
+from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, refuse_dead, register
+from qarl.verl.plugin.outputs import chosen_log_probs
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 
@@ -102,7 +102,7 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
     engine.align = "model"
-    with caplog.at_level("WARNING", logger="qarl.verl_plugin"):
+    with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
         assert not engine._check_mismatch(1e-4, 50.0)
         assert engine._check_mismatch(0.02, 50.0)
     assert "mean |δ| between trainer and engine is 0.02" in caplog.text

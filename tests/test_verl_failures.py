@@ -15,10 +15,10 @@ import transfer_queue as tq
 import zmq
 
 from qarl.errors import UserError
-from qarl.trainer.verl_failure import as_user_error
-from qarl.verl_plugin import replay
-from qarl.verl_plugin.alive import Watch
-from qarl.verl_plugin.replay import PromptReplayBuffer
+from qarl.verl.failure import as_user_error
+from qarl.verl.plugin import replay
+from qarl.verl.plugin.alive import Watch
+from qarl.verl.plugin.replay import PromptReplayBuffer
 
 ANSWERS = {"vllm_server_0_0": None, "agent_loop_worker_0_ab": None, "reward_loop_worker_0": None, "other": None}
 

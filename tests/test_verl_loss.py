@@ -14,11 +14,11 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 
 from qarl.errors import UserError
-from qarl.metrics import mismatch_metrics
+from qarl.metrics.mismatch import mismatch_metrics
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
-from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
-from qarl.verl_plugin.loss import MICRO_BATCH, MicroBatch
-from qarl.verl_plugin.statistics import StepStatistics
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.statistics import StepStatistics
 
 BANDS = {"seq_clip_ratio_high": 0.05, "neg_seq_clip_ratio_low": 0.05, "neg_seq_clip_ratio_high": 0.06}
 B, T = 12, 9

@@ -21,8 +21,8 @@ pytest.importorskip("verl")
 PROBE = """
 import json, logging, sys
 import verl
-found = {"loaded": "qarl.verl_plugin.plugin" in sys.modules}
-found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl_plugin.e"))
+found = {"loaded": "qarl.verl.plugin.plugin" in sys.modules}
+found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.plugin.e"))
 from verl.plugin.platform import PlatformRegistry, get_platform
 found["platforms"] = sorted(PlatformRegistry.registered_names())
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -71,7 +71,7 @@ def test_on_cpu(site):
     found = probe(site, VERL_PLATFORM="cpu")
     assert found["loaded"] and found["early"] == [] and found["file"]
     assert "cpu" in found["platforms"]
-    assert found["loss"] == "qarl.verl_plugin.loss"
+    assert found["loss"] == "qarl.verl.plugin.loss"
     assert found["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}
 
 
@@ -79,7 +79,7 @@ def test_as_on_a_machine_with_gpus(site):
     """verl's CUDA platform: engines for `cuda` are taken there, and registering them again would raise."""
     found = probe(site, VERL_PLATFORM="nvidia")
     assert found["loaded"] and "cpu" not in found["platforms"]
-    assert found["loss"] == "qarl.verl_plugin.loss"
+    assert found["loss"] == "qarl.verl.plugin.loss"
     assert found["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}
 
 
@@ -92,7 +92,7 @@ def test_verl_can_be_told_to_load_no_plugin(site):
 @pytest.fixture
 def leader_and_follower(tmp_path, monkeypatch):
     """A package whose module `leader` fails while the environment says so, and the finder that leads to `follower`."""
-    from qarl.verl_plugin.plugin import AfterImport
+    from qarl.verl.plugin.plugin import AfterImport
 
     package = tmp_path / "followed_package"
     package.mkdir()

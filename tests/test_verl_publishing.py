@@ -14,10 +14,10 @@ import zmq
 pytest.importorskip("verl")
 
 from qarl.errors import UserError
-from qarl.rollout.wire import TransferFailed
-from qarl.verl_plugin import publishing
-from qarl.verl_plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts
-from qarl.verl_plugin.transport import decode, encode
+from qarl.rollout.publish.wire import TransferFailed
+from qarl.verl.plugin import publishing
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts
+from qarl.verl.plugin.transport import decode, encode
 
 TENSORS = [("model.norm.weight", torch.ones(4))]
 

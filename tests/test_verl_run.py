@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import ROOT, needs_w4a16_cpu, save_random_model
 
+from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
+from qarl.metrics.tracker import read_metrics
 from qarl.quant import get_scheme
-from qarl.quant.export import linears_of, packed, read_tensors
-from qarl.tracking import read_metrics
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
@@ -63,7 +63,7 @@ def site(tmp_path_factory) -> Path:
     info = tmp_path_factory.mktemp("site") / "qarl_under_test-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qarl-under-test\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("[verl.plugins]\nqarl = qarl.verl_plugin.plugin\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\nqarl = qarl.verl.plugin.plugin\n")
     return info.parent
 
 

@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("vllm")
 
 from qarl.errors import UserError
-from qarl.kernels import vllm_cuda
 from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.cuda import vllm_ops as vllm_cuda
 from qarl.kernels.int4 import unpack_int4
 from qarl.kernels.registry import LINEAR_KERNELS, choose_linear_kernel
 from qarl.process import configure_vllm_process

@@ -11,11 +11,11 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
-from qarl.rollout.manifest import TensorSpec, expected_manifest
-from qarl.rollout.publish import publish_weights
-from qarl.rollout.receive import WeightReceiver
-from qarl.rollout.wire import COMMIT, encode_publish
-from qarl.rollout.writers import DERIVED, WritePlan
+from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.wire import COMMIT, encode_publish
+from qarl.rollout.publish.writers import DERIVED, WritePlan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

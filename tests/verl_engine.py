@@ -30,9 +30,8 @@ from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import response_from_nested  # noqa: E402
 
-import qarl.verl_plugin.plugin  # noqa: E402, F401
 from qarl.errors import UserError  # noqa: E402
-from qarl.verl_plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig  # noqa: E402
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig  # noqa: E402
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:

@@ -22,8 +22,6 @@ os.environ["VERL_PLATFORM"] = "cpu"
 import torch
 import verl  # noqa: F401
 
-import qarl.verl_plugin.plugin  # noqa: F401
-
 
 class Receiver:
     """Takes what comes; or holds a view of it and fails; or misses the last record."""
@@ -52,7 +50,7 @@ def publish(make_receiver: Any, peft_config: Any = None, tensors: Any = TENSORS)
     # The platform is registered by now; verl's package of the rollout asks for it.
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    from qarl.verl_plugin import worker_extension
+    from qarl.verl.plugin import worker_extension
 
     worker_extension.make_receiver = make_receiver
     handle = f"ipc://{tempfile.mkdtemp()}/socket"
@@ -88,8 +86,8 @@ def reuses_its_buffer() -> dict[str, Any]:
     """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
     from test_write_plan import engine_model, reusing_one_buffer, weights
 
-    from qarl.rollout.wire import encode_publish
-    from qarl.verl_plugin import worker_extension
+    from qarl.rollout.publish.wire import encode_publish
+    from qarl.verl.plugin import worker_extension
 
     model = engine_model("llama")
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))

@@ -31,15 +31,9 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # noqa
     BucketedWeightSender,
 )
 
-from qarl.verl_plugin import publishing  # noqa: E402
-from qarl.verl_plugin.publishing import (  # noqa: E402
-    Publication,
-    guarded,
-    publish_timeout,
-    run_identity,
-    socket_timeouts,
-)
-from qarl.verl_plugin.transport import decode, encode  # noqa: E402
+from qarl.verl.plugin import publishing  # noqa: E402
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts  # noqa: E402
+from qarl.verl.plugin.transport import decode, encode  # noqa: E402
 
 publishing.SOCKET_FOLDER = Path(folder)
 names = [f"model.layers.{i}.weight" for i in range(3)]

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qarl.kernels import vllm_attention
+from qarl.kernels.cpu import attention as vllm_attention
 
 FP32_ATTENTION = "qarl_fp32"
 ENGINE_ATTENTION = "qarl_engine"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
-from qarl.kernels import vllm_rotary
+from qarl.kernels.cpu import rotary as vllm_rotary
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TABLE = Path(__file__).with_name("config_keys.json")

@@ -5,7 +5,7 @@
     model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch;
               cosines and sines of the rarer rotary types are the engine's own
     exact     and attention through the engine's own operator: δ is 0 (for prompts of more than some 300 tokens, on
-              one thread and where the engine prefills each in one piece: see `qarl.kernels.vllm_attention`)
+              one thread and where the engine prefills each in one piece: see `qarl.kernels.cpu.attention`)
 
 `align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against
 vLLM on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What
@@ -28,7 +28,8 @@ from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, FAMILIES, check_config_keys
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.errors import UserError
-from qarl.kernels import vllm_attention, vllm_rotary
+from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu import rotary as vllm_rotary
 from qarl.quant.linear import QuantLinear
 
 LEVELS = ("off", "linears", "model", "exact")

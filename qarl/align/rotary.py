@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.kernels import vllm_rotary
+from qarl.kernels.cpu import rotary as vllm_rotary
 
 _NEAR = 0.01
 """Relative error, in norm, that rounding explains: BF16 cosines and sines leave 0.003, another formula 0.05 to 1."""

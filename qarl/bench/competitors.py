@@ -29,10 +29,10 @@ from qarl.kernels.activations import (
     rms_norm,
     silu_mul,
 )
+from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
 from qarl.kernels.int4 import dequantize_int4
 from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, own_backward_input
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-from qarl.kernels.vllm_cuda import VllmMarlinLinear
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.tensor import QuantizedTensor

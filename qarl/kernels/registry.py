@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from qarl.errors import UserError
-from qarl.kernels.cpu import TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
+from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
+from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
 from qarl.kernels.reference import (
     ReferenceFP8Linear,
     ReferenceW4A8Linear,
@@ -29,13 +31,6 @@ from qarl.kernels.triton.linears import (
     TritonW4A16Linear,
     TritonW8A8Linear,
 )
-from qarl.kernels.vllm_cuda import (
-    VllmCutlassFP8Linear,
-    VllmCutlassInt8Linear,
-    VllmMacheteLinear,
-    VllmMarlinLinear,
-)
-from qarl.kernels.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 
 
 class LinearKernel(Protocol):

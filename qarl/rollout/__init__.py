@@ -1,1 +1,23 @@
-"""vLLM as the rollout engine, and what must hold before it gets new weights."""
+"""vLLM as the rollout engine, and in `publish/` how it gets new weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qarl.lazy import exporter
+
+if TYPE_CHECKING:
+    from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
+
+__all__ = ["EngineConfig", "EngineFailed", "RolloutBatch", "RolloutEngine", "SamplingConfig"]
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "EngineConfig": "engine",
+        "EngineFailed": "engine",
+        "RolloutBatch": "engine",
+        "RolloutEngine": "engine",
+        "SamplingConfig": "engine",
+    },
+)

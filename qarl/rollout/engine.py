@@ -24,11 +24,11 @@ from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme
-from qarl.rollout.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
-from qarl.rollout.publish import publish_weights
-from qarl.rollout.receive import WeightReceiver, flatten_kv_caches
-from qarl.rollout.wire import NamedTensor
-from qarl.rollout.writers import ReloadFailed
+from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
+from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.wire import NamedTensor
+from qarl.rollout.publish.writers import ReloadFailed
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.storage import StorageError
 from qarl.console import say
 from qarl.errors import UserError
-from qarl.plots import plot_run
-from qarl.storage import StorageError
-from qarl.tracking import write_summary
+from qarl.metrics.plots import plot_run
+from qarl.metrics.tracker import write_summary
 
 EXPORT = "export"
 """Folder of the final model in the run folder."""
@@ -103,13 +103,13 @@ def _plot(run_dir: Path) -> None:
             "the plots could not be written",
             where=str(run_dir / "plots"),
             why=error.strerror or str(error),
-            fix=f"free some space, and run python -m qarl.plots {run_dir}",
+            fix=f"free some space, and run python -m qarl.metrics.plots {run_dir}",
         ) from error
 
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
     """The error of a run whose model the disk did not take: it says what there still is of the training."""
-    from qarl.checkpoint import list_checkpoints
+    from qarl.checkpoint.folder import list_checkpoints
     from qarl.trainer.resume import checkpoints_dir
 
     saved = list_checkpoints(checkpoints_dir(run_dir))

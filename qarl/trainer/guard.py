@@ -16,8 +16,8 @@ import torch
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.kernels.kept import Truncation, packed_width
-from qarl.metrics import mismatch_metrics
-from qarl.mismatch_guard import check_mismatch
+from qarl.metrics.guard import check_mismatch
+from qarl.metrics.mismatch import mismatch_metrics
 from qarl.rollout.engine import SamplingConfig, sampling_params
 from qarl.trainer.batch import Batch, make_batch
 

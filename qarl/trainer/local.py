@@ -26,27 +26,27 @@ from typing import Any
 
 import torch
 
-from qarl.advantages import grpo_advantages
-from qarl.checkpoint import Checkpoint
+from qarl.checkpoint.folder import Checkpoint
+from qarl.checkpoint.storage import check_room
 from qarl.config import Config
 from qarl.data import Prompt
+from qarl.data.rewards import score_responses
 from qarl.errors import UserError
-from qarl.metrics import PhaseTimer, mismatch_metrics, response_metrics
-from qarl.optim import MasterOptimizer
+from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
-from qarl.rewards import score_responses
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.manifest import PublishReport
-from qarl.rollout.wire import TransferFailed
-from qarl.rollout.writers import ReloadFailed
-from qarl.storage import check_room
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.rollout.publish.wire import TransferFailed
+from qarl.rollout.publish.writers import ReloadFailed
 from qarl.tbpo import reduce_metrics, tbpo_loss
-from qarl.tracking import Tracker, read_metrics, write_versions
+from qarl.trainer.advantages import grpo_advantages
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.checkpointing import Checkpoints
+from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.ending import EXPORT, finish_run
 from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe, sampling_config, truncation, watch
+from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
 

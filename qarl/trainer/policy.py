@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qarl import hub
 from qarl.align import align_model
+from qarl.checks import hub
+from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
@@ -25,7 +26,6 @@ from qarl.quant.linear import QuantLinear
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch
-from qarl.trainer.weight_files import cannot_load, lacks_tensors
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -160,7 +160,7 @@ class Policy:
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer."""
-        from qarl.quant.export import ModelFiles, save_model
+        from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)
         return save_model(folder, files, self.packed_state_dict(), scheme=self.scheme, ignore=self.ignore)

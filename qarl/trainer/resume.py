@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl.checkpoint import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
-from qarl.config_errors import show
+from qarl.config.errors import show
 from qarl.errors import UserError
-from qarl.storage import recover, set_aside
 from qarl.trainer.setup import fresh_run_dir
 
 # What a resume may change without a word about the bits: length and output of the run.

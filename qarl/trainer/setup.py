@@ -14,16 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl import hub
-from qarl.config import ActorConfig, Config
-from qarl.data import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
-from qarl.errors import UserError
-from qarl.quant.scheme import get_scheme
-from qarl.rewards import RewardFn, check_reward_fn, get_reward_fn
-from qarl.rollout.engine import EngineConfig
-from qarl.tbpo import TBPOConfig
-from qarl.tracking import METRICS_FILE, check_loggers
-from qarl.trainer.checks import (
+from qarl.checks import hub
+from qarl.checks.layers import (
     check_cpu,
     check_engine_installed,
     check_kv_cache,
@@ -31,11 +23,19 @@ from qarl.trainer.checks import (
     check_not_quantized,
     check_weight_files,
 )
+from qarl.checks.model import check_model
+from qarl.checks.stops import check_stops
+from qarl.checks.weight_files import cannot_build
+from qarl.config import ActorConfig, Config
+from qarl.data import PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
+from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn
+from qarl.errors import UserError
+from qarl.metrics.tracker import METRICS_FILE, check_loggers
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import EngineConfig
+from qarl.tbpo import TBPOConfig
 from qarl.trainer.guard import check_sampling
-from qarl.trainer.model_checks import check_model
 from qarl.trainer.policy import Policy
-from qarl.trainer.stops import check_stops
-from qarl.trainer.weight_files import cannot_build
 
 MOST_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

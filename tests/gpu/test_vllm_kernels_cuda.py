@@ -31,7 +31,7 @@ def test_against_float64(n: int, k: int, group_size: int, rows: int) -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_machete_and_marlin_agree_to_a_rounding(bias: bool) -> None:
     pytest.importorskip("vllm")
-    from qarl.kernels.vllm_cuda import VllmMacheteLinear, VllmMarlinLinear
+    from qarl.kernels.cuda.vllm_ops import VllmMacheteLinear, VllmMarlinLinear
     from qarl.quant import get_scheme, quantize
 
     if torch.cuda.get_device_capability() != (9, 0):

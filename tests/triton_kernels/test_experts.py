@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton_rig import DEVICE, INTERPRETED
 
-from qarl.kernels import grouped
-from qarl.kernels.experts import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.fused import LowBitExperts, ReferenceExperts, TritonExperts, fused_experts
 from qarl.kernels.reference import grouped_linear
 from qarl.kernels.triton.grouped import grouped_scaled_backward_input
 from qarl.kernels.triton.tables import architecture

@@ -20,8 +20,8 @@ from qarl.bench.cost.doubts import warn
 from qarl.bench.cost.step import Step, predict
 from qarl.bench.cost.workload import Workload
 from qarl.bench.steps.results import check_release
+from qarl.checks.memory import ModelSize
 from qarl.errors import UserError
-from qarl.memory import ModelSize
 
 COMPARED = (
     "prefill", "decode", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step",

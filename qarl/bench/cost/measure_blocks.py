@@ -23,7 +23,7 @@ from qarl.bench.cost.fit import fastest_seconds, nonnegative_fit
 from qarl.bench.cost.rig import RigSize, make_model
 from qarl.config import OptimConfig
 from qarl.kernels.logprob import log_probs_of_logits
-from qarl.optim import MasterOptimizer
+from qarl.trainer.optim import MasterOptimizer
 
 LEVELS = ("off", "model")
 PASSES = ("forward", "forward_grad", "backward")

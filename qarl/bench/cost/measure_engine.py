@@ -17,7 +17,7 @@ import torch
 from qarl.bench.cost.ceilings import Product
 from qarl.bench.cost.fit import fastest_seconds
 from qarl.bench.cost.rig import PRODUCTS, TINY, RigSize, make_engine, make_model
-from qarl.kernels.vllm_attention import causal_attention
+from qarl.kernels.cpu.attention import causal_attention
 from qarl.quant import packed_state_dict
 from qarl.rollout.engine import RolloutEngine, SamplingConfig
 

@@ -20,10 +20,10 @@ from qarl.bench.cost.rig import PRODUCTS
 from qarl.quant import packed_state_dict
 from qarl.quant.linear import QuantLinear
 from qarl.quant.phases import measure_phases
-from qarl.rollout.checksum import checksums
 from qarl.rollout.engine import RolloutEngine
-from qarl.rollout.manifest import check_complete
-from qarl.rollout.writers import refresh_tied_layers
+from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.manifest import check_complete
+from qarl.rollout.publish.writers import refresh_tied_layers
 
 TRAINER_ROWS = (32, 128, 512, 2048)
 ENGINE_ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qarl.bench.cost.ceilings import Ceilings, Product
-from qarl.memory import ModelSize, wire_bytes
+from qarl.checks.memory import ModelSize, wire_bytes
 
 Shape = tuple[float, float]
 BOUNDS = ("compute", "memory", "overhead", "link")

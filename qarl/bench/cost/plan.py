@@ -21,7 +21,7 @@ from qarl.bench.cost.gpus import assumed_ceilings
 from qarl.bench.cost.step import PHASES, Layout, Step, predict
 from qarl.bench.cost.workload import Workload
 from qarl.bench.steps.models import find_model
-from qarl.memory import ModelSize
+from qarl.checks.memory import ModelSize
 
 LINKS = ((False, False), (True, False), (False, True), (True, True))
 """(low-bit gather, low-bit publish)."""

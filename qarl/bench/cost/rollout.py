@@ -19,7 +19,7 @@ from qarl.bench.cost.parts import (
     total,
 )
 from qarl.bench.cost.workload import Workload
-from qarl.memory import ModelSize
+from qarl.checks.memory import ModelSize
 
 
 class Engine:

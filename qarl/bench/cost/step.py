@@ -16,8 +16,8 @@ from qarl.bench.cost.parts import Part, binding, merged, total
 from qarl.bench.cost.rollout import Engine
 from qarl.bench.cost.trainer import Trainer
 from qarl.bench.cost.workload import Workload, deal
+from qarl.checks.memory import ENGINE_WORKSPACE_BYTES, ModelSize
 from qarl.errors import UserError
-from qarl.memory import ENGINE_WORKSPACE_BYTES, ModelSize
 
 PHASES = (
     "prefill", "decode", "old_log_prob", "forward", "backward", "communication", "optimizer", "quantize", "publish",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from qarl.bench.cost.ceilings import Ceilings, OptimizerCost, QuantizeCost, within
 from qarl.bench.cost.parts import Part, attention_shapes, bytes_a_weight, merged, mlp_shapes, product_part
 from qarl.bench.cost.workload import Workload
-from qarl.memory import LOGITS_AT_A_TIME, ModelSize, wire_bytes
+from qarl.checks.memory import LOGITS_AT_A_TIME, ModelSize, wire_bytes
 
 
 class Trainer:

@@ -38,7 +38,8 @@ sampled tokens. Hence
 Without an engine `model` and `exact` are compared with `linears` (bf16: `off`) on random tokens, with the bound of that
 level; of plain BF16 linears nothing is known but that their log-probs and the gradient are finite.
 
-Publishes. The engine's checksums show that it was handed the very bytes that the trainer sent (`qarl.rollout.publish`).
+Publishes. The engine's checksums show that it was handed the very bytes that the trainer sent
+(`qarl.rollout.publish.send`).
 That it multiplies by them the linears show, and for all other tensors a comparison byte for byte; every publish that is
 measured alone sends other weights than the one before.
 """

@@ -40,7 +40,7 @@ PARTS = {
 HEAD = "lm_head"
 BITWISE = ("vllm_cpu_wna16", "vllm_cpu_int8")
 """Kernels whose result does not depend on what is fused along N: sums in the order of K, or of integers
-(`qarl.kernels.vllm_ops`)."""
+(`qarl.kernels.cpu.vllm_ops`)."""
 CHANNEL = 4
 """Times the bound that a single output channel may be off: one wrong channel of thousands hardly shows in the whole."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from qarl.metrics import PhaseTimer
+from qarl.metrics.mismatch import PhaseTimer
 
 
 class Memory:

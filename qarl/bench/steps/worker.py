@@ -47,7 +47,7 @@ from qarl.errors import UserError
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
-from qarl.rollout.manifest import PublishReport, quantized_layers
+from qarl.rollout.publish.manifest import PublishReport, quantized_layers
 from qarl.trainer.local import publish_metrics
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config

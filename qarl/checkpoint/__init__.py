@@ -1,0 +1,37 @@
+"""What a run writes to disk and reads again: checkpoints, exports, and folders that are whole or absent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qarl.lazy import exporter
+
+if TYPE_CHECKING:
+    from qarl.checkpoint.compressed_tensors import ModelFiles, write_model
+    from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, open_checkpoint, save_checkpoint
+    from qarl.checkpoint.storage import StorageError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ModelFiles",
+    "StorageError",
+    "list_checkpoints",
+    "open_checkpoint",
+    "save_checkpoint",
+    "write_model",
+]
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "Checkpoint": "folder",
+        "CheckpointError": "folder",
+        "ModelFiles": "compressed_tensors",
+        "StorageError": "storage",
+        "list_checkpoints": "folder",
+        "open_checkpoint": "folder",
+        "save_checkpoint": "folder",
+        "write_model": "compressed_tensors",
+    },
+)

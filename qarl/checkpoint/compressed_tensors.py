@@ -1,0 +1,241 @@
+"""Model folders as Hugging Face, transformers and vLLM load them, quantized (compressed-tensors) or not: one writer.
+
+Tensors are streamed: in memory are those of one shard. A model of one shard is `model.safetensors`, a larger one
+`model-00001-of-0000N.safetensors` with an index. What makes the low-bit tensors is the one quantizer, whether they come
+from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`): both give the bytes
+that were published.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from qarl.checkpoint.storage import whole_folder
+from qarl.errors import UserError
+from qarl.quant.convert import select_linears
+from qarl.quant.meta import meta_model
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme
+
+MAX_SHARD_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model folder holds besides weights: Hugging Face's own objects."""
+
+    config: Any
+    tokenizer: Any
+    generation_config: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any) -> ModelFiles:
+        return cls(model.config, tokenizer, getattr(model, "generation_config", None))
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelFiles:
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            if (folder / name).is_dir():  # transformers takes it for missing
+                raise IsADirectoryError(f"{folder / name} is a folder")
+        has_generation = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_generation else None
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return cls(config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), generation)
+
+
+def save_model(
+    folder: Path,
+    files: ModelFiles,
+    tensors: NamedTensors,
+    *,
+    scheme: Scheme,
+    ignore: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    needed_bytes: int = 0,
+) -> Path:
+    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing what is there.
+
+    The folder appears whole or not at all. `needed_bytes` and the errors: see `qarl.checkpoint.storage.whole_folder`.
+    """
+    with whole_folder(folder, needed_bytes=needed_bytes) as partial:
+        write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
+    return folder
+
+
+def write_model(
+    folder: Path,
+    files: ModelFiles,
+    tensors: NamedTensors,
+    *,
+    scheme: Scheme,
+    ignore: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """As `save_model`, into a folder that exists. `dtype`: what config.json says, where it is not the model's own.
+
+    Raises OSError where the disk refuses.
+    """
+    config = copy.deepcopy(files.config)
+    if dtype is not None:
+        config.dtype = dtype
+    config.save_pretrained(folder)
+    if scheme.quantized:
+        _add_quantization_config(folder / "config.json", scheme.quantization_config(list(ignore)))
+    if files.generation_config is not None:
+        # `save_pretrained` refuses what many public models have, such as a temperature beside do_sample=false.
+        files.generation_config.to_json_file(folder / "generation_config.json")
+    _save_tokenizer(files.tokenizer, folder)
+    _write_shards(folder, tensors, max_shard_bytes)
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a model folder, one at a time. Raises UserError where the folder has no safetensors."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+                yield name, file.get_tensor(name)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a model folder; no weights are read."""
+    return header_shapes(weight_files(folder))
+
+
+def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in safetensors files, as their headers say."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()  # safe_open is no mapping
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).is_file():
+        shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(shards))]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise UserError("the folder holds no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
+
+
+def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors` with the weights of `linears` quantized, as they go over the wire."""
+    for name, tensor in tensors:
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "weight" and owner in linears:
+            yield from quantize(tensor, scheme, name=name).named(owner)
+        else:
+            yield name, tensor
+
+
+def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
+    """Bytes of what `packed` gives of tensors of these shapes; what is not quantized is BF16."""
+    total = 0
+    for name, shape in shapes.items():
+        owner, _, leaf = name.rpartition(".")
+        low_bit = leaf == "weight" and owner in linears
+        wire = scheme.wire_tensors(*shape) if low_bit else {leaf: (torch.bfloat16, shape)}
+        total += sum(torch.Size(size).numel() * dtype.itemsize for dtype, size in wire.values())
+    return total
+
+
+def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
+    """Names of the layers that `scheme` quantizes in the model of `folder`'s config.json."""
+    if not scheme.quantized:
+        return set()
+    return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
+
+
+def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model of `folder`'s config.json on the meta device: names and shapes, no memory."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return meta_model(config, trust_remote_code=trust_remote_code)
+
+
+def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> None:
+    """A shard is closed before the tensor that would make it larger than `max_shard_bytes`."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > max_shard_bytes:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, size = {}, 0
+        pending[name] = _own_storage(tensor.detach().cpu())
+        size += tensor.nbytes
+        total += tensor.nbytes
+    shards.append(_write_shard(folder, len(shards), pending))
+    if len(shards) == 1:
+        (folder / _shard_name(0)).rename(folder / _SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        final = _shard_name(number).replace(".safetensors", f"-of-{len(shards):05d}.safetensors")
+        (folder / _shard_name(number)).rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    try:
+        save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise _as_os_error(error) from error
+    # safetensors makes files that only their owner may read; the model's other files say who may.
+    shutil.copymode(folder / "config.json", folder / _shard_name(number))
+    return list(tensors)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises no class of its own
+        if isinstance(error, OSError) or "os error" not in str(error):
+            raise
+        raise _as_os_error(error) from error
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """The operating system's error inside one of a Rust library, which has its number in the text alone."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number + 1:05d}.safetensors"
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, contiguous, as all of its storage: safetensors refuses two views of one memory."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _add_quantization_config(path: Path, quantization_config: dict[str, Any]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = quantization_config
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

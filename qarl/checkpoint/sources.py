@@ -1,0 +1,163 @@
+"""What `qarl.export` reads: a checkpoint of a local or of a verl run, as streams of BF16 weights or FP32 masters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+
+from qarl.checkpoint.compressed_tensors import model_of, read_tensors, tensor_shapes
+from qarl.checkpoint.folder import Checkpoint, damaged, list_checkpoints, open_checkpoint
+from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, list_torn, list_whole, step_of
+from qarl.errors import UserError
+from qarl.quant.convert import tied_names
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
+
+    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, upcast
+    where there are none of a tensor; it raises UserError where the run has no FP32 masters.
+    """
+
+    step: int
+    folder: Path
+    config: Mapping[str, Any]
+    model_folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    bf16: Callable[[], Stream]
+    fp32: Callable[[], Stream]
+
+
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint of `step` (None: the latest) of the run folder `run`.
+
+    Raises:
+        UserError: there is none, and the message lists what there is; or it is not whole, and the message says why.
+    """
+    if not run.is_dir():
+        raise UserError(f"there is no run {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
+    checkpoints = run / "checkpoints"
+    local = list_checkpoints(checkpoints)
+    found, torn = dict(local or list_whole(checkpoints)), {} if local else list_torn(checkpoints)
+    wanted = max(torn, default=0) if step is None and not found else step
+    if wanted in torn:
+        raise UserError(
+            f"the checkpoint of step {wanted} is not whole",
+            where=str(checkpoints / f"global_step_{wanted}"),
+            why=torn[wanted],
+            fix="run python -m qarl.export where the files of all ranks are, or with another step",
+        )
+    if not found:
+        raise UserError(
+            f"the run {run} has no checkpoints",
+            why="trainer.save_freq writes them, and is -1 (never) by default",
+            fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
+        )
+    chosen = max(found) if step is None else step
+    if step is None and max(torn, default=0) > chosen:
+        newest = max(torn)
+        print(f"note: the checkpoint of step {newest} is not whole: {torn[newest]}; step {chosen} is", file=sys.stderr)
+    if chosen not in found:
+        there = ", ".join(f"step={step}" for step in sorted(found))
+        raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")
+    return found[chosen]
+
+
+def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
+    """The checkpoint in `folder`. A local one is checked here, by digest; the tensors of verl's as they are read.
+
+    Raises:
+        UserError: it is damaged, or its files cannot be read.
+    """
+    with reading(folder):
+        return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Errors raised inside name `folder`, which is read, not the folder that is written.
+
+    What a reader raises depends on the file and on what is wrong with it.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        fix = "look at the disk it is on, or export another step"
+        if "trust_remote_code" in str(error):
+            fix = "read the code that its model brings along, and add trust_remote_code=true"
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
+
+
+def _local(folder: Path) -> Source:
+    checkpoint = open_checkpoint(folder)
+    return Source(
+        checkpoint.step,
+        folder,
+        checkpoint.config,
+        folder,
+        tensor_shapes(folder),
+        partial(read_tensors, folder),
+        partial(_masters, checkpoint),
+    )
+
+
+def _masters(checkpoint: Checkpoint) -> Stream:
+    """Masters, and what has none (frozen parameters, buffers) upcast."""
+    masters = checkpoint.optimizer(mmap=True)["masters"]
+    for name, shape in tensor_shapes(checkpoint.folder).items():
+        if name in masters and tuple(masters[name].shape) != shape:
+            raise damaged(checkpoint.folder, f"the master of {name} has another shape than its weight")
+    if not masters:
+        raise UserError(
+            "the checkpoint has no FP32 masters",
+            where=str(checkpoint.folder),
+            why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
+            fix="use format=bf16: the BF16 weights are the masters",
+        )
+    return ((name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder))
+
+
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The config that a run wrote. UserError where it is not one."""
+    why = "it has no section quant"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict) and isinstance(config.get("quant"), dict):
+            return config
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    raise UserError(
+        "the run's config cannot be read", where=str(path), why=why, fix="copy config.yaml of the run again"
+    )
+
+
+def _verl(folder: Path, trust_remote_code: bool) -> Source:
+    """The forward of verl's FSDP2 engine sees the BF16 cast of its FP32 masters."""
+    weights = VerlWeights.open(folder / "actor")
+    model_folder = folder / "actor" / CONFIG_FOLDER
+    tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))
+    config = read_config(folder.parents[1] / "config.yaml")
+
+    def stream(dtype: torch.dtype) -> Stream:
+        return ((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)
+
+    shapes = {name: shape for name, shape in weights.shapes().items() if name not in tied}
+    bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
+    return Source(step_of(folder), folder, config, model_folder, shapes, bf16, fp32)

@@ -1,0 +1,295 @@
+"""What only the engine would refuse, refused before anything is loaded: the machine, and the model by its config alone.
+
+vLLM's own messages for a CPU without the kernel, a layer size the kernel cannot take, or half of a fused layer left
+out of the quantization come late, with a traceback, and name none of our keys.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.checks.memory import GIB, ModelSize, readable
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.process import runs_on_cpu
+from qarl.quant import meta
+from qarl.quant.matcher import is_ignored
+from qarl.quant.scheme import Scheme, get_scheme
+
+W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
+CPU_FLAGS = {
+    "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
+    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and of PyTorch are not exact, nor alike"),
+}
+"""Schemes that not every CPU can run: the instruction sets they need, and why."""
+W4A16_CPU_MULTIPLE = 32
+KV_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
+# vLLM loads these as one layer, in every model family that QaRL trains.
+FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+Shapes = dict[str, tuple[int, int]]
+"""Names of linears and their [N, K]: output and input features."""
+
+
+def check_engine_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "vLLM, which makes the rollouts, is not installed",
+            where=f"the Python environment {sys.prefix}",
+            fix="make setup (requirements/cpu.lock), or make setup STACK=gpu",
+        )
+
+
+def cpu_flags() -> set[str]:
+    """The instruction sets of this CPU as Linux spells them; empty where it does not say (other systems, ARM)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def check_cpu(config: Config) -> None:
+    """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
+    scheme = config.quant.scheme
+    if not runs_on_cpu(config.backend):
+        return
+    if scheme == "w4a8":
+        raise UserError(
+            "vLLM does not run w4a8 on a CPU",
+            where="quant.scheme",
+            why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
+            fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
+        )
+    if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
+        raise UserError(
+            "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
+            where="quant.scheme=w4a16",
+            why="vLLM would round the activations to int8 and multiply integers, which the trainer does not",
+            fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
+        )
+    needed, why = CPU_FLAGS.get(scheme, ((), ""))
+    if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
+        raise UserError(
+            f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
+            where="quant.scheme",
+            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
+            fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
+        )
+
+
+def check_kv_cache(config: Config, hf_config: Any) -> None:
+    """Whether vLLM's KV cache on a CPU holds one sequence of full length, without which vLLM does not start.
+
+    Its own message asks for gpu_memory_utilization, which has no effect here.
+    """
+    if not runs_on_cpu(config.backend):
+        return
+    try:
+        size = ModelSize.from_config(hf_config)
+    except KeyError:  # of another architecture: vLLM judges
+        return
+    length = config.data.max_prompt_length + config.data.max_response_length
+    blocks = -(-length // KV_BLOCK) + 1
+    needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
+    given = config.rollout.cpu_kvcache_space_gib
+    if int(given * GIB) < needed:
+        raise UserError(
+            f"rollout.cpu_kvcache_space_gib={given:g} does not hold one sequence of {length} tokens",
+            where="rollout.cpu_kvcache_space_gib",
+            why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
+            f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
+            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for one sequence, and to as many times "
+            "that as are to be decoded together",
+        )
+
+
+def check_not_quantized(config: Config, hf_config: Any) -> None:
+    """Training starts from high-precision masters."""
+    found = getattr(hf_config, "quantization_config", None)
+    if found is None:
+        return
+    found = found if isinstance(found, Mapping) else found.to_dict()
+    raise UserError(
+        f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
+        where="model.path: quantization_config in its config.json",
+        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
+        fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
+    )
+
+
+def check_linears(config: Config, hf_config: Any) -> None:
+    """Whether the scheme and the engine can hold every layer that `quant` selects; decided from the config alone."""
+    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    if not scheme.quantized:
+        return
+    shapes = linear_shapes(hf_config, trust_remote_code=config.model.trust_remote_code)
+    check_fused_layers(shapes, config.quant.ignore)
+    selected = select_shapes(shapes, scheme, config.quant.ignore)
+    check_group_size(selected, scheme)
+    if runs_on_cpu(config.backend) and scheme.name == "w4a16":
+        check_engine_shapes(selected)
+    if runs_on_cpu(config.backend) and scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported():
+        check_tile_shapes(selected)
+
+
+def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
+    """The layers that are quantized. UserError where there is none."""
+    selected = {name: shape for name, shape in shapes.items() if not is_ignored(name, ignore)}
+    if not selected:
+        raise UserError(
+            f"quant.scheme={scheme.name}, but no layer is left to quantize",
+            where="quant.ignore",
+            why=f"it covers all {len(shapes)} linears of the model",
+            fix="name fewer layers, or set quant.scheme=bf16",
+        )
+    return selected
+
+
+def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
+    """[N, K] of every linear of the model that `hf_config` describes; no weights are read."""
+    modules = meta_model(hf_config, trust_remote_code=trust_remote_code).named_modules()
+    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+
+
+def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model that `hf_config` describes, in BF16 without storage. UserError where it cannot be built."""
+    try:
+        return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what a model class raises depends on the key of the config that it cannot use
+        raise UserError(
+            f"no causal language model can be built from a config of type {hf_config.model_type!r}",
+            where="model.path",
+            why=" ".join(f"{type(error).__name__}: {error}".split())[:400],
+            fix="give a causal language model, and a config.json as it was published",
+        ) from error
+
+
+def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
+    """The engine fuses some layers into one, which is quantized whole or not at all."""
+    for entry in ignore:
+        owner, _, leaf = entry.rpartition(".")
+        if leaf in FUSED_LAYERS and not entry.startswith("re:"):
+            raise UserError(
+                f"{entry} is a name of vLLM's, not of the checkpoint's",
+                where="quant.ignore",
+                why="vLLM would leave the layer in BF16, and the trainer, which has no such layer, would quantize it",
+                fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
+            )
+    split: dict[str, list[str]] = {"ignored": [], "quantized": []}
+    for members in fused_groups(names).values():
+        ignored = [name for name in members if is_ignored(name, ignore)]
+        if ignored and len(ignored) < len(members):
+            split["ignored"] += ignored
+            split["quantized"] += [name for name in members if name not in ignored]
+    if split["ignored"]:
+        raise UserError(
+            "quant.ignore splits layers that the engine fuses into one",
+            where=f"ignored: {name_layers(split['ignored'])}; quantized: {name_layers(split['quantized'])}",
+            why="vLLM loads q_proj, k_proj and v_proj as one layer, and gate_proj and up_proj as another; a fused "
+            "layer has one scheme",
+            fix="name all layers of a group in quant.ignore, or none of them",
+        )
+
+
+def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """`names` by the name of the layer that the engine loads them into."""
+    fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        owner, dot, leaf = name.rpartition(".")
+        groups.setdefault(owner + dot + fused_name.get(leaf, leaf), []).append(name)
+    return groups
+
+
+def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
+    bad = [name for name, shape in shapes.items() if scheme.check_shape(name, *shape) is not None]
+    if bad:
+        sizes = sorted({shapes[name][1] for name in bad})
+        raise UserError(
+            f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
+            where=name_layers(bad),
+            why=f"weights are grouped along the input dimension, which is {', '.join(map(str, sizes))} there",
+            fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
+        )
+
+
+def check_engine_shapes(shapes: Shapes) -> None:
+    """The limits of vLLM's W4A16 kernel for CPUs, on the layers as vLLM fuses them."""
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE:
+            bad += members
+    if bad:
+        found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
+        raise UserError(
+            f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
+            where=name_layers(bad),
+            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}, the output's over all of q_proj, "
+            f"k_proj and v_proj or gate_proj and up_proj; these weights are {found}",
+            fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
+        )
+
+
+def check_tile_shapes(shapes: Shapes) -> None:
+    """vLLM sends int8 layers with N in multiples of 16 to its AMX kernel, which then asks for multiples of 32."""
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        if n % 32 == 16 and k % 32 == 0:
+            bad += members
+    if bad:
+        raise UserError(
+            f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
+            where=name_layers(bad),
+            why="their output size, over all layers that vLLM fuses, is a multiple of 16 and not of 32",
+            fix="add these layers to quant.ignore, or use another model or quant.scheme",
+        )
+
+
+def name_layers(names: Iterable[str]) -> str:
+    """Every name, layers that differ in their number alone as one: `model.layers.0-27.mlp.down_proj`."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        match = re.search(r"(?<=[.])\d+(?=[.])", name)
+        pattern = f"{name[: match.start()]}{{}}{name[match.end() :]}" if match else name
+        numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
+    return ", ".join(pattern.format(_ranges(found)) for pattern, found in numbers.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] is `0-2,5`."""
+    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(items) for _, items in runs)]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def check_weight_files(path: str) -> None:
+    """Every safetensors file of a local model can be opened: its header is read, its weights are not."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"cannot read the weights in {file}",
+                where="model.path",
+                why=str(error).splitlines()[0],
+                fix="download or write the file again; it may be cut short",
+            ) from error

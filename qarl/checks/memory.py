@@ -1,0 +1,409 @@
+"""Memory of a run, from the numbers of a model's config and the run's: bytes per GPU, part by part, without weights.
+
+Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. Where the
+truth depends on an allocator it is a sum of tensor sizes, so real use is some percent more.
+
+    local    one process holds everything; vLLM stays loaded beside the trainer
+    verl     FSDP2 over nnodes * n_gpus_per_node ranks shards masters, gradients and optimizer state; two decoder blocks
+             and the embeddings are gathered in BF16 at a time; every rank keeps the low-bit tensors of all layers, and
+             what the kernels made of them, from one optimizer step to the next; vLLM sleeps during the update (verl's
+             free_cache_engine), but not on CPU
+
+Saved activations per token and layer are counted operator by operator as transformers' blocks and `qarl.align` save
+them; a test compares the count with what autograd really holds. Sequences are taken at full length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qarl.config.checks import matches_ignore
+
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+GIB = 2**30
+RUNTIME_BYTES = 3 * GIB // 2
+"""Libraries, CUDA context and communication buffers of a process; an allowance, not a count."""
+ENGINE_WORKSPACE_BYTES = GIB
+"""What vLLM's forward takes besides weights and KV cache; an allowance."""
+LOGITS_AT_A_TIME = 2**27
+"""qarl.kernels.logprob's, which the local backend never exceeds."""
+PHASES = ("rollout", "old_log_prob", "update", "step")
+"""`update`: forward and backward of a micro-batch; `step`: the optimizer's."""
+MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
+"""FP32 moments of a matrix inside the decoder blocks; everything else is AdamW's in both."""
+
+OWN_INPUT_GRADIENT = frozenset(
+    {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
+)
+"""Kernels with their own dX: no dequantized weight is held for them, only one layer's at a time."""
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The numbers of a Llama-like or Qwen3-MoE config that decide sizes; `sparse_layers` are those with experts."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate: int = 0
+    sparse_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelSize:
+        """From a transformers config, or from the mapping in a config.json. KeyError: a number that must be there."""
+        given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        heads, kind = given["num_attention_heads"], given.get("model_type", "")
+        layers = given["num_hidden_layers"]
+        experts = given.get("num_experts") or given.get("num_local_experts") or 0
+        every, dense = given.get("decoder_sparse_step") or 1, given.get("mlp_only_layers") or ()
+        sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
+        attention_bias = bool(given.get("attention_bias"))
+        return cls(
+            layers=layers,
+            hidden=given["hidden_size"],
+            intermediate=given["intermediate_size"],
+            heads=heads,
+            kv_heads=given.get("num_key_value_heads") or heads,
+            head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+            vocab=given["vocab_size"],
+            tied=bool(given.get("tie_word_embeddings")),
+            qkv_bias=kind in ("qwen2", "qwen2_moe") or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=bool(given.get("mlp_bias")),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            experts=experts,
+            experts_per_token=given.get("num_experts_per_tok") or 0,
+            moe_intermediate=given.get("moe_intermediate_size") or 0,
+            sparse_layers=sparse,
+        )
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def block_linears(self, layer: int) -> dict[str, Shape]:
+        """[N, K] of every linear of one decoder block by name, each expert's too; routers are none."""
+        prefix = f"model.layers.{layer}."
+        attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
+        linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
+        linears[f"{prefix}self_attn.o_proj"] = (self.hidden, self.query_width)
+        if layer not in self.sparse_layers:
+            return linears | _mlp(f"{prefix}mlp.", self.hidden, self.intermediate)
+        for expert in range(self.experts):
+            linears |= _mlp(f"{prefix}mlp.experts.{expert}.", self.hidden, self.moe_intermediate)
+        return linears
+
+    def linears(self) -> dict[str, Shape]:
+        """[N, K] of every linear of all blocks; lm_head is not among them."""
+        return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Input and output embedding, once where they are tied."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of the linears inside the blocks, experts and routers included: what Muon updates."""
+        routers = len(self.sparse_layers) * self.experts * self.hidden
+        return sum(n * k for n, k in self.linears().values()) + routers
+
+    @property
+    def parameters(self) -> int:
+        norms = (2 * self.layers + 1) * self.hidden + (2 * self.head_dim * self.layers if self.qk_norm else 0)
+        biases = self.layers * (
+            (self.query_width + 2 * self.kv_width if self.qkv_bias else 0) + (self.hidden if self.o_bias else 0)
+        )
+        if self.mlp_bias:
+            biases += (self.layers - len(self.sparse_layers)) * (2 * self.intermediate + self.hidden)
+        return self.embedding_parameters + self.matrix_parameters + norms + biases
+
+    @property
+    def largest_block(self) -> int:
+        """Weights of the largest block's linears."""
+        return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
+
+    def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
+        """BF16 keys and values of all layers on one GPU; heads are repeated where there are fewer than GPUs."""
+        return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
+
+    def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
+        """What the backward of one block keeps for a token; see `qarl.align` for what `model` holds in FP32."""
+        fp32_attention = align == "model"
+        norms = 2 * (4 + 2 + 2) * self.hidden + 8
+        qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
+        output = (6 if fp32_attention else 2) * self.query_width + 4 * self.heads
+        rotary = 8 * self.head_dim if align in ("model", "exact") else 0
+        qk_norm = 6 * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads) if self.qk_norm else 0
+        if layer in self.sparse_layers:
+            mlp = self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
+        else:
+            mlp = 8 * self.intermediate
+        return norms + qkv + output + rotary + qk_norm + mlp
+
+
+def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj": (intermediate, hidden),
+        f"{prefix}up_proj": (intermediate, hidden),
+        f"{prefix}down_proj": (hidden, intermediate),
+    }
+
+
+def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
+    """One [N, K] weight as it is published: `Scheme.wire_tensors` in bytes."""
+    n, k = shape
+    if scheme == "bf16":
+        return 2 * n * k
+    if scheme in ("w4a16", "w4a8"):
+        return n * k // 2 + 2 * n * (k // group_size) + 16
+    return n * k + 4 * n
+
+
+def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
+    """The same weight once more in the layout that `kernel` reads; 0 for one that reads the published tensors."""
+    n, k = shape
+    if kernel == "reference":
+        return 2 * n * k if scheme == "w4a16" else 0
+    if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin"):
+        return n * k // 2 + 2 * n * (k // group_size)
+    return {"vllm_cpu_int8": n * k + 4 * n, "torch_int8": n * k + 4 * n, "vllm_cpu_fp8": 4 * n * k + 4 * n}.get(
+        kernel or "", 0
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """`bytes` of `name` on one GPU, there in `phases`."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per GPU (on CPU: of one rank); what the engine needs at least, and what one token takes in its cache."""
+
+    parts: tuple[Part, ...]
+    engine_weights: int
+    kv_cache: int
+    kv_bytes_per_token: int
+
+    def total(self, phase: str) -> int:
+        return sum(part.bytes for part in self.parts if phase in part.phases)
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that takes most, and its bytes."""
+        return max(((phase, self.total(phase)) for phase in PHASES), key=lambda item: item[1])
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into the KV cache; 0 where the weights leave no room for one."""
+        return max(self.kv_cache, 0) // self.kv_bytes_per_token
+
+    def table(self) -> list[str]:
+        """A header with the unit, one line a part with the phases it is there in, and a line of sums."""
+        unit, scale = ("GiB", GIB) if self.peak[1] >= 10 * GIB else ("MiB", GIB // 1024)
+        width = max(len(part.name) for part in self.parts)
+
+        def line(name: str, cells: Iterable[str]) -> str:
+            return f"{name:{width}}" + "".join(f"{cell:>13}" for cell in cells).rstrip()
+
+        def cell(size: int) -> str:
+            return f"{size / scale:.1f}"
+
+        rows = [line(p.name, (cell(p.bytes) if phase in p.phases else "" for phase in PHASES)) for p in self.parts]
+        return [line(unit, PHASES), *rows, line("together", (cell(self.total(phase)) for phase in PHASES))]
+
+
+def estimate(
+    size: ModelSize,
+    config: Config,
+    *,
+    device: str,
+    gpu_memory_bytes: int = 0,
+    align: str | None = None,
+    kernels: Mapping[Shape, str] | None = None,
+    offload: bool = False,
+) -> MemoryEstimate:
+    """Memory of the run on one GPU, or of one rank on CPU.
+
+    Args:
+        device: "cuda" or "cpu".
+        gpu_memory_bytes: of the GPU; vLLM takes `rollout.gpu_memory_utilization` of it.
+        align: the level that really applies, where that is not `quant.align`.
+        kernels: [N, K] -> kernel name of the trainer's linears; one that reads the published tensors where none is
+            given.
+        offload: masters and optimizer state are in host memory while they are not used (verl's param_offload and
+            optimizer_offload).
+    """
+    align = align or config.quant.align
+    engine, kv_cache, engine_weights = _engine(size, config, device, gpu_memory_bytes)
+    parts = [
+        *_weights_and_optimizer(size, config, offload),
+        *_quantized(size, config, align, kernels or {}),
+        *_activations(size, config, align),
+        *engine,
+        Part("libraries and runtime (allowance)", RUNTIME_BYTES),
+    ]
+    parallel = config.rollout.tensor_model_parallel_size
+    found = tuple(part for part in parts if part.bytes)
+    return MemoryEstimate(found, engine_weights, kv_cache, size.kv_bytes_per_token(parallel))
+
+
+def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
+    """Bytes on disk of the export that vLLM loads, and of one checkpoint: BF16 model, FP32 masters if any, moments."""
+    export = sum(_published(size, config).values())
+    weights = (6 if config.optim.master_dtype == "fp32" else 2) * size.parameters
+    return {"export": export, "resumable": weights + _optimizer_state(size, config)}
+
+
+def ranks(config: Config) -> int:
+    """Trainer processes, over which FSDP2 shards."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def _optimizer_state(size: ModelSize, config: Config) -> int:
+    matrices = size.matrix_parameters
+    return MATRIX_OPTIMIZER_BYTES[config.optim.name] * matrices + 8 * (size.parameters - matrices)
+
+
+def _weights_and_optimizer(size: ModelSize, config: Config, offload: bool) -> list[Part]:
+    shards, parameters = ranks(config), size.parameters
+    fp32 = config.optim.master_dtype == "fp32"
+    # verl brings the optimizer state back for the whole of an update (EngineTrainModeCtx), not for its step alone.
+    used = ("update", "step") if offload else PHASES
+    state = Part(f"{config.optim.name} state, FP32", _optimizer_state(size, config) // shards, used)
+    working = Part("FP32 working copy", 0 if fp32 else 4 * parameters // shards, ("step",))
+    if config.backend == "verl":
+        gathered = 2 * (2 * size.largest_block + size.embedding_parameters)
+        masters = (4 if fp32 else 2) * parameters // shards
+        return [
+            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
+            state,
+            Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
+            working,
+            Part("gathered weights, BF16", gathered, ("old_log_prob", "update")),
+            Part("gradients before they are scattered", gathered, ("update",)),
+        ]
+    responses = config.actor.ppo_mini_batch_size * config.rollout.n
+    several = responses > config.actor.ppo_micro_batch_size_per_gpu
+    return [
+        Part("weights, BF16", 2 * parameters),
+        Part("FP32 masters", 4 * parameters if fp32 else 0),
+        state,
+        Part("FP32 gradient sums", 4 * parameters, ("update", "step") if several else ("step",)),
+        Part("BF16 gradients of a micro-batch", 2 * parameters, ("update",)),
+        working,
+    ]
+
+
+def _quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
+    if config.quant.scheme == "bf16":
+        return {}
+    ignore = config.quant.ignore
+    return {
+        name: shape
+        for name, shape in size.linears().items()
+        if not any(matches_ignore(name, pattern) for pattern in ignore)
+    }
+
+
+def _published(size: ModelSize, config: Config) -> dict[str, int]:
+    """Bytes of what is published: the quantized layers, and all else in BF16."""
+    quantized = _quantized_linears(size, config)
+    scheme, group = config.quant.scheme, config.quant.group_size
+    low_bit = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
+    rest = size.parameters - size.embedding_parameters - sum(n * k for n, k in quantized.values())
+    return {"low-bit": low_bit, "other": 2 * rest, "embeddings": 2 * size.embedding_parameters}
+
+
+def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
+    if align == "off":
+        return []
+    scheme, group = config.quant.scheme, config.quant.group_size
+    shapes = list(_quantized_linears(size, config).values())
+    prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
+    own = [2 * n * k for n, k in shapes if kernels.get((n, k)) in OWN_INPUT_GRADIENT]
+    held = sum(2 * n * k for n, k in shapes) - sum(own)
+    # Sharded layers dequantize anew for each backward.
+    dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
+    return [
+        Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),
+        Part("low-bit tensors in the kernels' layout", prepared),
+        Part("dequantized weights for the backward, BF16", dequantized, ("update",)),
+    ]
+
+
+def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """Of one micro-batch at full length, and its logits.
+
+    Logits are BF16 and copied to FP32, whose log-softmax is kept for the backward: 10 bytes an entry at most without a
+    graph, 12 with one; made in blocks, 18 for an entry of a block and 4 for each weight of lm_head.
+    """
+    data, actor = config.data, config.actor
+    length = data.max_prompt_length + data.max_response_length
+    forward, backward = actor.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
+    if config.model.gradient_checkpointing:
+        kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
+    else:
+        kept = sum(layer_bytes)
+    # verl computes logits of prompt and response, and takes the response's log-probs out afterwards.
+    logits = (length if config.backend == "verl" else data.max_response_length) * size.vocab
+    most = LOGITS_AT_A_TIME if config.backend == "local" else backward * logits + forward * logits
+    update = 12 * backward * logits
+    if backward * logits > most:
+        update = 18 * most + 4 * size.vocab * size.hidden
+    return [
+        Part("activations, log-probs", forward * length * max(layer_bytes), ("old_log_prob",)),
+        Part("logits, log-probs", 10 * min(forward * logits, most), ("old_log_prob",)),
+        Part("activations, update", backward * length * kept, ("update",)),
+        Part("logits, update", update, ("update",)),
+    ]
+
+
+def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
+    """The engine's parts, the bytes of its KV cache and of its weights, on one GPU."""
+    parallel = config.rollout.tensor_model_parallel_size
+    weights = sum(_published(size, config).values()) // parallel
+    phases = ("rollout",) if config.backend == "verl" and device == "cuda" else PHASES
+    if device == "cuda":
+        budget = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)
+        kv_cache = budget - weights - ENGINE_WORKSPACE_BYTES
+    else:
+        kv_cache = int(config.rollout.cpu_kvcache_space_gib * GIB)
+    parts = [
+        Part("vLLM: weights", weights, phases),
+        Part("vLLM: KV cache", max(kv_cache, 0), phases),
+        Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
+    ]
+    return parts, kv_cache, weights
+
+
+def readable(size: int) -> str:
+    """Bytes in GiB, or in MiB where they are few."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB * 1024:.1f} MiB"

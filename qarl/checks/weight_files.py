@@ -1,0 +1,77 @@
+"""The weight files of a local model folder, judged by their headers: nothing is loaded.
+
+The refusals here are also those of `Policy.load`, which meets the same faults when it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.checkpoint.compressed_tensors import header_shapes
+from qarl.checks.layers import meta_model
+from qarl.errors import UserError
+from qarl.quant.convert import tied_names
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def cannot_load(path: str, why: str) -> UserError:
+    return UserError(
+        f"the model cannot be loaded from {path!r}",
+        where="model.path",
+        why=why,
+        fix="give a Hugging Face folder with config.json and safetensors",
+    )
+
+
+def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"the checkpoint lacks {len(names)} tensors of the model",
+        where=f"{path}: {', '.join(sorted(names)[:4])}",
+        why="transformers would start them from random numbers",
+        fix="give the whole checkpoint",
+    )
+
+
+def cannot_build(path: str, why: str) -> UserError:
+    return UserError(
+        f"the model in {path!r} cannot be built from its weights",
+        where="model.path",
+        why=why,
+        fix="give config.json and weights of one and the same model; if memory ran out, a smaller one",
+    )
+
+
+def has_weights(path: str) -> bool:
+    return any(file for pattern in ("*.safetensors", "*.bin") for file in Path(path).glob(pattern))
+
+
+def stored_shapes(path: str) -> Shapes:
+    """Names and shapes of all tensors in the folder's safetensors files, listed in an index or not."""
+    return header_shapes(sorted(Path(path).glob("*.safetensors")))
+
+
+def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
+    """How many stored tensors were compared with the model that config.json describes; None where names are others.
+
+    Raises:
+        UserError: a tensor of the model is missing, or has another shape.
+    """
+    model = meta_model(hf_config, trust_remote_code=trust_remote_code)
+    tied = tied_names(model)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    # transformers stacks the experts that a checkpoint stores one by one.
+    expected = {name: shape for name, shape in expected.items() if ".experts." not in name}
+    stored = stored_shapes(path)
+    common = expected.keys() & stored.keys()
+    if 2 * len(common) < len(expected):
+        return None
+    if missing := [name for name in expected if name not in stored]:
+        raise lacks_tensors(path, missing)
+    if wrong := [name for name in expected if stored[name] != expected[name]]:
+        name = wrong[0]
+        why = f"{len(wrong)} tensors have another shape than config.json says: {name} is {list(stored[name])}, "
+        raise cannot_build(path, f"{why}and should be {list(expected[name])}")
+    return len(common)

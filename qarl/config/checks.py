@@ -1,0 +1,183 @@
+"""Checks between keys that are valid each by itself.
+
+They work on a flat dict from dotted key to value, not on a `Config`: so they run on the good keys of a bad config too,
+and one error shows everything. A check is skipped when a key it needs is bad.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qarl.config.errors import Problem
+
+_Check = Callable[..., Problem | None]
+_CHECKS: list[tuple[tuple[str, ...], _Check]] = []
+_TRIED = 2000
+"""The largest divisor that is tried: all divisors of a number up to its square are found from them."""
+
+
+def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
+    """Every problem between the keys of `values`. `sources` maps dotted keys to where their value was written."""
+    sources = sources or {}
+    problems = []
+    for keys, function in _CHECKS:
+        if all(key in values for key in keys):
+            problem = function(*(values[key] for key in keys))
+            if problem is not None:
+                problems.append(replace(problem, source=sources.get(problem.key)))
+    return problems
+
+
+def _between(*keys: str) -> Callable[[_Check], _Check]:
+    def register(function: _Check) -> _Check:
+        _CHECKS.append((keys, function))
+        return function
+
+    return register
+
+
+def matches_ignore(name: str, pattern: str) -> bool:
+    """Whether an entry of `quant.ignore` covers the module `name`: as `qarl.quant.matcher`, which comes with torch."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return pattern == name
+
+
+@_between("data.train_batch_size", "actor.ppo_mini_batch_size")
+def _whole_mini_batches(train: int, mini: int) -> Problem | None:
+    if train % mini == 0:
+        return None
+    reason = f"data.train_batch_size = {train} prompts a step do not split into whole mini-batches of {mini} prompts"
+    fix = f"choose a divisor of {train} ({_divisors(train)}), or make data.train_batch_size a multiple of {mini}"
+    return Problem("actor.ppo_mini_batch_size", mini, reason, fix)
+
+
+@_between("actor.ppo_mini_batch_size", "rollout.n", "actor.ppo_micro_batch_size_per_gpu")
+def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
+    if (mini * n) % micro == 0:
+        return None
+    reason = (
+        f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
+        f"which do not split into whole micro-batches of {micro} responses"
+    )
+    fix = f"choose a divisor of {mini * n}: {_divisors(mini * n)}"
+    return Problem("actor.ppo_micro_batch_size_per_gpu", micro, reason, fix)
+
+
+@_between("quant.scheme", "quant.group_size")
+def _int4_group(scheme: str, group_size: int) -> Problem | None:
+    if scheme not in ("w4a16", "w4a8") or group_size % 8 == 0:
+        return None
+    reason = f"{scheme} packs eight int4 values to an int32, so a group with one scale must be whole int32 words"
+    return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
+
+
+@_between("quant.scheme", "quant.ignore")
+def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
+    patterns = [ignore] if isinstance(ignore, str) else ignore
+    if scheme == "bf16" or any(matches_ignore("lm_head", pattern) for pattern in patterns):
+        return None
+    reason = "lm_head would be quantized, and rollout engines serve garbage from a quantized lm_head without an error"
+    return Problem("quant.ignore", ignore, reason, "add lm_head to the list")
+
+
+@_between("data.val_files", "trainer.test_freq", "trainer.val_before_train")
+def _something_to_evaluate(val_files: list[str], test_freq: int, val_before_train: bool) -> Problem | None:
+    if val_files or not (test_freq > 0 or val_before_train):
+        return None
+    when = "before training (trainer.val_before_train)"
+    if test_freq > 0:
+        when = f"every {test_freq} steps (trainer.test_freq)"
+    fix = "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false"
+    return Problem("data.val_files", val_files, f"an evaluation is due {when}, with nothing to evaluate on", fix)
+
+
+@_between("rollout.max_num_batched_tokens", "rollout.max_num_seqs")
+def _room_for_every_sequence(tokens: int | None, seqs: int) -> Problem | None:
+    if tokens is None or tokens >= seqs:
+        return None
+    reason = f"vLLM refuses fewer tokens a step than rollout.max_num_seqs = {seqs}: each sequence takes at least one"
+    fix = f"choose {seqs} or more, lower rollout.max_num_seqs, or leave it null for vLLM's default"
+    return Problem("rollout.max_num_batched_tokens", tokens, reason, fix)
+
+
+@_between("backend", "trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
+def _local_is_one_process(backend: str, nodes: int, gpus: int, parallel: int) -> Problem | None:
+    if backend != "local" or (nodes, gpus, parallel) == (1, 1, 1):
+        return None
+    given = {
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": gpus,
+        "rollout.tensor_model_parallel_size": parallel,
+    }
+    key = next(key for key, value in given.items() if value != 1)
+    reason = "backend=local is one process on one device"
+    return Problem(key, given[key], reason, "set it to 1, or set backend=verl")
+
+
+@_between("backend", "verl")
+def _verl_keys_need_verl(backend: str, verl: dict[str, Any]) -> Problem | None:
+    if backend == "verl" or not verl:
+        return None
+    return Problem("verl", verl, "backend=local has nothing to do with verl's keys", "remove them, or set backend=verl")
+
+
+@_between("trainer.resume_mode", "trainer.resume_from_path")
+def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
+    if (mode == "resume_path") == (path is not None):
+        return None
+    if path is None:
+        fix = "give trainer.resume_from_path=RUN/checkpoints/step_N, or use auto"
+        return Problem("trainer.resume_mode", mode, "no checkpoint is named to resume from", fix)
+    reason = f"trainer.resume_mode = {mode} does not look at it"
+    return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or leave it out")
+
+
+@_between("backend", "rollout.val_temperature")
+def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | None:
+    if backend != "local" or temperature == 0:
+        return None
+    reason = "backend=local evaluates with one greedy response a prompt"
+    return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
+
+
+@_between("backend", "quant.align", "rollout.top_p", "rollout.top_k")
+def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top_k: int) -> Problem | None:
+    if top_p == 1 and top_k <= 0:
+        return None
+    key, value, off = ("rollout.top_p", top_p, 1) if top_p < 1 else ("rollout.top_k", top_k, -1)
+    reason = "the engine samples from the likeliest tokens only, and the log-probs of "
+    if backend == "verl":
+        reason += "verl's trainer are over the whole vocabulary"
+        return Problem(key, value, reason, f"set it to {off}, or set backend=local")
+    if align in ("model", "exact"):
+        return None
+    reason += f"a trainer at quant.align={align} do not say which tokens those were"
+    return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
+
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this (a test holds it equal to vLLM's own constant)."""
+
+
+@_between("rollout.temperature")
+def _temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
+    if temperature >= MIN_TEMPERATURE or temperature <= 0:
+        return None
+    reason = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be those of {temperature}"
+    return Problem("rollout.temperature", temperature, reason, f"set it to {MIN_TEMPERATURE} or more")
+
+
+@_between("rollout.val_temperature")
+def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
+    if temperature >= MIN_TEMPERATURE or temperature <= 0:
+        return None
+    reason = f"vLLM samples at {MIN_TEMPERATURE} instead"
+    return Problem("rollout.val_temperature", temperature, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
+def _divisors(number: int) -> str:
+    small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
+    found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
+    return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])

@@ -1,0 +1,75 @@
+"""A config from the command line, or from a dict: everything that is wrong with it comes in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qarl.config.checks import check
+from qarl.config.errors import ConfigError, Problem, from_pydantic, key_of
+from qarl.config.schema import Config, flat_values, sections
+from qarl.config.source import read_arguments
+from qarl.errors import UserError
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Config from command line arguments: `config=NAME.yaml` (required) and `key.path=value` overrides, in any order.
+
+    NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
+    Raises `ConfigError` with all problems at once.
+    """
+    keys = describe_keys()
+    raw = read_arguments(argv, [key for key in keys if key not in sections() and key != "verl"])
+    return _build(raw.values, raw.sources, raw.problems, report_missing=raw.file_read)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Config from a nested dict as YAML would give it. Raises `ConfigError` with all problems at once."""
+    return _build(values, {}, [], report_missing=True)
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write `config.resolved_yaml()` to `path`; missing folders are made. Raises `UserError` where it cannot."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.resolved_yaml(), encoding="utf-8")
+    except OSError as error:
+        fix = "set output_dir to a folder that can be written to"
+        raise UserError("the config cannot be written", where=str(path), why=error.strerror, fix=fix) from error
+
+
+def describe_keys() -> dict[str, str]:
+    """Every dotted key, sections included, with its description, in order."""
+    keys = {}
+    for name, info in Config.model_fields.items():
+        section = sections().get(name)
+        keys[name] = (section.__doc__ or "").partition("\n")[0] if section else info.description or ""
+        for child, child_info in section.model_fields.items() if section else ():
+            keys[f"{name}.{child}"] = child_info.description or ""
+    return {key: " ".join(text.split()) for key, text in keys.items()}
+
+
+def _build(
+    values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
+) -> Config:
+    # A section left out still has its required keys reported, one by one.
+    filled = {**{name: {} for name in sections()}, **values}
+    found = list(problems)
+    try:
+        config = Config.model_validate(filled)
+    except ConfigError as error:
+        found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
+    except ValidationError as error:
+        errors = [item for item in error.errors(include_url=False) if report_missing or item["type"] != "missing"]
+        found += from_pydantic(errors, describe_keys(), sources)
+        if report_missing:
+            bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
+            found += check(flat_values(filled, bad_keys), sources)
+    if found:
+        raise ConfigError(found)
+    return config

@@ -1,0 +1,388 @@
+"""The typed configuration of a run: every key, with its meaning, unit, bounds and default.
+
+A run is `python -m qarl.train config=NAME.yaml key=value ...`. Later wins: the defaults below, the YAML file, then the
+overrides. Unknown keys are errors, and so is anything that would fail or mislead later; all errors come at once, before
+any work. `load_config` is the way in; the text under each key below is also what an error about that key quotes.
+
+Keys are named and counted as in verl where verl has them (https://verl.readthedocs.io/en/latest/examples/config.html):
+batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. Departures: `actor` and
+`rollout` are not nested under `actor_rollout_ref`, the optimizer is a section of its own, and `trainer` counts steps
+only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853, appendix B.
+
+Importing this module imports neither torch, transformers, vLLM nor verl. Files are looked for where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from qarl.config.checks import check
+from qarl.config.errors import ConfigError
+from qarl.config.strict_yaml import dump
+from qarl.config.types import (
+    Above,
+    Below,
+    Dotted,
+    Fraction,
+    Pair,
+    PathList,
+    PathText,
+    Patterns,
+    RewardName,
+    Text,
+    as_list,
+    held_integer,
+)
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys forbidden, no silent conversion of types, immutable, finite numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    _integers_fit = field_validator("*", mode="before")(held_integer)
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: PathText
+    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
+
+    trust_remote_code: bool = False
+    """Run the Python code that a model's folder or Hub repository may bring along: with all your rights, so read it."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory for about a third more compute."""
+
+
+class DataConfig(Section):
+    """Prompts and batch sizes."""
+
+    train_files: PathList = Field(min_length=1)
+    """Parquet files of training prompts: at least one, in verl's row layout. One name may be given without a list."""
+
+    val_files: PathList = []
+    """Parquet files of evaluation prompts, same layout. May be empty only where nothing is ever evaluated."""
+
+    train_batch_size: int = Field(ge=1)
+    """Prompts per training step; each is answered rollout.n times."""
+
+    max_prompt_length: int = Field(ge=1)
+    """Longest prompt, in tokens, chat template included."""
+
+    max_response_length: int = Field(ge=1)
+    """Longest response, in tokens; generation stops there."""
+
+    shuffle: bool = True
+    """Shuffle the training prompts, by `seed`."""
+
+    prompt_key: Text = "prompt"
+    """Column that holds the prompt."""
+
+    filter_overlong_prompts: bool = False
+    """Leave out prompts longer than max_prompt_length; otherwise one is an error."""
+
+
+class RewardConfig(Section):
+    """How a response is scored."""
+
+    function: RewardName = "arithmetic"
+    """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
+
+    timeout_s: float | None = Field(default=60.0, gt=0, le=86_400)
+    """Seconds that one response may take; longer is an error. null is no limit."""
+
+
+class RolloutConfig(Section):
+    """Sampling, and the vLLM engine that does it."""
+
+    n: int = Field(ge=2)
+    """Responses per prompt, GRPO's group. At least 2: an advantage is relative to the other responses to the prompt."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the probability mass kept. Below 1 for backend=local at quant.align model or exact only."""
+
+    top_k: int = Field(default=-1, ge=-1)
+    """Likeliest tokens that are sampled from; -1 or 0 is all. As top_p for backend=local, model or exact only."""
+
+    val_temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
+    responses to a problem (scripts/prepare_math_eval.py)."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Most sequences that vLLM decodes at a time."""
+
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one vLLM step, at least max_num_seqs; null is vLLM's default."""
+
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
+
+    cpu_kvcache_space_gib: float = Field(default=1.0, gt=0, le=2**20)
+    """Size of vLLM's KV cache in GiB. CPU only."""
+
+    enforce_eager: bool = True
+    """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one copy of the rollout model is split over. The local backend has one."""
+
+    rebuild_on_failure: bool = False
+    """Where vLLM itself fails or is gone, start another engine and go on. Local backend only: verl restarts nothing."""
+
+
+class QuantConfig(Section):
+    """What is quantized, in the rollouts and in the trainer's forward alike."""
+
+    scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = "w4a16"
+    """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `w4a8`: the same weights, int8
+    activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: none quantized.
+    8-bit weights have one scale an output channel, 8-bit activations one a token."""
+
+    group_size: int = Field(default=128, ge=1)
+    """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
+
+    ignore: Patterns = ["lm_head"]
+    """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
+
+    align: Literal["off", "linears", "model", "exact"] = "model"
+    """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
+    `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
+    rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
+
+    mismatch_limit: float | None = Field(default=None, ge=0)
+    """Largest mean |δ| between trainer and engine, in nats a token (mismatch/abs_mean): above it a run stops before its
+    first update, and warns after it. null is the limit of the level: qarl/metrics/guard.py."""
+
+
+class ActorConfig(Section):
+    """The policy update: batch splits and the TBPO loss.
+
+    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, whose
+    spread goes with 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
+    """
+
+    ppo_mini_batch_size: int = Field(ge=1)
+    """Prompts per optimizer step, as in verl: with rollout.n responses each. Divides data.train_batch_size."""
+
+    ppo_micro_batch_size_per_gpu: int = Field(ge=1)
+    """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Divides a
+    mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
+
+    log_prob_micro_batch_size_per_gpu: int = Field(ge=1)
+    """Responses per forward when the old log-probs are computed. Bounds memory only."""
+
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over the responses of a step."""
+
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest L2 norm of the whole gradient; above it the gradient is scaled down."""
+
+    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
+    """How token losses are averaged. TBPO's ratio belongs to a whole sequence: other averages would not be TBPO."""
+
+    seq_clip_ratio_high: Above = 4e-4
+    """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
+
+    seq_clip_ratio_low: Below = 3e-4
+    """Positive advantage, at positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
+
+    neg_seq_clip_ratio_low: Below = 3e-4
+    """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
+
+    neg_seq_clip_ratio_high: Above = 7e-4
+    """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
+
+    seq_tis_imp_ratio_cap: float = Field(default=2.0, ge=1, le=1e6)
+    """C: the trainer/rollout weight of a sequence is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
+
+    mismatch_outside_cap: Literal["truncate", "drop"] = "truncate"
+    """A sequence whose weight is outside [1/C, C]: `truncate` to the nearer end, or `drop` (zero loss, counted)."""
+
+    positive_band: Literal["upper", "two_sided"] = "upper"
+    """Band for positive advantages: `upper` bound only, as in the paper's text, or `two_sided`, as its table allows."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Reward minus the mean reward of the responses to the same prompt."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    """Also divide by the standard deviation of those rewards."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper's is Muon."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """AdamW's peak learning rate. The paper's value, there Muon's, in a unit not given (docs/configs.md)."""
+
+    betas: Pair = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay, multiplied by the learning rate each step. The paper's value."""
+
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Training steps of linear warm-up from 0 to the peak."""
+
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """End of the cosine, as a fraction of the peak."""
+
+    muon_lr: float = Field(default=0.02, ge=0)
+    """Muon's peak learning rate, in spectral norm per update: an element moves by about this / sqrt(input width). The
+    default is the muon-optimizer package's, meant for pre-training; fine-tuning wants less."""
+
+    muon_momentum: Fraction = 0.95
+    """Muon's momentum."""
+
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the weights that the optimizer updates. At bf16 updates are rounded stochastically: to nearest, steps of
+    1e-6 would vanish."""
+
+
+class TrainerConfig(Section):
+    """Length of the run, evaluation and output."""
+
+    nnodes: int = Field(default=1, ge=1)
+    """Machines of the run. The local backend has one."""
+
+    n_gpus_per_node: int = Field(default=1, ge=1)
+    """GPUs of each machine, or on CPU the number of trainer processes. The local backend has one."""
+
+    total_training_steps: int = Field(ge=1)
+    """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
+
+    test_freq: int = Field(default=-1, ge=-1)
+    """Evaluate every this many steps; -1 is never."""
+
+    val_before_train: bool = True
+    """Evaluate before the first step, too: the number that training is compared with."""
+
+    val_max_prompts: int | None = Field(default=None, ge=1)
+    """Most prompts of one evaluation, the first ones of val_files (verl: drawn by `seed` where data.shuffle is on, the
+    same ones every time); null is all."""
+
+    logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
+    """Where metrics go besides the run folder's metrics.jsonl, which is always written."""
+
+    plots: bool = True
+    """Draw the run's curves at the end, as PNG files in the run folder."""
+
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
+    """CPU threads of a process: backend=local has one for trainer and engine, verl one for each rank. null is
+    OMP_NUM_THREADS, or else the CPUs this process may use, which verl's ranks on a CPU share; on GPUs Ray decides."""
+
+    save_final: bool = True
+    """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
+
+    save_freq: int = Field(default=-1, ge=-1)
+    """Write a checkpoint that a run can go on from every this many steps, and at the end; -1 is never."""
+
+    max_ckpt_to_keep: int | None = Field(default=None, ge=1)
+    """Newest checkpoints that stay; older ones are removed once a newer one is whole on disk. null is all. With
+    backend=verl at least 2: verl removes the oldest before the new one is whole."""
+
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """`auto`: an interrupted run of this name goes on from its last good checkpoint; a finished one is moved aside.
+    `disable`: whatever has this name is moved aside. `resume_path`: go on from resume_from_path."""
+
+    resume_from_path: PathText | None = None
+    """With resume_mode=resume_path: a checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl:
+    global_step_N), of this run or another."""
+
+    @field_validator("test_freq", "save_freq")
+    @classmethod
+    def _not_zero(cls, steps: int) -> int:
+        if steps == 0:
+            raise PydanticCustomError("freq", "0 is not a number of steps", {"fix": "write -1 for never"})
+        return steps
+
+
+class Config(Section):
+    """A run. Built by `load_config` (command line) or `build_config` (a dict); `Config(...)` itself raises pydantic's
+    `ValidationError` for a bad key and `ConfigError` for keys that do not fit together."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    """Name of the run and of its folder: letters, digits, dot, dash, underscore, 200 at most."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of data order, sampling and initialisation, 32 bits."""
+
+    backend: Literal["local", "verl"] = "local"
+    """`local`: one process with vLLM inside, on a CPU or one GPU. `verl`: verl's PPO trainer, several GPUs or nodes."""
+
+    output_dir: PathText = "runs"
+    """Folder of all runs; this one writes to output_dir/name."""
+
+    dry_run: bool = False
+    """Resolve and check the config, print it, write it to dry_run.yaml in the run folder, and stop."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig
+    quant: QuantConfig = QuantConfig()
+    actor: ActorConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    trainer: TrainerConfig
+
+    verl: Dotted = {}
+    """Keys of verl's own config, dotted or nested, set after everything that is made from the sections above:
+    `verl.actor_rollout_ref.rollout.top_k=50`. A `+` before a key of the YAML mapping adds one that verl does not have,
+    as on verl's command line. Only with backend=verl."""
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if problems := check(flat_values(self.model_dump(), bad_keys=set())):
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run: output_dir/name."""
+        return Path(self.output_dir) / self.name
+
+    def resolved_yaml(self) -> str:
+        """Every key with its value, defaults included, as YAML. Loading it gives an equal config."""
+        return dump(self.model_dump(mode="json"))
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a config by name, in order."""
+    types = {name: info.annotation for name, info in Config.model_fields.items()}
+    return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:
+    """Dotted keys and values, defaults where not given, without those in `bad_keys`."""
+    fields = Config.model_fields.items()
+    flat = {name: values.get(name, info.default) for name, info in fields if name not in sections()}
+    for name, section in sections().items():
+        given = values[name]
+        if isinstance(given, Mapping):
+            for child, info in section.model_fields.items():
+                flat[f"{name}.{child}"] = given.get(child, info.default)
+    return {key: value for key, value in flat.items() if key not in bad_keys}

@@ -1,0 +1,140 @@
+"""From the command line to one nested dict of unchecked values: find the YAML file, read it, lay the overrides over it.
+
+Nothing here raises for bad input: problems are collected, so that one run shows all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qarl.config.errors import NOT_GIVEN, Problem, nearest
+from qarl.config.strict_yaml import explain, parse_value, read_file
+
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class RawConfig:
+    """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
+
+    `file_read` is False where there is no usable file: a missing key then says nothing.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    file_read: bool = False
+
+
+def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
+    """`argv` like `["config=quickstart.yaml", "quant.scheme=bf16"]` as raw values, the overrides laid over the file.
+
+    `single_keys` are the known dotted keys that hold a value rather than further keys.
+    """
+    raw = RawConfig()
+    arguments = _split_arguments(argv, raw.problems)
+    path = _config_path(arguments.pop("config", None), raw.problems)
+    if path is not None:
+        file = read_file(path)
+        raw.problems += file.problems
+        if file.values is not None:
+            raw.values, raw.sources, raw.file_read = file.values, file.sources, True
+    for key, text in arguments.items():
+        _apply_override(key, text, single_keys, raw)
+    return raw
+
+
+def shipped_configs() -> Path | None:
+    """The folder of configs that come with the package: inside it when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    if (package / "configs").is_dir():
+        return package / "configs"
+    beside = package.parent / "configs"
+    # Without the second condition an installed package could take a stranger's site-packages/configs for ours.
+    return beside if beside.is_dir() and (package.parent / "pyproject.toml").is_file() else None
+
+
+def find_config(name: str) -> tuple[Path | None, list[Path]]:
+    """The file that `config=NAME` means, or None, and the places looked at, in order.
+
+    They are NAME as given, then ./configs, then the shipped configs; an absolute path is looked up only as given.
+    """
+    given = Path(os.path.expanduser(name))
+    candidates = [given] if given.is_absolute() else [given, *(folder / given for folder in _folders())]
+    return next((path for path in candidates if os.path.isfile(path)), None), candidates
+
+
+def available_configs() -> list[str]:
+    """Names that `config=` finds in ./configs and among the shipped configs, sorted."""
+    return sorted({path.relative_to(folder).as_posix() for folder in _folders() for path in folder.rglob("*.yaml")})
+
+
+def _folders() -> list[Path]:
+    shipped = shipped_configs()
+    return [Path("configs"), *([shipped] if shipped else [])]
+
+
+def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
+    available = available_configs()
+    listing = f"available: {', '.join(available) or 'none'}"
+    if name is None:
+        problems.append(Problem("config", NOT_GIVEN, "a run needs a config file", f"give config=NAME.yaml; {listing}"))
+        return None
+    path, tried = find_config(name)
+    if path is None:
+        guess = nearest(Path(name).name, available, cutoff=0.4)
+        hint = f"did you mean config={guess}? " if guess else ""
+        reason = f"no such file; looked for {', '.join(map(str, tried))}"
+        problems.append(Problem("config", name, reason, hint + listing, COMMAND_LINE))
+    return path
+
+
+def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, str]:
+    arguments: dict[str, str] = {}
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
+            fix = "write key=value, for example quant.scheme=bf16"
+            if argument.startswith("-"):
+                fix += ", without leading dashes"
+            elif argument.endswith((".yaml", ".yml")):
+                fix = f"write config={argument}"
+            problems.append(Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE))
+        elif key in arguments:
+            reason = f"given twice on the command line: {arguments[key]}, then {text}"
+            problems.append(Problem(key, text, reason, "keep one of them", COMMAND_LINE))
+        else:
+            arguments[key] = text
+    return arguments
+
+
+def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawConfig) -> None:
+    def refuse(reason: str, fix: str) -> None:
+        raw.problems.append(Problem(key, text, reason, fix, COMMAND_LINE))
+
+    try:
+        value = parse_value(text)
+    except yaml.YAMLError as error:
+        refuse(f"not a YAML value: {explain(error)}", f"quote it, inside the shell's quotes too: '{key}=\"...\"'")
+        return
+    if isinstance(value, dict):
+        refuse("an override sets one key, not a mapping", f"set each key by itself: {key}.NAME=VALUE")
+        return
+    *sections, leaf = key.split(".")
+    node = raw.values
+    for depth, section in enumerate(sections, start=1):
+        path = ".".join(sections[:depth])
+        if path in single_keys or not isinstance(node.get(section, {}), dict):
+            refuse(f"{path} holds a value and has no keys below it", f"write {path}=VALUE, or correct the path")
+            return
+        node = node.setdefault(section, {})
+        raw.sources.setdefault(path, COMMAND_LINE)
+    node[leaf] = value
+    raw.sources[key] = COMMAND_LINE

@@ -1,0 +1,171 @@
+"""The YAML of configs: plain data by YAML 1.2's rules, read with the line of every key, written to read back equal.
+
+PyYAML follows YAML 1.1, where `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30` is
+750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), numbers in decimal only.
+The same rules read a file, read an override and decide what needs quotes when a config is written. Tags, anchors,
+aliases and merge keys are refused: a config is read by people first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+
+from qarl.config.errors import NOT_GIVEN, Problem
+
+MOST_DIGITS = 1000
+"""Python itself refuses to read more than 4300."""
+TOO_DEEP = "lists or mappings are nested too deep"
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+_SCALARS = [
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's scalars, and neither tags nor aliases."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  PyYAML declares it so; emptied of the 1.1 rules
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise ConstructorError(None, None, f"aliases (*{event.anchor}) are not used in configs", mark)
+        if tag := getattr(event, "tag", None):
+            raise ConstructorError(None, None, f"tags ({tag}) are not used in configs", mark)
+        if anchor := getattr(event, "anchor", None):
+            raise ConstructorError(None, None, f"anchors (&{anchor}) are not used in configs", mark)
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None:
+                raise ConstructorError(None, None, "merge keys (<<) are not used in configs", key.start_mark)
+        return node
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MOST_DIGITS:
+            problem = f"a number of {len(node.value)} digits cannot be held"
+            raise ConstructorError(None, None, problem, node.start_mark)
+        return int(node.value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes exactly what `_Loader` would take for something else than text."""
+
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  as above
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern, _first in _SCALARS:
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
+
+
+def parse_value(text: str) -> Any:
+    """One YAML value, as written after `key=`. Raises `yaml.YAMLError`; `explain` says what of."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConstructorError(None, None, TOO_DEEP, None) from None
+
+
+def dump(values: dict[str, Any]) -> str:
+    """`values` as block-style YAML that reads back equal, keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def explain(error: yaml.YAMLError) -> str:
+    """What PyYAML found wrong, on one line and without its own file name and excerpt."""
+    parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+    return ", ".join(part for part in parts if part) or str(error).splitlines()[0]
+
+
+@dataclass
+class YamlFile:
+    """A config file as read: nested values, `sources` (dotted key to `file:line`), and what is wrong with the YAML.
+
+    `values` is None where no usable mapping was found.
+    """
+
+    path: Path
+    values: dict[str, Any] | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_file(path: Path) -> YamlFile:
+    """Read a config file. Bad input does not raise: it is in `problems`."""
+    file = YamlFile(path)
+    lines: list[str] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if isinstance(root, yaml.MappingNode):
+            file.values = _mapping(root, "", loader, file)
+        else:
+            _refuse(file, "the file is empty" if root is None else "the top level is not a mapping", root)
+    except OSError as error:
+        file.problems.append(_unreadable(path, f"cannot be read: {error.strerror}", "check its permissions"))
+    except UnicodeDecodeError as error:
+        file.problems.append(_unreadable(path, f"is not UTF-8 text: {error.reason}", "save it as UTF-8"))
+    except RecursionError:
+        file.values = None
+        file.problems.append(_unreadable(path, f"is not valid YAML: {TOO_DEEP}", "write plain keys and values"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        number = mark.line if mark else 0
+        line = lines[number] if number < len(lines) else NOT_GIVEN
+        fix = "correct this line, or the one before it"
+        file.problems.append(Problem(f"{path}:{number + 1}", line, f"not valid YAML: {explain(error)}", fix))
+    return file
+
+
+def _unreadable(path: Path, what: str, fix: str) -> Problem:
+    return Problem("config", str(path), f"the file {what}", fix)
+
+
+def _refuse(file: YamlFile, reason: str, root: yaml.Node | None) -> None:
+    where = str(file.path) if root is None else f"{file.path}:{root.start_mark.line + 1}"
+    value = NOT_GIVEN if root is None else "a list" if isinstance(root, yaml.SequenceNode) else root.value
+    file.problems.append(Problem(where, value, reason, "write keys and values, one `key: value` a line"))
+
+
+def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, file: YamlFile) -> dict[str, Any]:
+    """Read by hand rather than by PyYAML, which lets a key given twice pass and forgets the lines."""
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConstructorError(None, None, "a key must be text", key_node.start_mark)
+        key, source = f"{prefix}{key_node.value}", f"{file.path}:{key_node.start_mark.line + 1}"
+        if key_node.value in values:
+            value = loader.construct_object(value_node, deep=True)
+            reason = f"given twice, first at {file.sources[key]}"
+            file.problems.append(Problem(key, value, reason, "keep one of them", source))
+            continue
+        file.sources[key] = source
+        if isinstance(value_node, yaml.MappingNode):
+            values[key_node.value] = _mapping(value_node, f"{key}.", loader, file)
+        else:
+            values[key_node.value] = loader.construct_object(value_node, deep=True)
+    return values

@@ -1,0 +1,101 @@
+"""Kinds of values that several keys of the config share.
+
+Text that names a file or a folder is checked for what no file system takes, so that no later call stumbles over it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from qarl.config.errors import nearest
+
+LONGEST_PATH, LONGEST_NAME = 4000, 240
+"""Bytes of a whole path and of each name in it: Linux takes 4095 and 255, and the run appends to both."""
+BUILTIN_REWARDS = ("arithmetic", "math_verify")
+LARGEST = 2**63 - 1
+"""The largest whole number that every consumer of the config can hold."""
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_dotted(value: Any) -> Any:
+    """A nested mapping as a flat one with dotted keys; empty mappings stay values."""
+    if not isinstance(value, Mapping):
+        return value
+    flat: dict[str, Any] = {}
+    for key, child in value.items():
+        if isinstance(child, Mapping) and child:
+            flat |= {f"{key}.{rest}": one for rest, one in as_dotted(child).items()}
+        else:
+            flat[str(key)] = child
+    return flat
+
+
+def whole_text(text: str) -> str:
+    """`text`, or an error where it holds NUL, which ends a string in C and is in no file's name."""
+    if "\0" in text:
+        raise PydanticCustomError("nul", "holds the character NUL", {"fix": "remove it"})
+    return text
+
+
+def possible_path(text: str) -> str:
+    """`text`, or an error where no file can have that name."""
+    if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
+        reason = f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between slashes)"
+        raise PydanticCustomError("path_length", "{reason}", {"reason": reason, "fix": "give a shorter path"})
+    return text
+
+
+def held_integer(value: Any) -> Any:
+    """`value`, or an error where it is a whole number of more than 64 bits."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise PydanticCustomError("too_large", "has more than 64 bits", {"fix": f"choose at most {LARGEST}"})
+    return value
+
+
+def reward_name(function: str) -> str:
+    """`function`, or an error where it is neither a built-in reward nor of the form `module:function`."""
+    where, colon, name = function.rpartition(":")
+    if function in BUILTIN_REWARDS or (where and name.isidentifier()):
+        return function
+    guess = nearest(function, BUILTIN_REWARDS)
+    fix = f"did you mean {guess}? " if guess and not colon else ""
+    fix += f"write {', '.join(BUILTIN_REWARDS)}, module:function or path/to/file.py:function"
+    raise PydanticCustomError("reward", "neither a built-in reward nor a function", {"fix": fix})
+
+
+def good_patterns(patterns: list[str]) -> list[str]:
+    """`patterns`, or an error where an entry that begins with `re:` is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except (re.error, OverflowError, RecursionError) as error:
+            message = f"{pattern} is not a regular expression: {error}"
+            fix = "correct the pattern; without re: it is taken as an exact module name"
+            raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
+    return patterns
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(whole_text)]
+PathText = Annotated[Text, AfterValidator(possible_path)]
+TextList = Annotated[list[Text], BeforeValidator(as_list)]
+PathList = Annotated[list[PathText], BeforeValidator(as_list)]
+Patterns = Annotated[TextList, AfterValidator(good_patterns)]
+RewardName = Annotated[PathText, AfterValidator(reward_name)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Above = Annotated[float, Field(gt=0, le=1e6)]
+Below = Annotated[float, Field(gt=0, le=1)]
+Pair = Annotated[tuple[Fraction, Fraction], BeforeValidator(as_tuple)]
+Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]

@@ -1,0 +1,40 @@
+"""Prompts and rewards: what a run learns from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qarl.lazy import exporter
+
+if TYPE_CHECKING:
+    from qarl.data.prompts import Prompt, PromptDataset, PromptSampler, check_disjoint, check_vocabulary, load_prompts
+    from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn, score_responses
+
+__all__ = [
+    "Prompt",
+    "PromptDataset",
+    "PromptSampler",
+    "RewardFn",
+    "check_disjoint",
+    "check_reward_fn",
+    "check_vocabulary",
+    "get_reward_fn",
+    "load_prompts",
+    "score_responses",
+]
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "Prompt": "prompts",
+        "PromptDataset": "prompts",
+        "PromptSampler": "prompts",
+        "RewardFn": "rewards",
+        "check_disjoint": "prompts",
+        "check_reward_fn": "rewards",
+        "check_vocabulary": "prompts",
+        "get_reward_fn": "rewards",
+        "load_prompts": "prompts",
+        "score_responses": "rewards",
+    },
+)

@@ -1,0 +1,296 @@
+"""Reward functions: the built-in ones, the user's, and the checks around both.
+
+A reward function has the signature of verl's custom rewards, so one function serves both backends:
+
+    def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> float
+
+A dict with the number under "score" is accepted too.
+
+It is named in the config by `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It is
+called with keyword arguments, as verl calls it.
+
+A reward that raises, is not a finite number or takes longer than `reward.timeout_s` stops the run with the row at
+fault. Scored as 0 it would teach the model whatever avoids the bug, and a time limit that gives 0 would make the
+rewards depend on how busy the machine is. `SystemExit` is an exception like the others; Ctrl-C is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from difflib import get_close_matches
+from functools import lru_cache
+from multiprocessing import get_context
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qarl.data import Prompt
+from qarl.data.time_limit import OutOfTimeError, call_within, preserved_alarm
+from qarl.errors import UserError
+
+RewardFn = Callable[..., Any]
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# A sign belongs to a number only where it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
+_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
+
+
+def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """1.0 if the last number of the response is the integer `ground_truth`, else 0.0.
+
+    Leading zeros do not count; a number with decimals is no integer; thousands separators are not understood.
+    """
+    numbers = _NUMBER.findall(solution_str)
+    return float(bool(numbers) and _canonical(numbers[-1]) == _canonical(str(ground_truth).strip()))
+
+
+def _canonical(number: str) -> str:
+    """`number` without leading zeros; text, because `int` refuses thousands of digits and a model can write them."""
+    magnitude = number.removeprefix("-").lstrip("0") or "0"
+    return f"-{magnitude}" if number.startswith("-") and magnitude != "0" else magnitude
+
+
+def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """1.0 if an answer in the response equals `ground_truth` mathematically (LaTeX, boxed or plain), else 0.0.
+
+    Uses the math-verify package with the settings of verl's `math_verify` reward. Its time limit (5 seconds to parse,
+    5 to compare) is an alarm signal, which only a main thread can take: from any other thread the work goes to another
+    process, as in verl. In a main thread an alarm of the caller's counts on between two answers, and afterwards.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return _math_verify(solution_str, str(ground_truth))
+    return _process_pool().submit(_math_verify, solution_str, str(ground_truth)).result()
+
+
+def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
+    """`math_verify` with another time limit, for data preparation; in a main thread only."""
+    return _math_verify(solution_str, ground_truth, seconds)
+
+
+def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> float:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    def is_equal(gold: Any, answer: Any) -> bool:
+        with preserved_alarm():
+            return bool(verify(gold, answer, timeout_seconds=seconds))
+
+    with preserved_alarm():
+        golds = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=seconds)
+    with preserved_alarm():
+        answers = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=seconds)
+    return float(any(is_equal(gold, answer) for gold in golds for answer in answers))
+
+
+@lru_cache(maxsize=1)
+def _process_pool() -> ProcessPoolExecutor:
+    # "spawn": a fork of a process with CUDA or several threads is not safe.
+    return ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1), mp_context=get_context("spawn"))
+
+
+BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_verify}
+
+
+def get_reward_fn(spec: str) -> RewardFn:
+    """The reward function that `spec` names.
+
+    Raises:
+        UserError: no such built-in name, module, file or attribute; what is there is not a function, or does not take
+            the four arguments.
+    """
+    if spec in BUILTIN:
+        return BUILTIN[spec]
+    source, separator, name = spec.rpartition(":")
+    if not separator or not source or not name:
+        nearest = get_close_matches(spec, BUILTIN, n=1)
+        raise UserError(
+            f"unknown reward function {spec!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
+            where="reward.function",
+            fix=f"use one of {', '.join(BUILTIN)}, package.module:function or path/to/file.py:function",
+        )
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    try:
+        fn = getattr(module, name)
+    except AttributeError:
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        nearest = get_close_matches(name, functions, n=1)
+        raise UserError(
+            f"{source} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
+            where=f"reward.function={spec}",
+            why=f"its functions: {', '.join(functions) or 'none'}",
+            fix=f"write reward.function={source}:NAME with one of them",
+        ) from None
+    _check_signature(fn, spec)
+    return fn
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module runs on import and may raise anything, SystemExit too
+        raise UserError(
+            f"cannot import the module {name!r}",
+            where="reward.function",
+            why=_in_words(error),
+            fix="install it or start from its folder; a file is named by its path, path/to/file.py:function",
+        ) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(
+            f"no such file: {path}",
+            where="reward.function",
+            why=f"looked in {path.absolute().parent}",
+            fix="correct the path; it is relative to the folder that the run starts in",
+        )
+    name = f"qarl_reward_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        raise UserError(
+            f"cannot load {path}",
+            where="reward.function",
+            why=_in_words(error),
+            fix="correct the file, or install what it imports",
+        ) from error
+    return module
+
+
+def _check_signature(fn: Any, spec: str) -> None:
+    where = f"reward.function={spec}"
+    if not callable(fn):
+        raise UserError(
+            "the reward function is not callable",
+            where=where,
+            why=f"it is a {type(fn).__name__}",
+            fix="name a function",
+        )
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # built in C: the call itself will tell
+        return
+    try:
+        signature.bind(**dict.fromkeys(_ARGUMENTS))
+    except TypeError as error:
+        raise UserError(
+            f"the reward function has the wrong signature {signature}",
+            where=where,
+            why=f"called with {', '.join(_ARGUMENTS)} by name: {error}",
+            fix=f"def {getattr(fn, '__name__', 'reward')}({', '.join(_ARGUMENTS)}) -> float",
+        ) from None
+
+
+def score_responses(
+    fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
+) -> list[float]:
+    """The score of `responses[i]`, an answer to `prompts[i]`, for every i; `timeout_s`: seconds for each, None any.
+
+    Raises:
+        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned something else than
+            a finite number or a dict with one under "score".
+    """
+    return [_score(fn, prompt, response, timeout_s) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None) -> float:
+    arguments = {
+        "data_source": prompt.data_source,
+        "solution_str": response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
+    result = call_reward(fn, arguments, timeout_s=timeout_s, where=f"row {prompt.index}, ")
+    return score_of(fn, result, arguments, where=f"row {prompt.index}, ")
+
+
+def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
+    """What `fn` returns for the four `arguments`. UserError where it raises or takes too long; `where` precedes the
+    data source."""
+    name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
+    response = _shortened(arguments["solution_str"])
+    try:
+        return call_within(timeout_s, lambda: fn(**arguments))
+    except KeyboardInterrupt:
+        raise
+    except OutOfTimeError as error:
+        raise UserError(
+            f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
+            where=place,
+            why=f"a response without its score cannot be learned from, and a 0 would be a lie (response: {response})",
+            fix="make it faster, let it give up by itself, or raise reward.timeout_s (null is no limit)",
+        ) from error
+    except BaseException as error:
+        raise UserError(
+            f"the reward function {name} raised {type(error).__name__}",
+            where=place,
+            why=f"{_in_words(error).partition(': ')[2]} (response: {response})",
+            fix="make it return a score for any response, an empty or a garbled one too",
+        ) from error
+
+
+def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
+    """The number in what a reward function returned. UserError where it is not a finite one."""
+    try:
+        score: Any = result.get("score") if isinstance(result, Mapping) else result
+        if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
+            score = score.item()
+        number = float(score) if isinstance(score, Real) else math.nan
+    except Exception:  # no number: a tensor of several elements, an integer too large for a float
+        number = math.nan
+    if not math.isfinite(number):
+        response = _shortened(arguments["solution_str"])
+        raise UserError(
+            f"the reward function {_name(fn)} returned {_shortened(result)}",
+            where=f"{where}data_source {arguments['data_source']!r}",
+            why=f"a reward is a finite number or a dict with one under 'score' (response: {response})",
+            fix="make it return a number for any response, an empty or a garbled one too",
+        )
+    return number
+
+
+def _name(fn: RewardFn) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _in_words(error: BaseException) -> str:
+    """Class and message of an exception, whose own `__str__` may be broken."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: "
+
+
+def _shortened(value: Any, length: int = 200) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
+    """Calls `fn` once, on the first prompt with an empty response, so that a broken one stops before the work starts.
+
+    Raises:
+        UserError: as `score_responses`.
+    """
+    score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)

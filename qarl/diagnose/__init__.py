@@ -1,0 +1,1 @@
+"""`python -m qarl.diagnose`: how far trainer and rollout differ, and why."""

@@ -1,0 +1,137 @@
+"""Trainer against rollout, and what makes the difference: the report of `python -m qarl.diagnose`.
+
+One batch is sampled exactly as in training from the weights in `model.path`, and its log-probs are computed under
+several trainers; δ is a token's log_prob less its rollout_log_prob. The split switches one cause on at a time,
+everything else following the engine as closely as is built:
+
+    quantization   the trainer's linears are BF16, the engine's low-bit
+    kernel floor   linears as the engine's; norms, rotary embedding and attention as transformers computes them
+    staleness      the trainer is one update ahead of the engine (none where the schedule's first rate is 0)
+    none           nothing: what is left at the closest level
+
+The causes do not add up: activations quantized per token amplify what happens before them. The table for one response
+marks tokens where the two sides' most likely token differs (as table 1 of arXiv 2605.14220 does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.config import Config
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.tracker import write_json, write_versions
+from qarl.trainer.batch import Batch
+from qarl.trainer.guard import truncation
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import prepare_run
+
+_COLUMNS = {
+    "mean |δ|": "mismatch/abs_mean",
+    "p50": "mismatch/abs_p50",
+    "p99": "mismatch/abs_p99",
+    "max": "mismatch/abs_max",
+    "k1": "mismatch/k1",
+    "k3": "mismatch/k3",
+    "ESS": "mismatch/ess",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One trainer against the rollout: `log_probs` FP32 [B, R]; `top` int64 [B, R], its most likely tokens."""
+
+    name: str
+    level: str
+    log_probs: torch.Tensor
+    top: torch.Tensor
+    metrics: dict[str, float]
+
+
+def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparison:
+    """Log-probs of `batch` under `policy`, and the mismatch metrics; the flip rate is the share of tokens whose argmax
+    differs from the engine's. With top-p or top-k each policy finds what it keeps."""
+    size = config.actor.log_prob_micro_batch_size_per_gpu
+    how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
+    with torch.no_grad():
+        parts = [policy.response_log_probs_and_top(batch, rows, **how) for rows in batch.micro_batches(size)]
+    log_probs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
+    if batch.rollout_top_tokens is not None:
+        flips = (top != batch.rollout_top_tokens)[batch.response_mask]
+        metrics["mismatch/argmax_flip_rate"] = float(flips.float().mean())
+    return Comparison(name, policy.align, log_probs, top, metrics)
+
+
+def with_quant(config: Config, **changes: str) -> Config:
+    """`config` with other `quant` keys."""
+    return config.model_copy(update={"quant": config.quant.model_copy(update=changes)})
+
+
+def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
+    """The configured trainer, and one comparison a cause."""
+    config = trainer.config
+    plain = Policy.load(with_quant(config, scheme="bf16", align="exact"))
+    linears = Policy.load(with_quant(config, align="linears"))
+    comparisons = [compare("as configured", trainer.policy, batch, config)]
+    if trainer.policy.scheme.quantized:
+        comparisons.append(compare("quantization", plain, batch, config))
+    comparisons.append(compare("kernel floor", linears, batch, config))
+    trainer.replace_policy(Policy.load(with_quant(config, align="exact")))
+    comparisons.append(compare("none", trainer.policy, batch, config))
+    trainer.update(batch, comparisons[-1].log_probs)
+    comparisons.append(compare("staleness", trainer.policy, batch, config))
+    return comparisons
+
+
+def summary_table(comparisons: Sequence[Comparison]) -> str:
+    """A row a comparison, in Markdown."""
+    lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
+    for one in comparisons:
+        cells = [f"{one.metrics[key]:.3g}" for key in _COLUMNS.values()]
+        flips = one.metrics.get("mismatch/argmax_flip_rate")
+        cells.append("" if flips is None else f"{flips:.2%}")
+        lines.append(f"| {one.name} | {one.level} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def response_table(one: Comparison, batch: Batch, row: int, tokenizer: Any) -> str:
+    """Token by token: rollout and trainer log-prob, δ, and `*` where the most likely token differs."""
+    lines = [f"{'token':>12}  {'rollout':>10}  {'trainer':>10}  {'δ':>10}"]
+    for t in batch.response_mask[row].nonzero()[:, 0].tolist():
+        token = repr(tokenizer.decode([int(batch.responses[row, t])]))
+        rollout, ours = float(batch.rollout_log_probs[row, t]), float(one.log_probs[row, t])
+        flipped = batch.rollout_top_tokens is not None and bool(one.top[row, t] != batch.rollout_top_tokens[row, t])
+        lines.append(f"{token:>12}  {rollout:10.5f}  {ours:10.5f}  {ours - rollout:+10.2e}{'  *' if flipped else ''}")
+    return "\n".join(lines)
+
+
+def diagnose(config: Config) -> dict[str, Any]:
+    """Sample one training batch, compare, print, and write `diagnose.json` to the run directory."""
+    parts = prepare_run(config)
+    trainer = LocalTrainer(config, parts)
+    with trainer.engine:
+        trainer.publish()
+        batch, _ = trainer.rollout(top_tokens=True)
+        comparisons = split(trainer, batch)
+    configured = comparisons[0]
+    delta = (configured.log_probs - batch.rollout_log_probs).abs().masked_fill(~batch.response_mask, 0)
+    worst = int((delta.sum(1) / batch.response_mask.sum(1).clamp(min=1)).argmax())
+    tokens = int(batch.response_mask.sum())
+    print(f"\n{config.quant.scheme}, quant.align={config.quant.align}: {len(batch)} responses, {tokens} tokens\n")
+    print(f"response {worst}, the one with the largest mean |δ| as configured (* most likely token differs)\n")
+    print(response_table(configured, batch, worst, parts.tokenizer))
+    print(f"\n{summary_table(comparisons)}")
+    report = {
+        "responses": len(batch),
+        "tokens": tokens,
+        "comparisons": [{"differs": one.name, "level": one.level, **one.metrics} for one in comparisons],
+    }
+    write_json(config.run_dir / "diagnose.json", report)
+    if not (config.run_dir / "versions.json").exists():
+        write_versions(config.run_dir)
+    return report

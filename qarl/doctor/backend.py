@@ -1,0 +1,103 @@
+"""Whether what the config asks for is built, and whether batches and ranks fit together."""
+
+from __future__ import annotations
+
+from qarl.checks.memory import ranks
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Topic
+
+
+def check_backend(context: Context, topic: Topic) -> None:
+    """Whether the backend takes the config."""
+    config = context.config
+    if config.backend == "verl":
+        from qarl.verl.checks import refuse_unsupported
+        from qarl.verl.run import verl_config
+
+        refused = not topic.passes(refuse_unsupported, config)
+        verl_config(config, on_cpu=context.target.device == "cpu")
+        if refused:
+            return
+    count, parallel = ranks(config), config.rollout.tensor_model_parallel_size
+    replicas = f", {count // parallel} rollout engines of {parallel}" if config.backend == "verl" else ""
+    topic.ok(f"backend={config.backend}: {count} trainer process{'es' * (count > 1)}{replicas}")
+
+
+def check_ranks(context: Context, topic: Topic) -> None:
+    """Whether batches and engines divide over the ranks, as verl asserts when it starts."""
+    config = context.config
+    count, parallel = ranks(config), config.rollout.tensor_model_parallel_size
+    if config.backend != "verl":
+        return
+    ranks_are = f"trainer.nnodes * trainer.n_gpus_per_node = {count} ranks"
+    if count % parallel:
+        topic.error(
+            f"{ranks_are} do not split into rollout engines of {parallel}",
+            where="rollout.tensor_model_parallel_size",
+            fix=f"choose a divisor of {count}",
+        )
+    if parallel > config.trainer.n_gpus_per_node:
+        topic.warning(
+            f"an engine of {parallel} GPUs spans machines of {config.trainer.n_gpus_per_node}",
+            where="rollout.tensor_model_parallel_size",
+            why="tensor parallelism between machines waits for the network in every layer",
+            fix=f"choose at most {config.trainer.n_gpus_per_node}",
+        )
+    for key, prompts in (
+        ("data.train_batch_size", config.data.train_batch_size),
+        ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
+    ):
+        responses = prompts * config.rollout.n
+        if responses % count:
+            topic.error(
+                f"{key} * rollout.n = {responses} responses do not split over {ranks_are}",
+                where=key,
+                why="each rank takes the same number of responses",
+                fix=f"choose {key} so that {key} * rollout.n is a multiple of {count}",
+            )
+    actor = config.actor
+    for key, batch, prompts, micro in (
+        ("ppo_micro_batch_size_per_gpu", "mini-batch", actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu),
+        (
+            "log_prob_micro_batch_size_per_gpu",
+            "batch",
+            config.data.train_batch_size,
+            actor.log_prob_micro_batch_size_per_gpu,
+        ),
+    ):
+        per_rank = prompts * config.rollout.n // count
+        if per_rank % micro:
+            topic.error(
+                f"the {per_rank} responses of a rank's {batch} do not split into micro-batches of {micro}",
+                where=f"actor.{key}",
+                fix=f"choose a divisor of {per_rank}",
+            )
+
+
+def check_muon(context: Context, topic: Topic) -> None:
+    """Whether the optimizer is built for this many ranks."""
+    if context.config.optim.name == "muon" and ranks(context.config) > 1:
+        topic.error(
+            f"optim.name=muon is not built for {ranks(context.config)} ranks",
+            where="optim.name",
+            why="Muon orthogonalizes whole matrices, and the ranks hold parts of them",
+            fix="set optim.name=adamw, or run on one rank",
+        )
+
+
+def check_experts(context: Context, topic: Topic) -> None:
+    """Whether mixture-of-experts models are built."""
+    size, scheme = context.size.get(), context.config.quant.scheme
+    if not size.experts:
+        return
+    topic.error(
+        f"mixture of experts: {'quantized experts are' if scheme != 'bf16' else 'publishing experts is'} not built yet "
+        f"({size.experts} experts in {len(size.sparse_layers)} of {size.layers} layers)",
+        where="model.path",
+        why="the trainer's experts are stacked tensors, which neither quantize_model nor the publisher takes apart; "
+        "attention and sizes are checked below as for a dense model",
+        fix="train a dense model until quantized experts are built",
+    )
+
+
+CHECKS = (check_backend, check_ranks, check_muon, check_experts)

@@ -1,0 +1,176 @@
+"""What the checks of a pre-flight share: the config, the target, and the parts of the run, each loaded at most once.
+
+A part that cannot be had is reported by the topic it belongs to, which calls `load`; the others call `get`, and are
+reported as not made. So one fault gives one error, however many checks wanted the part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from qarl.align.model import resolve_level
+from qarl.checks import layers as checks
+from qarl.checks.memory import ModelSize
+from qarl.config import Config
+from qarl.data import PromptDataset
+from qarl.doctor.target import Target
+from qarl.errors import UserError
+from qarl.kernels.registry import Choice
+from qarl.quant.scheme import Scheme, get_scheme
+from qarl.trainer import setup
+
+Value = TypeVar("Value")
+
+
+class NotCheckedError(Exception):
+    """A check could not be made; the message says why, `fix` what makes it possible."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.fix = fix
+
+
+class Part(Generic[Value]):
+    """Loads once and keeps the value, or the `UserError`."""
+
+    def __init__(self, what: str, load: Callable[[], Value]) -> None:
+        self._what, self._load = what, load
+        self._result: Value | UserError | NotCheckedError | None = None
+
+    def load(self) -> Value:
+        """The value; raises why it cannot be had."""
+        if self._result is None:
+            try:
+                self._result = self._load()
+            except (UserError, NotCheckedError) as error:
+                self._result = error
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def get(self) -> Value:
+        """The value; NotCheckedError where it cannot be had."""
+        try:
+            return self.load()
+        except UserError as error:
+            fix = "correct that first, then run the doctor again"
+            raise NotCheckedError(f"it needs {self._what}, which cannot be had (see above)", fix) from error
+
+
+@dataclass
+class Context:
+    """`threads_given`: OMP_NUM_THREADS as the user set it, before the doctor did."""
+
+    config: Config
+    target: Target
+    threads_given: str | None = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS"))
+    no_model: UserError | None = None
+    """Why the model itself cannot be had, where a copy of its config stands in for it."""
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        return get_scheme(self.config.quant.scheme, group_size=self.config.quant.group_size)
+
+    @cached_property
+    def ignore(self) -> tuple[str, ...]:
+        return tuple(self.config.quant.ignore)
+
+    @cached_property
+    def model_path(self) -> str:
+        return self.config.model.path
+
+    @cached_property
+    def trust_remote_code(self) -> bool:
+        return self.config.model.trust_remote_code
+
+    @cached_property
+    def is_folder(self) -> bool:
+        """Whether the model is a folder here; else it is a name on the Hub."""
+        return Path(self.model_path).is_dir()
+
+    @cached_property
+    def hf_config(self) -> Part[Any]:
+        def load() -> Any:
+            hf_config, self.no_model = setup.hf_config_or_carried(self.model_path, self.trust_remote_code)
+            return hf_config
+
+        return Part("the model's config", load)
+
+    @cached_property
+    def size(self) -> Part[ModelSize]:
+        def read() -> ModelSize:
+            hf_config = self.hf_config.get()
+            try:
+                return ModelSize.from_config(hf_config)
+            except KeyError as error:
+                why = f"config.json of a {hf_config.model_type} has no {error}"
+                raise NotCheckedError(why, "estimate sizes and memory by hand for this architecture") from error
+
+        return Part("the model's sizes", read)
+
+    @cached_property
+    def tokenizer(self) -> Part[Any]:
+        def load() -> Any:
+            self.hf_config.get()
+            if self.no_model is not None:
+                raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
+            return setup.load_tokenizer(self.model_path, self.trust_remote_code)[0]
+
+        return Part("the tokenizer", load)
+
+    @cached_property
+    def model(self) -> Part[nn.Module]:
+        """The trainer's model without storage."""
+
+        def build() -> nn.Module:
+            return checks.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
+
+        return Part("the model's layers", build)
+
+    @cached_property
+    def linears(self) -> Part[checks.Shapes]:
+        """[N, K] of every linear of the trainer's model."""
+
+        def read() -> checks.Shapes:
+            modules = self.model.get().named_modules()
+            return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+
+        return Part("the model's layers", read)
+
+    @cached_property
+    def quantized(self) -> Part[checks.Shapes]:
+        """[N, K] of the linears that `quant` selects."""
+        return Part("layers to quantize", lambda: checks.select_shapes(self.linears.get(), self.scheme, self.ignore))
+
+    @cached_property
+    def choices(self) -> dict[tuple[int, int], Choice | UserError]:
+        """Filled by the topic of kernels: what serves each shape in the trainer."""
+        return {}
+
+    @property
+    def kernel_names(self) -> dict[tuple[int, int], str]:
+        return {shape: c.kernel.name for shape, c in self.choices.items() if isinstance(c, Choice)}
+
+    def align_level(self) -> tuple[str, tuple[str, ...]]:
+        """The level that applies on the target, and why not a higher one."""
+        return resolve_level(
+            self.hf_config.get(),
+            self.config.quant.align,
+            device_type=self.target.device,
+            kernels=set(self.kernel_names.values()),
+        )
+
+    @cached_property
+    def train_prompts(self) -> Part[PromptDataset]:
+        return Part("the training prompts", lambda: setup.load_train_prompts(self.config, self.tokenizer.get()))
+
+    @cached_property
+    def val_prompts(self) -> Part[PromptDataset | list[Any]]:
+        return Part("the evaluation prompts", lambda: setup.load_val_prompts(self.config, self.tokenizer.get()))

@@ -1,0 +1,68 @@
+"""Prompts and reward function, as the run would load them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qarl.data import Prompt, check_disjoint
+from qarl.data.rewards import check_reward_fn, get_reward_fn
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+from qarl.trainer import setup
+
+
+def check_train(context: Context, topic: Topic) -> None:
+    """Whether training prompts are there, whole, and within their limits."""
+    _missing_elsewhere(context, context.config.data.train_files)
+    prompts = context.train_prompts.load()
+    if prompts.num_filtered:
+        topic.note(
+            f"{prompts.num_filtered} training prompts over data.max_prompt_length are left out",
+            fix="raise data.max_prompt_length to train on them",
+        )
+    sampler = setup.prompt_sampler(context.config, prompts)
+    steps = context.config.trainer.total_training_steps
+    topic.ok(
+        f"{len(prompts)} training prompts of {_longest(prompts)} of {context.config.data.max_prompt_length} tokens "
+        f"at most; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
+    )
+
+
+def check_val(context: Context, topic: Topic) -> None:
+    """Whether evaluation prompts are there, and not among the training prompts."""
+    _missing_elsewhere(context, context.config.data.val_files)
+    prompts = context.val_prompts.load()
+    if not prompts:
+        topic.note("nothing is evaluated", fix="name data.val_files and set trainer.test_freq")
+        return
+    topic.ok(f"{len(prompts)} evaluation prompts of {_longest(prompts)} tokens at most")
+    if shared := check_disjoint(context.train_prompts.get(), prompts):
+        topic.warning(
+            f"{shared} of the held-out prompts are in the training data too",
+            where="data.val_files",
+            why="accuracy on them says nothing about new prompts",
+            fix="take them out of one of the two",
+        )
+
+
+def check_reward(context: Context, topic: Topic) -> None:
+    """Whether the reward function can be called on a row."""
+    function = get_reward_fn(context.config.reward.function)
+    _missing_elsewhere(context, context.config.data.train_files)
+    check_reward_fn(function, context.train_prompts.get(), timeout_s=context.config.reward.timeout_s)
+    topic.ok(f"reward.function={context.config.reward.function} scores a row")
+
+
+def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
+    """Another machine's files need not be here."""
+    missing = [file for file in files if not Path(file).is_file()]
+    if missing and not context.target.here:
+        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+
+
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.prompt_token_ids) for prompt in prompts)
+
+
+CHECKS = (check_train, check_val, check_reward)

@@ -1,0 +1,108 @@
+"""The run folder: whether it can be written to, what becomes of what is in it, and room for what the run writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from qarl.checks.memory import checkpoint_bytes, readable
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Topic
+from qarl.errors import UserError
+from qarl.trainer import setup
+from qarl.trainer.resume import check_free, find_start
+from qarl.verl.resume import find_verl_start
+
+
+def check_folder(context: Context, topic: Topic) -> None:
+    """Whether the run folder can be written to."""
+    if not context.target.here:
+        return
+    run_dir = context.config.run_dir
+    existing = _nearest(run_dir)
+    if existing.is_dir():
+        problem = _write_problem(existing)
+    else:
+        problem = "File exists" if existing == run_dir else "Not a directory"
+    if problem:
+        fix = "set output_dir to a folder that can be written to"
+        raise UserError("the config cannot be written", where=str(run_dir / "config.yaml"), why=problem, fix=fix)
+    topic.ok(f"{run_dir} can be written to")
+
+
+def check_start(context: Context, topic: Topic) -> None:
+    """Whether the run starts anew or goes on from a checkpoint."""
+    if not context.target.here:
+        return
+    config = context.config
+    run_dir = config.run_dir
+    if config.backend == "verl":
+        step, stays = find_verl_start(config)
+        origin = config.trainer.resume_from_path or str(run_dir)
+    else:
+        check_free(run_dir)
+        start = find_start(config)
+        stays = start.stays_in(run_dir)
+        step, origin = (start.checkpoint.step, str(start.checkpoint.folder)) if start.checkpoint else (0, "")
+        for folder, problem in start.damaged:
+            fix = "put a good copy in its place, or let the run go on from the earlier one"
+            topic.warning(f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix)
+        for note in start.notes:
+            topic.note(note, fix="nothing, if that is what you want")
+    if step:
+        topic.ok(f"the run goes on from step {step}, {origin}")
+    elif not setup.holds_a_run(run_dir):
+        topic.ok("the run starts anew")
+    if not stays and setup.holds_a_run(run_dir):
+        topic.note(
+            f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",
+            fix="nothing, or choose another name=...",
+        )
+
+
+def check_space(context: Context, topic: Topic) -> None:
+    """Whether there is room for checkpoints."""
+    if not context.target.here:
+        return
+    run_dir = context.config.run_dir.absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    sizes = checkpoint_bytes(context.size.get(), context.config)
+    free = shutil.disk_usage(existing).free
+    trainer = context.config.trainer
+    export = sizes["export"] if trainer.save_final else 0
+    # A new checkpoint is whole on disk before an old one goes.
+    saves = trainer.total_training_steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
+    if trainer.save_final and context.config.backend == "verl":
+        saves = max(saves, 1)  # the export is made from it
+    kept = saves if trainer.max_ckpt_to_keep is None else min(saves, trainer.max_ckpt_to_keep + 1)
+    needed = export + kept * sizes["resumable"]
+    what = (
+        f"{readable(free)} free; the run writes {readable(needed)}: export {readable(export)}, {kept} checkpoints of "
+        f"{readable(sizes['resumable'])} at a time"
+    )
+    fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
+    if free < needed:
+        topic.error(what, where=str(existing), fix=fix)
+    elif free < 2 * needed:
+        topic.warning(what, where=str(existing), fix=fix)
+    else:
+        topic.ok(what)
+
+
+def _write_problem(folder: Path) -> str | None:
+    """Why no folder can be made in `folder`; it is tried, because `os.access` knows nothing of file systems."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def _nearest(path: Path) -> Path:
+    """`path`, or the nearest of its parents that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+
+
+CHECKS = (check_folder, check_start, check_space)

@@ -1,0 +1,103 @@
+"""`quant.ignore` as both sides read it: our matcher for the trainer, and vLLM's own rule, fused layers included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qarl.checks import layers as checks
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+from qarl.quant.matcher import is_ignored, resolve_ignored
+from qarl.rollout import vllm_rules
+
+ROUTERS = ("gate",)
+"""Leaf names under `mlp.` of the linears that only vLLM has as such: transformers' routers are none."""
+
+
+def check_fused(context: Context, topic: Topic) -> None:
+    """Whether the list leaves fused layers whole."""
+    if context.scheme.quantized:
+        checks.check_fused_layers(context.linears.get(), context.ignore)
+
+
+def check_resolved(context: Context, topic: Topic) -> None:
+    """What the list leaves in BF16."""
+    if not context.scheme.quantized:
+        topic.ok("scheme bf16: nothing is quantized, quant.ignore is not used")
+        return
+    linears = context.linears.get()
+    resolved = resolve_ignored(linears, context.ignore)
+    context.quantized.load()
+    topic.ok(f"{len(resolved.quantized)} of {len(linears)} linears are quantized; in BF16: {_named(resolved.ignored)}")
+    # A tied lm_head is in the list as a precaution; routers are linears in vLLM only.
+    known = set(resolved.unmatched) - {"lm_head", *_router_entries(context)}
+    if known:
+        topic.warning(
+            f"entries of quant.ignore that match no linear: {', '.join(sorted(known))}",
+            where="quant.ignore",
+            why="an exact name must be whole (model.layers.0.mlp.down_proj), and re: is matched from its start",
+            fix="correct them, or take them out",
+        )
+
+
+def check_engine_agrees(context: Context, topic: Topic) -> None:
+    """Whether vLLM reads the list as the trainer does."""
+    if not context.scheme.quantized:
+        return
+    if why_not := vllm_rules.unavailable():
+        raise NotCheckedError(why_not, "make setup")
+    linears = context.linears.get()
+    groups = checks.fused_groups(linears)
+    only_ours: list[str] = []
+    only_theirs: list[str] = []
+    for fused, members in groups.items():
+        ours = all(is_ignored(name, context.ignore) for name in members)
+        try:
+            theirs = vllm_rules.leaves_unquantized(fused, context.ignore, checks.FUSED_LAYERS)
+        except ValueError:
+            continue  # a split group, which check_fused has reported
+        if ours != theirs:
+            (only_ours if ours else only_theirs).extend(members)
+    if only_ours or only_theirs:
+        topic.error(
+            "trainer and rollout engine would quantize different layers",
+            where=f"BF16 only in the trainer: {_named(only_ours)}; only in vLLM: {_named(only_theirs)}",
+            why="an entry of quant.ignore is read differently on the two sides",
+            fix="name the layers by their exact names, fused ones (q/k/v, gate/up) together",
+        )
+    else:
+        topic.ok(f"vLLM's own rule leaves the same of its {len(groups)} layers in BF16")
+
+
+def check_routers(context: Context, topic: Topic) -> None:
+    """Whether routers of experts stay BF16 in vLLM."""
+    size = context.size.get()
+    if not (size.experts and context.scheme.quantized):
+        return
+    if why_not := vllm_rules.unavailable():
+        raise NotCheckedError(why_not, "make setup")
+    routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
+    quantized = [name for name in routers if not vllm_rules.leaves_unquantized(name, context.ignore, {})]
+    if quantized:
+        topic.error(
+            f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",
+            where=f"quant.ignore: {_named(quantized)}",
+            why="a router is a linear layer in vLLM and none in transformers",
+            fix='add "re:.*mlp[.]gate$" to quant.ignore',
+        )
+    else:
+        topic.ok(f"{len(routers)} routers stay BF16")
+
+
+def _router_entries(context: Context) -> list[str]:
+    """Entries that match a router."""
+    size = context.size.get()
+    routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
+    return [entry for entry in context.ignore if any(is_ignored(name, [entry]) for name in routers)]
+
+
+def _named(names: Iterable[str]) -> str:
+    return checks.name_layers(names) or "none"
+
+
+CHECKS = (check_fused, check_resolved, check_engine_agrees, check_routers)

@@ -1,0 +1,113 @@
+"""Which kernel multiplies each layer in the trainer and in vLLM, and how far the trainer's forward follows vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qarl.checks import layers as checks
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+from qarl.doctor.shapes import ROW_PARALLEL
+from qarl.errors import UserError
+from qarl.kernels.registry import choose_linear_kernel
+from qarl.rollout import vllm_rules
+
+
+def check_trainer(context: Context, topic: Topic) -> None:
+    """The kernel of each layer in the trainer."""
+    import torch
+
+    scheme = context.scheme
+    if not scheme.quantized or context.config.quant.align == "off":
+        topic.ok("trainer: BF16 products in every layer" + " (quant.align=off)" * scheme.quantized)
+        return
+    device = torch.device(context.target.device)
+    served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, shape in context.quantized.get().items():
+        if shape not in context.choices:
+            try:
+                context.choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+            except UserError as error:
+                context.choices[shape] = error
+                topic.refusal(error)
+        choice = context.choices[shape]
+        if not isinstance(choice, UserError):
+            served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
+    for (kernel, passed_over), names in served.items():
+        why = "; ".join(passed_over) or None
+        what, lines = f"trainer: {kernel} multiplies {len(names)} layers", layer_lines(names, context.quantized.get())
+        if kernel == "reference":
+            fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
+            topic.warning(what, why=why, fix=fix, lines=lines)
+        else:
+            topic.ok(what + (f" (not {why})" if why else ""), lines)
+
+
+def check_engine(context: Context, topic: Topic) -> None:
+    """The kernel that vLLM picks."""
+    scheme = context.scheme
+    if not scheme.quantized:
+        return
+    if not context.target.here:
+        why = "vLLM decides by the machine it runs on, and this is another one"
+        raise NotCheckedError(why, "run the doctor there too")
+    if why_not := vllm_rules.unavailable():
+        raise NotCheckedError(why_not, "make setup")
+    parallel = context.config.rollout.tensor_model_parallel_size
+    shapes = context.quantized.get()
+    parts: checks.Shapes = {}
+    served: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    answers: dict[tuple[int, ...], tuple[bool, str]] = {}
+    for fused, members in checks.fused_groups(shapes).items():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        parts[fused] = (n, k // parallel) if fused.endswith(ROW_PARALLEL) else (n // parallel, k)
+        key = (n, k, *parts[fused])
+        if key not in answers:
+            try:
+                answers[key] = True, vllm_rules.chosen_kernel(scheme, parts[fused], (n, k))
+            except ValueError as error:
+                answers[key] = False, " ".join(str(error).split())
+        taken, answer = answers[key]
+        (served if taken else refused).setdefault(answer, []).append(fused)
+    for kernel, names in served.items():
+        topic.ok(f"vLLM: {kernel} multiplies {len(names)} layers, as it fuses them", layer_lines(names, parts))
+    for reason, names in refused.items():
+        topic.error(
+            f"vLLM has no kernel for {len(names)} layers",
+            where=checks.name_layers(names),
+            why=reason,
+            fix="add these layers to quant.ignore, or choose another quant.scheme or quant.group_size",
+        )
+
+
+def layer_lines(names: Sequence[str], shapes: checks.Shapes) -> list[str]:
+    """A line for layers that differ in number alone: name and [N, K]."""
+    by_shape: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        by_shape.setdefault(shapes[name], []).append(name)
+    named = {shape: checks.name_layers(alike).split(", ") for shape, alike in by_shape.items()}
+    return [f"{name}  {list(shape)}" for shape, names in named.items() for name in names]
+
+
+def check_alignment(context: Context, topic: Topic) -> None:
+    """The level of alignment that applies."""
+    asked = context.config.quant.align
+    level, reasons = context.align_level()
+    if level != asked:
+        topic.warning(
+            f"quant.align={asked} will fall back to {level}",
+            why="; ".join(reasons),
+            fix=f"set quant.align={level} to say so, and watch mismatch/abs_mean",
+        )
+    elif level == "off":
+        topic.warning(
+            "quant.align=off: the trainer does not follow the engine",
+            why="this is the baseline that shows the mismatch of quantized rollouts",
+            fix="set quant.align=model, unless the baseline is what you want",
+        )
+    else:
+        topic.ok(f"quant.align={level} applies")
+
+
+CHECKS = (check_trainer, check_engine, check_alignment)

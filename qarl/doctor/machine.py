@@ -1,0 +1,111 @@
+"""The machine: its CPU's instructions or its GPUs, and the threads the run will use."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from qarl.checks import layers as checks
+from qarl.checks.memory import GIB
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Topic
+from qarl.rollout.engine import check_served
+
+NEEDS_CAPABILITY = {
+    "bf16": (80, "BF16 arithmetic"),
+    "w4a16": (80, "vLLM's Marlin kernel"),
+    "w8a8": (80, "BF16 arithmetic"),
+    "fp8": (89, "FP8 products; below it vLLM leaves the activations in BF16, without a word"),
+}
+"""Compute capability times ten that a scheme needs on a GPU, and for what."""
+
+
+def check_cpu(context: Context, topic: Topic) -> None:
+    """Whether this CPU has the instructions that the scheme needs."""
+    if context.target.device != "cpu":
+        return
+    if topic.passes(checks.check_cpu, context.config):
+        wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+        found = [flag for flag in wanted if flag in checks.cpu_flags()]
+        topic.ok(f"this CPU can run quant.scheme={context.config.quant.scheme} ({', '.join(found) or 'flags unknown'})")
+    if torch.cpu._is_amx_tile_supported():
+        topic.note(
+            "this CPU has AMX tiles",
+            why="vLLM picks other kernels there: quant.align=exact is exact with them too, while at quant.align=model "
+            "one output of attention in 10,000 is off by a BF16 step from the first tokens on",
+            fix="set quant.align=exact where δ must be 0",
+        )
+
+
+def check_gpu(context: Context, topic: Topic) -> None:
+    """Whether the GPUs suffice for the scheme and the number of ranks."""
+    target, config = context.target, context.config
+    if target.device != "cuda":
+        return
+    topic.passes(check_served, config.quant.scheme)
+    needed, why = NEEDS_CAPABILITY.get(config.quant.scheme, (0, ""))
+    if target.capability is None:
+        topic.note("compute capability unknown: not checked against quant.scheme", fix="give doctor.gpu_capability=9.0")
+    elif target.capability < needed:
+        topic.error(
+            f"compute capability {target.capability / 10} is too low for quant.scheme={config.quant.scheme}",
+            where="quant.scheme",
+            why=f"{needed / 10} is needed for {why}",
+            fix="set quant.scheme=w4a16, or use a newer GPU" if needed > 80 else "use a newer GPU",
+        )
+    else:
+        memory = "" if target.gpu_memory_bytes is None else f", {target.gpu_memory_bytes / GIB:.1f} GiB each"
+        topic.ok(f"compute capability {target.capability / 10}{memory}: enough for quant.scheme={config.quant.scheme}")
+    wanted = config.trainer.n_gpus_per_node
+    if target.gpus is not None and target.gpus < wanted:
+        topic.error(
+            f"this machine has {target.gpus} GPUs, and trainer.n_gpus_per_node is {wanted}",
+            where="trainer.n_gpus_per_node",
+            fix=f"set trainer.n_gpus_per_node={target.gpus} or less",
+        )
+    topic.note("on GPUs the trainer's kernels and alignment have not been measured yet", fix="watch mismatch/abs_mean")
+
+
+def check_elsewhere(context: Context, topic: Topic) -> None:
+    """What of this machine is left out."""
+    if not context.target.here:
+        topic.note(
+            "judged for another machine: this one's CPU, threads, memory, disk and packages are not checked",
+            fix="run the doctor there too, without doctor.device",
+        )
+    elif context.config.trainer.nnodes > 1:
+        others = context.config.trainer.nnodes - 1
+        topic.note(f"{others} other machines are taken to be like this one", fix="run the doctor there too")
+
+
+def check_threads(context: Context, topic: Topic) -> None:
+    """Threads against cores."""
+    if not context.target.here:
+        return
+    cores = len(os.sched_getaffinity(0))
+    given, wanted = context.threads_given, context.config.trainer.num_threads
+    number = (given or "").partition(",")[0]
+    if given and not number.isdecimal():
+        topic.note(f"OMP_NUM_THREADS={given} is not a number and is not used", fix="set it to a number, or unset it")
+    verl = context.config.backend == "verl"
+    ranks = context.config.trainer.n_gpus_per_node if verl else 1
+    if verl and context.target.device == "cuda" and not wanted and not number.isdecimal():
+        topic.ok("Ray gives each worker the threads of the CPUs that it asks for")
+        return
+    threads = wanted or (int(number) if number.isdecimal() and int(number) else 0) or max(1, cores // ranks)
+    default = "all cores" if ranks == 1 else "a worker's share of the cores"
+    source = "trainer.num_threads" if wanted else "OMP_NUM_THREADS" if number.isdecimal() else default
+    each = f" in each of {ranks} workers" if ranks > 1 else ""
+    if threads * ranks > cores:
+        topic.warning(
+            f"{threads} threads ({source}){each} on {cores} cores",
+            where=source,
+            why="threads that wait for each other on too few cores make a step tens of times slower",
+            fix=f"set trainer.num_threads={max(1, cores // ranks)} or less",
+        )
+    else:
+        topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}){each} on {cores} cores")
+
+
+CHECKS = (check_elsewhere, check_cpu, check_gpu, check_threads)

@@ -1,0 +1,99 @@
+"""The memory estimate against what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qarl.checks.layers import check_kv_cache
+from qarl.checks.memory import MemoryEstimate, estimate, ranks, readable
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+
+TIGHT = 0.9
+"""Share of the memory above which an estimate, which counts no fragmentation, is a warning."""
+OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
+"""verl's keys for masters and optimizer state in host memory while they are not used."""
+_SHARD = (
+    "set optim.master_dtype=bf16 (backend=local) or verl's param_offload and optimizer_offload (backend=verl, "
+    f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
+)
+REMEDIES = {
+    "rollout": f"lower rollout.gpu_memory_utilization (on CPU rollout.cpu_kvcache_space_gib), {_SHARD}",
+    "old_log_prob": f"lower actor.log_prob_micro_batch_size_per_gpu, {_SHARD}",
+    "update": f"lower actor.ppo_micro_batch_size_per_gpu, set model.gradient_checkpointing=true, {_SHARD}",
+    "step": "shard over more GPUs (backend=verl, trainer.n_gpus_per_node), or train a smaller model",
+}
+"""What helps in the phase that takes most."""
+
+
+def check_memory(context: Context, topic: Topic) -> None:
+    """The estimate of memory."""
+    size, config, target = context.size.get(), context.config, context.target
+    if target.device == "cuda" and target.gpu_memory_bytes is None:
+        raise NotCheckedError("the GPU's memory is not known", "give doctor.gpu_memory_gib=80")
+    found = estimate(
+        size,
+        config,
+        device=target.device,
+        gpu_memory_bytes=target.gpu_memory_bytes or 0,
+        align=context.align_level()[0],
+        kernels=context.kernel_names,
+        offload=all(config.verl.get(key) for key in OFFLOAD),
+    )
+    if target.device == "cuda":
+        _compare(topic, found, found.peak, target.gpu_memory_bytes or 0, f"one GPU of {ranks(config)}")
+    else:
+        here = min(config.trainer.n_gpus_per_node, ranks(config))
+        phase, peak = found.peak
+        _compare(topic, found, (phase, peak * here), available_memory(), f"{here} rank{'s' * (here > 1)} on this CPU")
+    _cache(topic, found, context)
+
+
+def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: int, where: str) -> None:
+    phase, needed = peak
+    what = f"{where}: {readable(needed)} at most ({phase}), of {readable(limit)}"
+    if needed > limit:
+        topic.error(what, fix=REMEDIES[phase], lines=found.table())
+    elif needed > TIGHT * limit:
+        topic.warning(what, why="the estimate counts no fragmentation", fix=REMEDIES[phase], lines=found.table())
+    else:
+        topic.ok(what, lines=found.table())
+
+
+def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
+    """The KV cache against sequences of full length."""
+    config = context.config
+    if context.target.device == "cpu" and not topic.passes(check_kv_cache, config, context.hf_config.get()):
+        return
+    key = "rollout.gpu_memory_utilization" if context.target.device == "cuda" else "rollout.cpu_kvcache_space_gib"
+    length = config.data.max_prompt_length + config.data.max_response_length
+    sequences = found.kv_tokens / length
+    responses = config.data.train_batch_size * config.rollout.n
+    wanted = responses * config.rollout.tensor_model_parallel_size / ranks(config)
+    what = f"vLLM's KV cache holds {found.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
+    if sequences < 1:
+        topic.error(what, where=key, why="vLLM refuses to start where not one fits", fix=f"raise {key}")
+    elif sequences < min(config.rollout.max_num_seqs, wanted):
+        why = "fewer than could run together: vLLM will make the rest wait"
+        topic.note(what, why=why, fix=f"raise {key} if there is memory left")
+    else:
+        topic.ok(what)
+
+
+def available_memory() -> int:
+    """Bytes that this machine, or the container this process is in, has free."""
+    free = None
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    if free is None:
+        raise NotCheckedError("/proc/meminfo does not say how much memory is free", "compare the run with it by hand")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no limit is the word max
+        return free
+    return min(free, limit - used)
+
+
+CHECKS = (check_memory,)

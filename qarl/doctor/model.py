@@ -1,0 +1,151 @@
+"""The model folder: config, tokenizer, vocabulary, positions, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qarl.checks import layers as checks
+from qarl.checks import model as model_checks
+from qarl.checks import stops, weight_files
+from qarl.checks.memory import ModelSize, readable
+from qarl.data import check_vocabulary
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+from qarl.trainer import setup
+
+TESTED = ("llama", "qwen2", "qwen3")
+"""Families whose published and exported weights the tests compare with a vLLM that loads them by itself."""
+
+
+def check_config(context: Context, topic: Topic) -> None:
+    """Whether the model's config can be read, and is one of a model to train."""
+    hf_config = context.hf_config.load()
+    if context.no_model is not None:
+        topic.refusal(context.no_model, "error" if context.target.here else "note")
+        topic.warning(
+            f"the config of {context.model_path} that comes with QaRL is used instead",
+            why="sizes, memory and kernels are those of the public model; a config of yours may differ",
+            fix="run the doctor where the model is, or give its folder",
+        )
+    checks.check_not_quantized(context.config, hf_config)
+    model_checks.check_model(hf_config)
+    count = sum(parameter.numel() for parameter in context.model.load().parameters())
+    in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+    topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.model_path}")
+    if hf_config.model_type not in TESTED:
+        topic.warning(
+            f"models of the family {hf_config.model_type} were not tested",
+            why=f"only those of {', '.join(TESTED)} were compared with a fresh vLLM",
+            fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
+        )
+
+
+def check_sizes(context: Context, topic: Topic) -> None:
+    """Whether the sizes that memory is computed from are those of the model."""
+    size: ModelSize = context.size.get()
+    count = sum(parameter.numel() for parameter in context.model.get().parameters())
+    if size.parameters != count:
+        topic.note(
+            f"the memory estimate counts {size.parameters:,} parameters, the model has {count:,}",
+            why="it knows Llama-like blocks and Qwen3's experts, and this architecture has more to it",
+            fix="allow for the difference",
+        )
+
+
+def check_tokenizer(context: Context, topic: Topic) -> None:
+    """Whether the tokenizer is there, with a chat template."""
+    context.hf_config.get()
+    if context.is_folder and not context.target.here:
+        try:
+            setup.check_tokenizer_files(context.model_path)
+        except Exception as error:
+            fix = "put it there, and beside config.json here to check it"
+            raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
+    tokenizer = context.tokenizer.load()
+    if getattr(tokenizer, "chat_template", None):
+        topic.ok(f"tokenizer with {len(tokenizer)} entries and a chat template")
+
+
+def check_stops(context: Context, topic: Topic) -> None:
+    """Whether tokenizer and model agree about where a response ends."""
+    tokenizer, hf_config = context.tokenizer.get(), context.hf_config.get()
+    warnings = stops.check_stops(context.model_path, tokenizer, hf_config)
+    for warning in warnings:
+        topic.warning(
+            warning,
+            where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
+            why="vLLM stops at the tokenizer's EOS and at those of the model's config",
+            fix="use files of one and the same model",
+        )
+    if not warnings:
+        topic.ok(
+            f"responses end at {tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)!r}, as model and tokenizer say"
+        )
+
+
+def check_vocab(context: Context, topic: Topic) -> None:
+    """Whether the vocabulary is as long as the tokenizer."""
+    vocab = context.hf_config.get().vocab_size
+    unused = check_vocabulary(context.tokenizer.get(), vocab, max_unused=vocab // 100)
+    if unused:
+        topic.note(
+            f"{unused} of {vocab} ids are not in the tokenizer",
+            why="verl masks them in vLLM and not in its trainer; a trained model gives them almost no probability, "
+            "a fresh one shifts its log-probs",
+            fix="nothing for a trained model; else resize the embeddings to the tokenizer",
+        )
+    else:
+        topic.ok(f"vocabulary of {vocab}, as the tokenizer's")
+
+
+def check_lm_head(context: Context, topic: Topic) -> None:
+    """Whether lm_head is tied to the embedding."""
+    if getattr(context.hf_config.get(), "tie_word_embeddings", False):
+        topic.ok("lm_head is tied to the input embedding: it stays BF16 and is published once, as the embedding")
+    else:
+        topic.ok("lm_head is a tensor of its own and stays BF16")
+
+
+def check_positions(context: Context, topic: Topic) -> None:
+    """Whether prompt and response fit the model's positions."""
+    hf_config, data = context.hf_config.get(), context.config.data
+    setup.check_length(context.config, hf_config)
+    wanted = data.max_prompt_length + data.max_response_length
+    topic.ok(f"{wanted} of {getattr(hf_config, 'max_position_embeddings', 'unlimited')} positions are used")
+
+
+def check_weights(context: Context, topic: Topic) -> None:
+    """Whether the weights are whole, and this model's."""
+    path = context.model_path
+    hf_config = context.hf_config.get()
+    if not context.is_folder:
+        size = readable(2 * context.size.get().parameters)
+        why = f"{path} is a name on the Hub; in BF16 its weights are {size} to download"
+        raise NotCheckedError(why, "download it and give the folder")
+    if not weight_files.has_weights(path):
+        if not context.target.here:
+            why = "the folder holds no weights; the machine of the run needs them"
+            raise NotCheckedError(why, "run the doctor there too")
+        raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
+    checks.check_weight_files(path)
+    compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=context.trust_remote_code)
+    if compared is None:
+        files = len(list(Path(path).glob("*.safetensors")))
+        topic.note(
+            f"{files} safetensors files, whose tensors have other names than the model's: shapes were not compared",
+            fix="see that they belong to this config.json",
+        )
+    else:
+        topic.ok(f"{compared} stored tensors have the shapes that config.json says")
+
+
+CHECKS = (
+    check_config,
+    check_sizes,
+    check_tokenizer,
+    check_stops,
+    check_vocab,
+    check_lm_head,
+    check_positions,
+    check_weights,
+)

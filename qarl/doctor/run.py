@@ -1,0 +1,77 @@
+"""Every check, in order of topics; none is left out because another one found something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qarl.config import Config
+from qarl.doctor import (
+    backend,
+    data,
+    disk,
+    ignore,
+    kernels,
+    loss,
+    machine,
+    memory,
+    model,
+    packages,
+    shapes,
+    values,
+    wire,
+)
+from qarl.doctor.context import Context, NotCheckedError
+from qarl.doctor.findings import Report, Topic
+from qarl.doctor.target import Target
+from qarl.errors import UserError
+
+Check = Callable[[Context, Topic], None]
+
+TOPICS: dict[str, tuple[Check, ...]] = {
+    "values": values.CHECKS,
+    "backend": backend.CHECKS,
+    "machine": machine.CHECKS,
+    "packages": packages.CHECKS,
+    "model": model.CHECKS,
+    "ignore list": ignore.CHECKS,
+    "layer sizes": shapes.CHECKS,
+    "kernels": kernels.CHECKS,
+    "published tensors": wire.CHECKS,
+    "memory": memory.CHECKS,
+    "disk": disk.CHECKS,
+    "data": data.CHECKS,
+    "loss": loss.CHECKS,
+}
+
+
+def run_checks(config: Config, target: Target, *, threads_given: str | None = None) -> Report:
+    """Make every check for `config` on `target`. Nothing is written, no engine started, no weight read.
+
+    `threads_given`: OMP_NUM_THREADS as it was before this process set it.
+    """
+    context = Context(config, target, threads_given)
+    findings = []
+    for name, checks in TOPICS.items():
+        topic = Topic(name)
+        for check in checks:
+            make(check, context, topic)
+        findings += topic.findings
+    return Report(config.name, target.name, tuple(findings))
+
+
+def make(check: Check, context: Context, topic: Topic) -> None:
+    """One check; whatever it raises becomes a finding."""
+    what = (check.__doc__ or check.__name__).partition("\n")[0].rstrip(".")
+    what = what[0].lower() + what[1:]
+    try:
+        check(context, topic)
+    except NotCheckedError as error:
+        topic.note(f"not checked: {what}", why=str(error), fix=error.fix)
+    except UserError as error:
+        topic.refusal(error)
+    except Exception as error:  # a check that breaks must not hide the others
+        topic.warning(
+            f"the check broke: {what}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="all other checks are complete; please report this one",
+        )

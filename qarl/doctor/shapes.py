@@ -1,0 +1,146 @@
+"""Divisibility: layers by group size, and by `rollout.tensor_model_parallel_size` as vLLM shards them.
+
+vLLM splits q, k, v, gate and up along N and o, down along K. Along K a group of weights that share a scale must lie
+whole on one GPU. Key and value heads are split while there are enough, else repeated (vllm: QKVParallelLinear); the
+vocabulary is padded to a multiple of 64 and then split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from qarl.checks import layers as checks
+from qarl.checks.memory import ModelSize
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Topic
+from qarl.quant.matcher import is_ignored
+
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Split along K; all other linears of a block are split along N."""
+VOCABULARY_PADDING = 64
+
+
+def check_groups(context: Context, topic: Topic) -> None:
+    """Whether the group size divides every layer."""
+    scheme = context.scheme
+    if not scheme.quantized:
+        topic.ok("scheme bf16: no groups")
+        return
+    shapes = _all_quantized(context)
+    checks.check_group_size(shapes, scheme)
+    if scheme.group_size:
+        topic.ok(f"quant.group_size={scheme.group_size} divides the inputs of all {len(shapes)} quantized layers")
+    else:
+        topic.ok(f"{scheme.name} has one scale an output channel: any size will do")
+
+
+def check_engine_kernel(context: Context, topic: Topic) -> None:
+    """Whether sizes are such that vLLM's W4A16 kernel for CPUs takes them."""
+    if context.target.device == "cpu" and context.scheme.name == "w4a16":
+        checks.check_engine_shapes(context.quantized.get())
+
+
+def check_tensor_parallel(context: Context, topic: Topic) -> None:
+    """Whether heads, layers and vocabulary split over the GPUs of an engine."""
+    parallel = context.config.rollout.tensor_model_parallel_size
+    if parallel == 1:
+        return
+    size = context.size.get()
+    key = "rollout.tensor_model_parallel_size"
+    problems = [
+        *_heads(size, parallel),
+        *_vocabulary(size, parallel),
+        *_rows_and_columns(size.linears(), parallel),
+        *_groups(_all_quantized(context), parallel, context.scheme.group_size),
+    ]
+    for what, where, why in problems:
+        topic.error(f"{key}={parallel}: {what}", where=where, why=why, fix=_working_sizes(context, size))
+    if not problems:
+        group = f", groups of {context.scheme.group_size} whole on each" if context.scheme.group_size else ""
+        repeated = f" (of {size.kv_heads}, each on {parallel // size.kv_heads} GPUs)" * (parallel > size.kv_heads)
+        kv_heads = max(size.kv_heads // parallel, 1)
+        topic.ok(
+            f"{key}={parallel}: {size.heads // parallel} heads and {kv_heads} kv heads{repeated} a GPU, "
+            f"all layers split evenly{group}"
+        )
+
+
+def _all_quantized(context: Context) -> checks.Shapes:
+    """The linears to quantize; of a mixture of experts also the experts', which the trainer has stacked."""
+    size, shapes = context.size.get(), dict(context.quantized.get())
+    if size.experts:
+        experts = {name: shape for name, shape in size.linears().items() if ".experts." in name}
+        shapes |= {name: shape for name, shape in experts.items() if not is_ignored(name, context.ignore)}
+    return shapes
+
+
+Problem = tuple[str, str, str]
+"""What, where, why."""
+
+
+def _heads(size: ModelSize, parallel: int) -> list[Problem]:
+    found = []
+    if size.heads % parallel:
+        found.append((f"{size.heads} attention heads do not split", "num_attention_heads", "a head is not divided"))
+    if size.kv_heads % parallel and parallel % size.kv_heads:
+        why = "vLLM gives each GPU whole kv heads, or repeats each on the same number of GPUs"
+        found.append((f"{size.kv_heads} key-value heads do not split", "num_key_value_heads", why))
+    return found
+
+
+def _vocabulary(size: ModelSize, parallel: int) -> list[Problem]:
+    padded = -(-size.vocab // VOCABULARY_PADDING) * VOCABULARY_PADDING
+    if padded % parallel == 0:
+        return []
+    why = f"vLLM pads it to a multiple of {VOCABULARY_PADDING} and splits that"
+    return [(f"a vocabulary of {size.vocab} (padded: {padded}) does not split", "vocab_size", why)]
+
+
+def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> list[Problem]:
+    """Sizes that do not split; heads are counted by `_heads`, so attention's are left to it."""
+    bad = [
+        name
+        for name, (n, k) in shapes.items()
+        if ".self_attn." not in name and (k if name.endswith(ROW_PARALLEL) else n) % parallel
+    ]
+    if not bad:
+        return []
+    n, k = shapes[bad[0]]
+    sizes = f"{k if bad[0].endswith(ROW_PARALLEL) else n}"
+    return [(f"a width of {sizes} does not split in {len(bad)} layers", checks.name_layers(bad), "parts are equal")]
+
+
+def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
+    """Row-parallel layers whose part on a GPU is no whole number of groups."""
+    if not group:
+        return []
+    rows = {name: k for name, (_, k) in shapes.items() if name.endswith(ROW_PARALLEL) and k % parallel == 0}
+    bad = [name for name, k in rows.items() if k // parallel % group]
+    if not bad:
+        return []
+    parts = sorted({rows[name] // parallel for name in bad})
+    why = f"a GPU gets {', '.join(map(str, parts))} inputs, which are no whole groups of {group}: a scale would be cut"
+    # The experts of a layer are alike: one name stands for them.
+    stacks = dict.fromkeys(re.sub(r"[.]experts[.].*", ".experts", name) for name in bad)
+    return [(f"{len(bad)} layers cannot be split along their inputs", checks.name_layers(stacks), why)]
+
+
+def _working_sizes(context: Context, size: ModelSize) -> str:
+    quantized, group = _all_quantized(context), context.scheme.group_size
+    linears = size.linears()
+    good = [
+        parallel
+        for parallel in (1, 2, 3, 4, 6, 8, 16)
+        if not (
+            _heads(size, parallel)
+            or _vocabulary(size, parallel)
+            or _rows_and_columns(linears, parallel)
+            or _groups(quantized, parallel, group)
+        )
+    ]
+    smaller = f", or a smaller quant.group_size than {group}" if group and group > 32 else ""
+    return f"sizes that work here: {', '.join(map(str, good))}{smaller}"
+
+
+CHECKS = (check_groups, check_engine_kernel, check_tensor_parallel)

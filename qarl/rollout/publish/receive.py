@@ -1,0 +1,193 @@
+"""The engine's side of a publish, inside vLLM's worker: what arrives is checked, then written, one unit at a time.
+
+A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`, and it stays so when
+anything goes wrong: a tensor missing, damaged on the way, or refused by vLLM. A stale engine must not generate, for
+it may hold two versions at once. The next complete publish makes it whole, but after `ReloadFailed` (`broken`),
+when only a new engine does.
+
+Memory: the tensors of one unit (a decoder layer). Where they are views of a buffer that the transport reuses, as
+verl's are, say `clone=True`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
+from qarl.rollout.publish.wire import (
+    BEGIN,
+    COMMIT,
+    UNIT,
+    NamedTensor,
+    TransferFailed,
+    is_record,
+    read_record,
+    read_specs,
+)
+from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_layers
+
+
+class WeightReceiver:
+    """One for each worker of the engine, for its whole life.
+
+    `version`: of the last complete publish, None while `stale_because` says why there is none. `broken`: no publish
+    can help any more. `seconds`: what the last publish spent on `transfer` (taking and checking) and `apply`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: Any,
+        expected: Manifest,
+        *,
+        kv_caches: Callable[[], Iterable[torch.Tensor]],
+        clone: bool = False,
+        direct: bool = True,
+    ) -> None:
+        """`expected`: from the engine's own config. `kv_caches`: vLLM's, to be zeroed after it answered NaN. `direct`:
+        write into vLLM's storage where we can, not through its reload."""
+        self.model, self.expected = model, expected
+        self.plan = WritePlan(model, vllm_config, expected, direct=direct)
+        self.kv_caches, self.clone = kv_caches, clone
+        self.version: int | None = None
+        self.stale_because: str = "nothing has been published to it yet"
+        self.broken = False
+        self.kv_cache_spoilt = False
+        self.seconds = {"transfer": 0.0, "apply": 0.0}
+        self._applied = 0.0
+        self._open: int | None = None
+        self._seen: set[str] = set()
+        self._unit: list[NamedTensor] = []
+
+    @property
+    def stale(self) -> bool:
+        return self.version is None
+
+    def mark_stale(self, reason: str) -> None:
+        """From here on, until a complete publish, there is no version."""
+        self.version, self.stale_because = None, reason
+
+    def feed(self, weights: Iterable[NamedTensor]) -> None:
+        """Take the next tensors and records of a publish, however the transport has cut them into buckets.
+
+        Raises:
+            UserError: the tensors do not fit; TransferFailed: they did not arrive as they were sent. The publish is
+                over and the engine stale.
+            ReloadFailed: vLLM failed while it was loading, now or before; the engine is broken.
+        """
+        last = "its first record"
+        start, applied = time.perf_counter(), self._applied
+        try:
+            for name, tensor in weights:
+                last = name
+                self._take(name, tensor)
+        except BaseException as error:
+            if not self.broken:
+                self.abort(f"at {last}: {error}")
+                self.broken = isinstance(error, ReloadFailed)
+            raise
+        finally:
+            self.seconds["apply"] += self._applied - applied
+            self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
+
+    def abort(self, reason: str) -> None:
+        """End a publish that will not be completed."""
+        version = "a publish" if self._open is None else f"the publish of version {self._open}"
+        self.mark_stale(f"{version} did not complete: {reason}")
+        self._open, self._unit, self._seen = None, [], set()
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if name == BEGIN:
+            self._begin(read_record(name, tensor))
+        elif self._open is None:
+            raise TransferFailed(
+                f"{name} arrived outside of a publish",
+                why="a publish starts with a record of its own",
+                fix="send what qarl.rollout.publish.wire.encode_publish yields, all of it and in order",
+            )
+        elif name == UNIT:
+            self._write_unit(read_record(name, tensor))
+        elif name == COMMIT:
+            self._commit(read_record(name, tensor))
+        elif is_record(name):
+            raise UserError(f"the engine does not know the record {name}", fix="use one version of QaRL on both sides")
+        else:
+            self._unit.append((name, tensor.clone() if self.clone else tensor))
+
+    def _begin(self, record: dict[str, Any]) -> None:
+        if self.broken:
+            raise ReloadFailed("this engine cannot be published to any more", why=self.stale_because)
+        self._open, self._seen, self._unit = int(record["version"]), set(), []
+        self.seconds = {"transfer": 0.0, "apply": 0.0}
+        self.mark_stale(f"the publish of version {self._open} did not complete")
+        announced = read_specs(record["tensors"])
+        if announced is not None:
+            check_specs(announced.items(), self.expected)
+
+    def _write_unit(self, record: dict[str, Any]) -> None:
+        names, digests = [name for name, _ in self._unit], record["digests"]
+        if names != list(digests):
+            lost = [name for name in digests if name not in names]
+            extra = [name for name in names if name not in digests]
+            raise TransferFailed(
+                f"{record['unit']} did not arrive as it was sent",
+                where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
+                why="the transport dropped, added or reordered tensors",
+                fix="publish again; if it comes back, look at the transport",
+            )
+        if doubled := [name for name in names if name in self._seen]:
+            raise TransferFailed(
+                f"{record['unit']} arrived twice",
+                where=", ".join(doubled[:4]),
+                why="the transport repeated what it had delivered",
+                fix="publish again; if it comes back, look at the transport",
+            )
+        known = {name: self.expected[name] for name in names if name in self.expected}
+        check_specs([(name, TensorSpec.of(tensor)) for name, tensor in self._unit], known)
+        for name, found in zip(names, checksums(tensor for _, tensor in self._unit), strict=True):
+            if found != digests[name]:
+                raise TransferFailed(
+                    f"{name} was damaged on the way to the engine",
+                    where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
+                    why="the bytes that arrived are not those that the trainer's forward used",
+                    fix="publish again; if it comes back, look at the transport and the memory of this machine",
+                )
+        start = time.perf_counter()
+        self.plan.write(dict(self._unit))
+        self._applied += time.perf_counter() - start
+        self._seen.update(names)
+        self._unit = []
+
+    def _commit(self, record: dict[str, Any]) -> None:
+        missing = [name for name in self.expected if name not in self._seen]
+        if missing or self._unit or int(record["version"]) != self._open:
+            raise TransferFailed(
+                f"the publish of version {self._open} is not complete",
+                where=f"missing: {', '.join(missing[:8])}" if missing else f"committed as {record['version']}",
+                fix="publish every tensor of packed_state_dict(model)",
+            )
+        start = time.perf_counter()
+        refresh_tied_layers(self.model)
+        if self.kv_cache_spoilt:
+            # Attention multiplies places it masks by zero, and NaN times zero is NaN.
+            for cache in self.kv_caches():
+                cache.zero_()
+            self.kv_cache_spoilt = False
+        self._applied += time.perf_counter() - start
+        self.version, self._open = self._open, None
+
+
+def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
+    """The tensors in vLLM's `model_runner.kv_caches`, whose nesting depends on the attention backend."""
+    if isinstance(kv_caches, torch.Tensor):
+        return [kv_caches]
+    if isinstance(kv_caches, dict):
+        kv_caches = list(kv_caches.values())
+    return [tensor for item in kv_caches or () for tensor in flatten_kv_caches(item)]

@@ -1,0 +1,76 @@
+"""The trainer's side of a publish to an engine in its own process: check everything, then hand it over.
+
+    validate   names, dtypes, shapes and finite values against what the engine's config asks for; a checksum each
+    transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
+    apply      each unit is written into vLLM's modules
+    commit     tied layers, a spoilt KV cache, the prefix cache; then the version
+
+From the first check on the engine is stale, and it stays so when anything fails: what it holds then is not what the
+trainer has, even where not one weight was touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
+from qarl.rollout.publish.wire import NamedTensor, TransferFailed, encode_publish
+
+if TYPE_CHECKING:
+    from qarl.rollout.engine import RolloutEngine
+    from qarl.rollout.publish.receive import WeightReceiver
+
+
+def publish_weights(
+    engine: RolloutEngine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
+) -> PublishReport:
+    """See `RolloutEngine.publish`. The tensors are held together until all are checked: those of a quantized model are
+    its own cached ones."""
+    start = time.perf_counter()
+    try:
+        tensors = list(stream)
+        check_complete(tensors, engine.expected)
+        digests = dict(zip((name for name, _ in tensors), checksums(t for _, t in tensors), strict=True))
+        manifest = {name: TensorSpec.of(tensor) for name, tensor in tensors}
+        validated = time.perf_counter()
+        receiver.feed(engine.transport(encode_publish(tensors, version=version, manifest=manifest, digests=digests)))
+        if receiver.version != version:
+            raise TransferFailed("the publish ended before its last record", fix="publish again")
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
+    except BaseException as error:
+        if not receiver.broken or not receiver.stale:
+            reason = " ".join(str(error).split())[:300]
+            engine.mark_stale(f"the publish of version {version} did not complete: {type(error).__name__}: {reason}")
+        raise
+    seconds = {"validate": validated - start, **receiver.seconds}
+    return _report(tensors, engine.expected, version, seconds)
+
+
+def _report(
+    tensors: Iterable[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
+) -> PublishReport:
+    layers = quantized_layers(expected)
+    quantized_bytes = elements = count = nbytes = 0
+    for name, tensor in tensors:
+        count += 1
+        nbytes += tensor.nbytes
+        layer, _, leaf = name.rpartition(".")
+        if layer not in layers or leaf == "bias":
+            continue
+        quantized_bytes += tensor.nbytes
+        if leaf == "weight":
+            elements += tensor.numel()
+        elif leaf == "weight_shape":
+            elements += int(tensor.prod())
+    return PublishReport(
+        version=version,
+        tensors=count,
+        bytes=nbytes,
+        quantized_bytes=quantized_bytes,
+        quantized_bf16_bytes=2 * elements,
+        seconds=seconds,
+    )

@@ -1,0 +1,119 @@
+"""What goes from trainer to engine in one publish: tensors in layer order, with records between them.
+
+    qarl.begin    the version, and name, dtype and shape of every tensor that will follow, where they are known
+    tensors       of one unit: a decoder layer, or a module outside of them
+    qarl.unit     a checksum for each tensor of the unit
+    ...           more units
+    qarl.commit   the version again: only now is the publish complete
+
+Records are tensors too, JSON in uint8, so they pass through any transport that carries named tensors in order (verl's
+buckets, a list in one process) without its knowing. The engine's side is `qarl.rollout.publish.receive`. Units are what
+both sides hold in memory at a time, and they are whole: a layer that the engine fuses (q/k/v, gate/up) is never split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from qarl.errors import UserError
+from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.manifest import Manifest, TensorSpec, is_finite
+
+PREFIX = "qarl."
+BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class TransferFailed(UserError):
+    """What arrived is not what was sent: the same publish may work when it is made again."""
+
+
+_DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")
+
+
+def unit_of(name: str) -> str:
+    """The decoder layer that the tensor `name` belongs to, or else its module."""
+    match = _DECODER_LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0]
+
+
+def encode_publish(
+    tensors: Iterable[NamedTensor],
+    *,
+    version: int,
+    manifest: Manifest | None = None,
+    digests: Mapping[str, int] | None = None,
+    run: str | None = None,
+) -> Iterator[NamedTensor]:
+    """`tensors` (checkpoint names, in layer order) with the records of a publish between them.
+
+    Args:
+        manifest: every tensor that will come. With it the engine refuses a publish that lacks one, or has one of
+            another shape, before it touches a weight; without it, when it meets the gap.
+        digests: the checksums by name, where `check_complete` has already been through the values; otherwise they are
+            made here, and every unit is checked for NaN and Inf.
+        run: whose weights these are, for transports on which two runs can meet.
+
+    Raises:
+        UserError: a value is not finite, with the tensor's name.
+    """
+    specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None else None
+    yield _record(BEGIN, {"version": version, "tensors": specs} | ({} if run is None else {"run": run}))
+    for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
+        members = list(group)
+        if digests is None:
+            _check_finite(members)
+            found = dict(zip((name for name, _ in members), checksums(t for _, t in members), strict=True))
+        else:
+            found = {name: digests[name] for name, _ in members}
+        yield from members
+        yield _record(UNIT, {"unit": unit, "digests": found})
+    yield _record(COMMIT, {"version": version})
+
+
+def is_record(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The content of a record. `TransferFailed` where it did not arrive whole."""
+    try:
+        content = json.loads(tensor.cpu().numpy().tobytes())
+    except (ValueError, RuntimeError) as error:
+        raise TransferFailed(
+            f"the record {name} of a publish cannot be read",
+            why=f"{type(error).__name__}: {error}",
+            fix="publish again; if it comes back, the transport damages what it carries",
+        ) from error
+    assert isinstance(content, dict)
+    return content
+
+
+def read_specs(content: Mapping[str, str] | None) -> Manifest | None:
+    """The manifest of a `qarl.begin` record."""
+    if content is None:
+        return None
+    return {name: TensorSpec.parse(text) for name, text in content.items()}
+
+
+def _record(name: str, content: Mapping[str, Any]) -> NamedTensor:
+    data = bytearray(json.dumps(content, separators=(",", ":")).encode())
+    return name, torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _check_finite(members: list[NamedTensor]) -> None:
+    bad = [name for name, tensor in members if not is_finite(tensor)]
+    if bad:
+        raise UserError(
+            f"{len(bad)} tensors to publish hold NaN or Inf",
+            where=", ".join(bad[:8]),
+            why="the engine would answer NaN, and keep it in its KV cache",
+            fix="lower optim.lr or actor.grad_clip, or look at what the last update did to these weights",
+        )

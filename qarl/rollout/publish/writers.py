@@ -1,0 +1,327 @@
+"""How published tensors get into vLLM's modules, from inside its worker.
+
+Where the engine's own form of a weight is known, it is written straight into the storage that the engine has: every
+layer of a dense model on CPU. That is faster than vLLM's layerwise reload, whose Python unpacks and packs every int4
+again, and after an exception the same write can be made again. All else (every GPU kernel, tensor parallelism, experts)
+goes through layerwise reload, called for just the modules whose tensors are at hand; it moves a module's parameters to
+the meta device and back, so an exception in it spoils the engine for good: `ReloadFailed`.
+
+Layerwise reload of W8A8 on CPU gives NaN: the oneDNN handler keeps the bare address of the scales (csrc/cpu/
+dnnl_helper.cpp), which reload frees. The writer here makes a new handler on scales that stay (vLLM 0.29 and 0.32).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.rollout.publish.manifest import Manifest
+
+Part = dict[str, torch.Tensor]
+"""The tensors of one checkpoint module by the last part of their names: `weight_packed`, `bias`, ..."""
+
+Writer = Callable[[nn.Module, list[Part]], None]
+
+
+class ReloadFailed(UserError):
+    """vLLM's layerwise reload raised: the module it was in is lost, and only another engine helps."""
+
+    def __init__(self, what: str, *, why: str) -> None:
+        super().__init__(
+            what,
+            why=why,
+            fix="RolloutEngine.rebuild() starts another engine, and rollout.rebuild_on_failure=true does so in a run; "
+            "or start the run again, which goes on from its last checkpoint",
+        )
+
+
+@dataclass
+class Target:
+    """One vLLM module: the checkpoint modules it holds, in order (several where vLLM fuses), and its writer; None is
+    layerwise reload."""
+
+    name: str
+    module: nn.Module
+    writer: Writer | None
+    parts: list[str] = field(default_factory=list)
+
+
+DERIVED = {
+    "cos_sin_cache": "of the rotary embedding, computed from the config",
+    "inv_freq": "likewise",
+    "_q_scale": "of a quantized KV cache, which there is not: 1",
+    "_k_scale": "likewise",
+    "_v_scale": "likewise",
+    "_prob_scale": "likewise",
+    "weight_shape": "of a packed weight, known from the config",
+    "azp_adj": "made of weight and scale for asymmetric activations",
+    "bias_fp32": "made of the bias",
+}
+"""Parameters and buffers of the engine that no publish holds, nor needs to."""
+
+
+class WritePlan:
+    """For every tensor of `expected` the module of `model` that holds it, decided once.
+
+    `direct=False` writes through layerwise reload whatever that gets right.
+
+    Raises:
+        UserError: a tensor has no place in the engine's model, or the engine has a parameter or buffer that no tensor
+            is for, or it computes another scheme than it was asked for.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
+        self.model, self.vllm_config = model, vllm_config
+        self.by_owner: dict[str, Target] = {}
+        modules = dict(model.named_modules())
+        fused_into = _fused_names(model)
+        targets: dict[str, Target] = {}
+        for name in expected:
+            owner = name.rpartition(".")[0]
+            if owner in self.by_owner:
+                continue
+            place = _place(owner, modules, fused_into)
+            if place is None:
+                raise UserError(
+                    f"{name} has no place in the engine's model",
+                    where=type(model).__name__,
+                    why=f"no module of it is called {owner}, or the layer that fuses it",
+                    fix="this model family cannot be published to yet: please report it",
+                )
+            module = modules[place]
+            target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
+            target.parts.append(owner)
+            self.by_owner[owner] = target
+        self._check_all_written(expected)
+
+    def _check_all_written(self, expected: Manifest) -> None:
+        """Every parameter and buffer is published, shares the memory of one that is, or is in `DERIVED`."""
+        leaves: dict[str, set[str]] = {}
+        for name in expected:
+            owner, _, leaf = name.rpartition(".")
+            leaves.setdefault(self.by_owner[owner].name, set()).add(leaf)
+        targets = {target.name: target for target in self.by_owner.values()}
+        tensors = {
+            (owner, name): tensor
+            for owner, module in self.model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and tensor.numel() and name not in DERIVED
+        }
+        # Reload makes all of a module again from what is published of it; but it makes no bias of nothing.
+        written = {
+            (owner, name)
+            for owner, name in tensors
+            if owner in targets and (name in leaves[owner] or (targets[owner].writer is None and name != "bias"))
+        }
+        storages = {tensors[place].data_ptr() for place in written}
+        left = [".".join(place) for place, tensor in tensors.items() if tensor.data_ptr() not in storages]
+        if left:
+            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise UserError(
+                f"the engine has {len(left)} parameters or buffers that no publish would write",
+                where=f"{type(self.model).__name__}: {shown}",
+                why="the trainer's model has no such tensors; the engine's would stay at the random numbers it starts "
+                "with, and it would generate with them",
+                fix="remove from config.json what makes the engine add them (`bias`, say), or report this family",
+            )
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors of whole modules.
+
+        Raises:
+            ReloadFailed: see there. After any other exception the same write can be made again.
+        """
+        parts: dict[str, Part] = {}
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            parts.setdefault(owner, {})[leaf] = tensor
+        targets = {self.by_owner[owner].name: self.by_owner[owner] for owner in parts}
+        reloaded: list[Target] = []
+        for target in targets.values():
+            lacking = [owner for owner in target.parts if owner not in parts]
+            if lacking:
+                raise UserError(
+                    f"{target.name} cannot be written without {', '.join(lacking)}",
+                    why="the engine holds these in one layer, and what is not sent of it would be uninitialised memory",
+                    fix="publish the tensors of a decoder layer together",
+                )
+            if target.writer is None:
+                reloaded.append(target)
+            else:
+                target.writer(target.module, [parts[owner] for owner in target.parts])
+        if reloaded:
+            owners = {owner for target in reloaded for owner in target.parts}
+            chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners}
+            _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
+
+
+def _fused_names(model: nn.Module) -> dict[str, str]:
+    mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    return {part: fused for fused, parts in mapping.items() for part in parts}
+
+
+def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
+    """The engine's module for the checkpoint module `owner`: of that name, the fused one, or the nearest around it."""
+    parent, _, leaf = owner.rpartition(".")
+    fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
+    if fused in modules:
+        return fused
+    while owner and owner not in modules:
+        owner = owner.rpartition(".")[0]
+    # The decoder layer or the whole model is no place: nothing there would take the tensor.
+    return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
+
+
+def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
+    """How `module` is written; None is vLLM's layerwise reload."""
+    if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
+        return None
+    scheme: Any = getattr(module, "scheme", None)
+    kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+    writer = _WRITERS.get(type(kernel).__name__)
+    if writer is _write_int8:
+        return writer if hasattr(kernel, "dnnl_handler") else None
+    if getattr(module, "use_w4a8", False):
+        raise UserError(
+            "vLLM would multiply W4A16 weights by int8 activations",
+            where="environment variable VLLM_CPU_INT4_W4A8 of the rollout engine",
+            why="it is on by default, and this CPU has AMX; the trainer multiplies BF16 activations",
+            fix="set VLLM_CPU_INT4_W4A8=0 where the engine starts",
+        )
+    if not direct:
+        return None
+    if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
+        return _write_plain
+    return writer or _WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+
+
+def _write_plain(module: nn.Module, parts: list[Part]) -> None:
+    """Parameters that are used as they are: norms."""
+    (part,) = parts
+    for name, tensor in part.items():
+        module.get_parameter(name).data.copy_(tensor)
+
+
+def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
+    """BF16: vLLM packs the weight of a linear anew, and for some drops the plain one; an embedding may be padded."""
+    layer: Any = module
+    weight = _stacked(parts, "weight")
+    if layer.weight.numel():
+        layer.weight.data[: len(weight)].copy_(weight)
+    else:
+        layer.weight = nn.Parameter(weight.clone() if len(parts) == 1 else weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    _write_bias(layer, parts)
+
+
+def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
+    """int4: blocks of 16 output channels, fused layers one after another; scales transposed."""
+    layer: Any = module
+    prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
+    layer.weight_packed.data.copy_(prepared.weight)
+    layer.weight_scale.data.copy_(prepared.scales)
+    _write_bias(layer, parts)
+
+
+def _write_int8(module: nn.Module, parts: list[Part]) -> None:
+    """int8: the weights live in the oneDNN handler alone, which points to the scales of the layer."""
+    from vllm import _custom_ops as ops
+
+    layer: Any = module
+    kernel = layer.scheme.kernel
+    weight = _stacked(parts, "weight")
+    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
+    if getattr(layer, "azp_adj", None) is not None:  # read for asymmetric activations only, but never left untrue
+        layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
+    dtype = getattr(layer, "params_dtype", torch.bfloat16)
+    kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+        weight.t(), layer.weight_scale, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=32
+    )
+    _write_bias(layer, parts)
+
+
+def _write_fp8(module: nn.Module, parts: list[Part]) -> None:
+    """e4m3, stored [N, K] and seen as [K, N]."""
+    layer: Any = module
+    layer.weight.data.t().copy_(_stacked(parts, "weight"))
+    layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
+    _write_bias(layer, parts)
+
+
+_WRITERS: dict[str, Writer] = {
+    "CPUWNA16LinearKernel": _write_wna16,
+    "CPUInt8ScaledMMLinearKernel": _write_int8,
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
+    "UnquantizedLinearMethod": _write_unquantized,
+    "UnquantizedEmbeddingMethod": _write_unquantized,
+}
+"""By the name of vLLM's class (the modules they are in moved between releases)."""
+
+
+def _write_bias(layer: Any, parts: list[Part]) -> None:
+    if "bias" in parts[0]:
+        layer.bias.data.copy_(_stacked(parts, "bias"))
+
+
+def _stacked(parts: list[Part], name: str) -> torch.Tensor:
+    """The tensors of a fused layer along the output dimension, which is the first one in the checkpoint format."""
+    return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+
+
+def _reload(
+    model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """vLLM's layerwise reload of `modules` alone: their parameters go to the meta device, are loaded, and come back
+    processed into the storage they had."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    loader: Any = model
+    model_config = vllm_config.model_config
+    with set_current_vllm_config(vllm_config), _default_dtype(model_config.dtype):
+        for module in modules:
+            initialize_layerwise_reload(module)
+        try:
+            loader.load_weights(tensors.items())
+            for module in modules:
+                finalize_layerwise_reload(module, model_config)
+        except BaseException as error:
+            names = ", ".join(list(tensors)[:4])
+            raise ReloadFailed(f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """As vLLM's model loader has it: layers processed after loading look at the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def refresh_tied_layers(model: nn.Module) -> None:
+    """Let layers that share one weight make their kernel's form of it again.
+
+    On CPU vLLM packs each weight for its matrix product once, at load. A tied lm_head is sent no weights, and would go
+    on multiplying by the old ones (seen with vLLM 0.29, whose reload leaves it so).
+    """
+    sharing: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel():
+            sharing.setdefault(weight.data_ptr(), []).append(module)
+    for modules in sharing.values():
+        for module in modules if len(modules) > 1 else []:
+            quant_method: Any = getattr(module, "quant_method", None)
+            if quant_method is not None:
+                quant_method.process_weights_after_loading(module)

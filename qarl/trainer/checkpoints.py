@@ -1,0 +1,249 @@
+"""Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run goes on from it.
+
+A resumed run takes the same steps, bit for bit, as one that was never interrupted: the prompts are drawn by seed and
+position, every request is sampled with a seed of its own, and weights, masters, moments and generators come back as
+they were. The first step after a resume is compared with the step before: weights and published tensors by digest,
+the mismatch by k3 (a policy that was restored or published wrongly shows there, as a jump).
+
+A checkpoint that the disk does not take costs a message and `checkpoint/failed` = 1, not the run: the next one is tried
+as scheduled, and the earlier ones stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
+from qarl.checkpoint.folder import (
+    OPTIMIZER_FILE,
+    RNG_FILE,
+    STATE_FILE,
+    Checkpoint,
+    damaged,
+    prune,
+    save_checkpoint,
+    tensor_digest,
+    tensors_digest,
+)
+from qarl.checkpoint.storage import StorageError
+from qarl.data import Prompt
+from qarl.errors import UserError
+from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from qarl.quant.convert import tied_names
+from qarl.trainer.policy import Policy
+from qarl.trainer.resume import changed_keys, checkpoints_dir, make_newest
+
+if TYPE_CHECKING:
+    from qarl.trainer.local import LocalTrainer
+
+_K3 = "mismatch/k3"
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run and, where it goes on from one, puts the trainer back to it."""
+
+    def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
+        """With a checkpoint: restore `trainer` to it; publish afterwards, then call `resumed`."""
+        self.trainer, self.checkpoint = trainer, checkpoint
+        self.folder = checkpoints_dir(trainer.config.run_dir)
+        self._resume_metrics: dict[str, float] = {}
+        if checkpoint is not None:
+            restore(trainer, checkpoint)
+
+    def resumed(self, tracker: Tracker) -> None:
+        """After the publish of a resumed run: what was published is compared, the generators are restored, and the run
+        takes its folder over."""
+        checkpoint, trainer = self.checkpoint, self.trainer
+        if checkpoint is None:
+            return
+        make_newest(trainer.config.run_dir, checkpoint)
+        differ = differing_tensors(checkpoint.state["published"], trainer.policy)
+        self._resume_metrics = {"resume/step": trainer.step, "resume/published_equal": float(not differ)}
+        tracker.message(f"goes on from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
+        changed = changed_keys(checkpoint.config, trainer.config)
+        if changed:
+            tracker.message("changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
+        for text in _version_changes(checkpoint.state["versions"], _versions(trainer)):
+            tracker.message(f"changed since the checkpoint, bits may differ: {text}")
+        if differ:
+            tracker.message(f"warning: {len(differ)} published tensors are not the checkpoint's: {differ[:4]}")
+        if not any(entry["step"] == trainer.step for entry in _logged(trainer)):
+            tracker.log(checkpoint.metrics, step=trainer.step)
+        with checkpoint.using(RNG_FILE):
+            set_rng_state(checkpoint.rng())
+
+    def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
+        """`resume/*` at the first step after a resume, and `checkpoint/*` where one is due."""
+        extra = self._compare(metrics, tracker)
+        freq = self.trainer.config.trainer.save_freq
+        if freq > 0 and (last or self.trainer.step % freq == 0):
+            extra |= self.save(metrics | extra, tracker)
+        return extra
+
+    def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
+        """Write the checkpoint of the present step. A disk that refuses is reported and costs nothing else."""
+        start = time.perf_counter()
+        trainer = self.trainer
+        try:
+            written = save_checkpoint(
+                self.folder / f"step_{trainer.step}",
+                files=ModelFiles.of(trainer.policy.model, trainer.tokenizer),
+                weights=forward_weights(trainer.policy),
+                optimizer=trainer.optimizer.state_dict(),
+                rng=rng_state(),
+                state=training_state(trainer, metrics),
+            )
+        except StorageError as error:
+            tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training goes on: {error}")
+            return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
+        try:
+            prune(self.folder, trainer.config.trainer.max_ckpt_to_keep)
+        except StorageError as error:
+            tracker.message(f"warning: an old checkpoint stays, training goes on: {error}")
+        seconds = time.perf_counter() - start
+        return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
+
+    def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
+        """The first step after a resume beside the step before it; nothing at every other step."""
+        found, self._resume_metrics = self._resume_metrics, {}
+        if not found or self.checkpoint is None:
+            return {}
+        before, now = self.checkpoint.metrics.get(_K3, math.nan), metrics.get(_K3, math.nan)
+        found |= {"resume/k3_before": before, "resume/k3": now}
+        tracker.message(f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before")
+        if now > max(10 * before, 1e-4):
+            tracker.message(
+                "warning: trainer and engine differ over ten times as much as before; "
+                "if the next steps do too, the weights were not restored or published as they were"
+            )
+        return found
+
+
+def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str, Any]:
+    """What state.json says about the run at this step."""
+    policy = trainer.policy
+    return {
+        "step": trainer.step,
+        "weight_version": trainer.engine.weight_version,
+        "config": trainer.config.model_dump(mode="json"),
+        "versions": _versions(trainer),
+        "sampler": trainer.parts.sampler.state_dict(),
+        "train_prompts": prompts_digest(trainer.parts.train_prompts),
+        "weights": tensors_digest(forward_weights(policy)),
+        "published": {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()},
+        "metrics": metrics,
+    }
+
+
+def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
+    """Put a new trainer back to `checkpoint`: policy, optimizer, data position and step; not the generators.
+
+    Raises:
+        UserError: the checkpoint is of another model, optimizer or data.
+    """
+    state = checkpoint.state
+    if state["train_prompts"] != prompts_digest(trainer.parts.train_prompts):
+        raise UserError(
+            "the training prompts are not those of the checkpoint",
+            where="data.train_files",
+            why="the files, the tokenizer or the chat template changed since",
+            fix="restore them, or start anew with another name=...",
+        )
+    _load_weights(trainer.policy, checkpoint)
+    with checkpoint.using(OPTIMIZER_FILE):
+        saved = checkpoint.optimizer()
+        trainer.optimizer.load_state_dict(saved)
+        if differing := saved["masters"].keys() ^ trainer.optimizer.state_dict()["masters"].keys():
+            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} has not the masters of all weights: {min(differing)}")
+    if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
+        raise damaged(checkpoint.folder, "the weights that were restored are not those that were saved")
+    with checkpoint.using(f"{STATE_FILE}, sampler,"):
+        trainer.parts.sampler.load_state_dict(state["sampler"])
+    trainer.step = checkpoint.step
+
+
+@torch.no_grad()
+def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
+    ours = dict(forward_weights(policy))
+    with checkpoint.using("a file of weights"):
+        for name, tensor in read_tensors(checkpoint.folder):
+            target = ours.pop(name, None)
+            if target is None or target.shape != tensor.shape:
+                raise _other_model(checkpoint, name)
+            target.copy_(tensor)
+    if ours:
+        raise _other_model(checkpoint, next(iter(ours)))
+
+
+def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
+    return UserError(
+        "the checkpoint is of another model",
+        where=f"{checkpoint.folder}: {name}",
+        why="only one side has this tensor, or in another shape",
+        fix="give the model.path that the run began with",
+    )
+
+
+def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """The BF16 tensors the forward sees, live, by checkpoint name; a tied lm_head is left out."""
+    tied = tied_names(policy.model)
+    return [(name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied]
+
+
+def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
+    """Names of the policy's wire tensors whose digest is not the one in `published`, or that only one side has."""
+    now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
+    return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over tokens and ground truths, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.prompt_token_ids}{prompt.ground_truth!r};".encode())
+    return digest.hexdigest()
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators, in types that `torch.load(weights_only=True)` reads."""
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (kind, keys.tolist(), *rest),
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _versions(trainer: LocalTrainer) -> dict[str, Any]:
+    path = trainer.config.run_dir / "versions.json"
+    versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return versions
+
+
+def _version_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
+
+
+def _logged(trainer: LocalTrainer) -> list[dict[str, Any]]:
+    run_dir = trainer.config.run_dir
+    return read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []

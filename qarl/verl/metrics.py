@@ -1,0 +1,144 @@
+"""A verl run in our run folder: its file logger is followed while it runs, and each step goes through our own tracker,
+under our names where the quantity is the same.
+
+verl's logger writes `{"step": n, "data": {...}}` a line; `VERL_FILE_LOGGER_PATH` says where
+(verl/utils/tracking.py). Loggers of `trainer.logger` are ours, not verl's: both backends then log the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from qarl.checkpoint.storage import StorageError, writing
+from qarl.config import Config
+from qarl.metrics.plots import plot_run
+from qarl.metrics.tracker import Tracker, read_metrics, write_summary
+from qarl.trainer.ending import Ending
+
+RENAMED = {
+    "timing_s/gen": "timing_s/rollout",
+    "timing_s/update_actor": "timing_s/update",
+    "timing_s/update_weights": "timing_s/publish",
+    "timing_s/testing": "timing_s/eval",
+}
+"""verl's names for quantities that the local backend logs under another one."""
+
+_ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
+
+
+def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of one step; what has no name of ours keeps verl's."""
+    named: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            # verl prefixes whatever an actor reports.
+            plain = name.removeprefix("actor/") if name.startswith("actor/mismatch/") else name
+            named[RENAMED.get(plain, plain)] = value
+    accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
+    if len(accuracies) == 1:  # of several data sources verl gives one each, without their sizes
+        named["val/accuracy"] = accuracies[0]
+    return named
+
+
+class MetricsFollower:
+    """Follows `path` from `__enter__` to `__exit__`, in a thread.
+
+    `start`: `time.perf_counter()` at the program's start. `start_step`: the last step before a resume.
+    """
+
+    def __init__(self, config: Config, path: Path, start: float, *, start_step: int = 0) -> None:
+        self.config, self.path, self.start, self.start_step = config, path, start, start_step
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._offset = 0
+        self._lost: StorageError | None = None
+
+    def __enter__(self) -> MetricsFollower:
+        trainer = self.config.trainer
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(b"")
+        self._tracker = Tracker(
+            self.config.run_dir,
+            trainer.logger,
+            total_steps=trainer.total_training_steps,
+            config_dict=self.config.model_dump(),
+            start_step=self.start_step,
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._read()
+        self._tracker.close()
+
+    def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
+        """Write summary and plots; returns the summary, and the first error of the run: `failure` or what failed here.
+
+        A lost line of metrics is an error, too, though training went on meanwhile.
+        """
+        from qarl.trainer.local import summarize
+
+        config = self.config
+        interrupted = isinstance(failure, KeyboardInterrupt)
+        failed = None if failure is None or interrupted else f"{type(failure).__name__}: {str(failure)[:2000]}"
+        history = read_metrics(config.run_dir)
+        last = max((entry["step"] for entry in history), default=0)
+        ending = Ending(failure or self._lost)
+        summary = summarize(history) | {
+            "backend": "verl",
+            "quant_scheme": config.quant.scheme,
+            "quant_align": config.quant.align,
+            "interrupted": interrupted,
+            "finished": failure is None and last >= config.trainer.total_training_steps,
+            "failed": failed or ending.in_words() if not interrupted else None,
+            "seconds": time.perf_counter() - self.start,
+        }
+        with ending.attempt():
+            write_summary(config.run_dir, summary)
+        if config.trainer.plots and history:
+            with ending.attempt(), writing(config.run_dir / "plots"):
+                plot_run(config.run_dir)
+        if self._tracker.problem is not None:
+            with ending.attempt():
+                raise self._tracker.problem
+        return summary, ending.failure
+
+    def _follow(self) -> None:
+        while not self._stop.wait(0.2):
+            self._read()
+
+    def _read(self) -> None:
+        """Log the whole lines that were added; what is read but not yet logged is read again after an exception."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        for line in new.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                self._log(json.loads(line))
+            except StorageError as error:
+                self._lost = self._lost or error
+            except Exception as error:  # a line that cannot be logged must not stop the ones behind it
+                what = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"warning: a line of {self.path} was not logged ({what})", file=sys.stderr)
+            self._offset += len(line)
+
+    def _log(self, entry: Mapping[str, Any]) -> None:
+        metrics = our_names(entry["data"])
+        if entry["step"] == self.start_step + 1:
+            metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
+        self._tracker.log(metrics, step=entry["step"])

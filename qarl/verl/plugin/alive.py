@@ -1,0 +1,70 @@
+"""Whether the processes that generate are alive: asked through Ray, by the names that verl gives its actors.
+
+verl notices a dead engine or server only where it waits for an answer of it, and takes what the survivors have
+generated for the whole batch. Whoever depends on them asks here: the sampler while it waits, the trainer before it
+publishes.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, wait
+from typing import Any
+
+_log = logging.getLogger("qarl.verl.plugin")
+
+SERVER = "vllm_server_"
+OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
+
+
+class Watch:
+    """Remembers the actors that it has seen: one that dies has no name any more.
+
+    `only_servers`: leave out the workers of agent loops and rewards.
+    """
+
+    def __init__(self, only_servers: bool = False) -> None:
+        self._prefixes = (SERVER,) if only_servers else (SERVER, *OTHERS)
+        self._actors: dict[str, Any] = {}
+        self._asked: dict[str, Future[Any]] = {}
+
+    def ask(self) -> None:
+        """Send a question to every actor whose last one was answered."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        for name in ray.util.list_named_actors():
+            if name.startswith(self._prefixes) and name not in self._actors:
+                self._actors[name] = ray.get_actor(name)
+        for name, actor in self._actors.items():
+            if name not in self._asked:
+                # Goes through to vLLM's workers; Ray answers for itself that a process is there.
+                question = (
+                    actor.collective_rpc.remote("check_health") if _has_engine(name) else actor.__ray_ready__.remote()
+                )
+                self._asked[name] = question.future()
+
+    def dead(self, timeout: float = 0.0) -> dict[str, str]:
+        """Names of actors that answered with an error, and its last line; waits `timeout` seconds for answers."""
+        wait(self._asked.values(), timeout=timeout)
+        found = {}
+        for name, answer in list(self._asked.items()):
+            if answer.done():
+                del self._asked[name]
+                if (error := answer.exception()) is not None:
+                    found[name] = _in_short(error)
+        return found
+
+
+def _has_engine(name: str) -> bool:
+    """Whether an actor is the server of its replica's first node, `vllm_server_REPLICA_0`: the others have none."""
+    return name.startswith(SERVER) and name.endswith("_0")
+
+
+def _in_short(error: BaseException) -> str:
+    """The innermost error's type and first line."""
+    while isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

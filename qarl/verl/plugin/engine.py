@@ -1,0 +1,363 @@
+"""verl's FSDP engine with a quantized forward, and with what TBPO needs to know; registered in place of verl's own.
+
+Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here hands on to verl's engine. With them:
+
+    _build_module          linears and decoder blocks are swapped before FSDP wraps them; state-dict keys stay
+    _build_fsdp_module     FSDP2 that leaves the FP32 residual stream between aligned blocks alone
+    prepare_model_inputs   rows padded on the right need no mask, and all rows of a step get one length: neither mask
+                           nor length may change a row's bits between the old log-probs and the update
+    prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them: by log_softmax from
+                           FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
+    infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
+    train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
+    optimizer_step, load_checkpoint   the quantized tensors are made anew, once
+    save_checkpoint        verl's own, and a record with which load_checkpoint compares what it loaded
+    get_per_tensor_param   the publish: the very tensors that the next forward multiplies by. On CPU the weights of an
+                           unquantized actor, too: vLLM's linears there cannot be loaded in the way of verl's receiver
+
+verl looks for an engine of the device's vendor first, so on GPUs this one is registered for vendors that verl itself
+registers none for, and on `cpu`, where verl has none (verl/workers/engine/base.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_full_state_dict
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+
+from qarl.align import align_model
+from qarl.errors import UserError
+from qarl.metrics.guard import check_mismatch
+from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
+from qarl.quant.linear import invalidate_quantized
+from qarl.quant.scheme import get_scheme
+from qarl.verl.plugin.alive import Watch
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
+from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.outputs import chosen_log_probs
+from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
+from qarl.verl.plugin.state import check_record, save_record
+from qarl.verl.plugin.statistics import MiniBatchCounts, StepStatistics, count_mini_batch
+from qarl.verl.plugin.transport import encode
+
+_log = logging.getLogger("qarl.verl.plugin")
+_log.setLevel(logging.INFO)
+
+_PAD_MULTIPLE = 8
+_PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
+_NO_LOGIT = -1e30
+"""For logits outside of the tokenizer's vocabulary: finite, because entropy multiplies probabilities by logits."""
+
+
+class QaRLFSDPEngine(FSDPEngineWithLMHead):
+    """`quant`: the settings, or None where the config names no quantization; `align`: the level that was applied."""
+
+    quant: QuantSettings | None = None
+    scheme = get_scheme("bf16")
+    ignore: tuple[str, ...] = ()
+    align: str = "off"
+    _responses: int | None = None
+    _row_length: int = 0
+    _updated: bool = False
+    """Whether this process has made an update: the weights are no longer those that it loaded."""
+    _log_prob_passes: int = 0
+    """Calls of `infer_batch` since the last training step."""
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        if isinstance(engine_config, QuantFSDPEngineConfig):
+            self.quant = engine_config.quant
+            self.scheme = get_scheme(self.quant.scheme, group_size=self.quant.group_size)
+            self.ignore = tuple(self.quant.ignore)
+            check_engine_config(model_config, engine_config)
+        self._statistics = StepStatistics()
+        self._servers = Watch(only_servers=True)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        if self.quant is None:
+            return module
+        device = torch.device(get_device_name())
+        report: Any = "linears: BF16 in the forward"
+        if self.scheme.quantized and self.quant.align != "off":
+            report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
+        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16)
+        self.align = aligned.level
+        if self.rank == 0:
+            _log.info("%s\n%s", report, aligned)
+        return module
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        if self.quant is None and get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        # verl's own FSDP2 set-up but for two things: inputs of a block are not cast to BF16 where the residual stream
+        # travels in FP32, and on CPU no memory is pinned and nothing is offloaded.
+        config = self.engine_config
+        precision = config.mixed_precision or {}
+        if get_device_name() == "cpu" and config.strategy != "fsdp2":
+            raise UserError(
+                f"strategy={config.strategy} does not run without GPUs",
+                where="actor_rollout_ref.actor.strategy, critic.strategy",
+                why="FSDP1 has no device `cpu`",
+                fix="set actor_rollout_ref.actor.strategy=fsdp2 (the group +qarl_machine=cpu does)",
+            )
+        if config.strategy != "fsdp2" or set(precision) - _PRECISION_KEYS:
+            return super()._build_fsdp_module(module)
+        from verl.utils.torch_dtypes import PrecisionType
+
+        param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
+        reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
+        fsdp_kwargs = {
+            "mesh": self.device_mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=self.quant is None
+            ),
+            "offload_policy": None,
+            "reshard_after_forward": config.reshard_after_forward,
+        }
+        full_state = module.state_dict()
+        apply_fsdp2(module, fsdp_kwargs, config)
+        fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
+        # Parameters arrive in BF16, so nothing is left to autocast but what alignment computes in FP32.
+        self._autocast_dtype = param_dtype if self.quant is None else torch.float32
+        self.scaler = None
+        return module
+
+    def optimizer_step(self) -> float:
+        norm: float = super().optimizer_step()
+        self._weights_changed()
+        return norm
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self.quant is not None:
+            save_record(self, local_path)
+            torch.distributed.barrier()
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.quant is not None:
+            self._weights_changed()
+            _log.info("rank %d: %s", self.rank, check_record(self, local_path))
+
+    def _weights_changed(self) -> None:
+        if self.quant is not None:
+            invalidate_quantized(self.module)
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        if self.quant is not None:
+            longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
+            # The update's mini-batches are parts of what the log-probs were computed of.
+            self._row_length = longest if forward_only else max(self._row_length, longest)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.quant is not None and micro_batch["position_ids"].dim() == 3:
+            raise UserError(
+                "QaRL's quantized actor takes one position a token, and the batch has several",
+                where="actor_rollout_ref.model.path",
+                why="positions of three axes (mrope) are for models that see images, whose layers QaRL does not know",
+                fix="train a model of text only",
+            )
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.quant is not None and inputs.get("attention_mask") is not None:
+            # Attention is causal and padding is on the right: no token of a response sees it.
+            inputs["attention_mask"] = inputs["position_ids"] = None
+            pad_token_id = tu.get_non_tensor_data(data=micro_batch, key="pad_token_id", default=0)
+            missing = max(self._row_length - inputs["input_ids"].shape[1], 0)
+            inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
+            if self.align == "exact":
+                inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        return inputs, output_args
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        if self.quant is not None and getattr(output, "logits", None) is not None:
+            # verl divides by another temperature than 1 in the logits' own type.
+            in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
+            logits = output.logits if in_fp32 else output.logits.float()
+            # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
+            output.logits = logits
+            if not flash_cross_entropy():
+                return self._outputs_by_log_softmax(output, output_args, micro_batch, logits_processor_func)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+    def _outputs_by_log_softmax(self, output: Any, output_args: Any, micro_batch: Any, processor: Any) -> Any:
+        """verl's outputs, but for the log-probs."""
+        if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
+            return super().prepare_model_outputs(output, output_args, micro_batch, processor)
+        log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
+        # verl's own word for: leave the log-probs out.
+        others = micro_batch.copy()
+        tu.assign_non_tensor(others, distillation_only=True)
+        found = super().prepare_model_outputs(output, output_args, others, processor)
+        return found | {"log_probs": log_probs}
+
+    def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
+        self._log_prob_passes += 1
+        return super().infer_batch(data, loss_function)
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        if self.quant is None and loss_mode(loss_function) != "tbpo":
+            return super().train_batch(data, loss_function)
+        counts = self._count(data)
+        self._responses = max(counts.responses, 1)
+        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
+            raise UserError(
+                "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
+                where="algorithm.rollout_correction.bypass_mode",
+                why="the two are equal on every token, and this engine was not asked for its own since the last step; "
+                "TBPO's weight for the mismatch would be 1 whatever the mismatch is",
+                fix="set algorithm.rollout_correction.bypass_mode=False",
+            )
+        if not self._updated:
+            self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
+        self._updated = True
+        self._statistics.begin_mini_batch()
+        try:
+            outputs = super().train_batch(data, loss_function)
+        finally:
+            self._responses = None
+        # verl names the last mini-batch of a step by moving the scheduler after it.
+        if tu.get(data, key="update_lr_scheduler", default=True):
+            lengths = self._statistics.mean_length
+            found, self._statistics = self._statistics.metrics(self.get_data_parallel_group()), StepStatistics()
+            if "mismatch/abs_mean" in found:
+                over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
+                found["mismatch/over_limit"] = float(over)
+            outputs["metrics"].update({name: [value] for name, value in found.items()})
+            self._log_prob_passes = 0
+        return outputs
+
+    def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
+        """Whether a mean |δ| is over the limit of the level, with a warning; an error before the first update."""
+        if self.quant is None or abs_mean is None:
+            return False
+        warning = check_mismatch(
+            abs_mean,
+            limit=self.quant.mismatch_limit,
+            level=self.align,
+            before_first_update=before_first_update,
+            response_length=length,
+        )
+        if warning is not None:
+            _log.warning(warning)
+        return warning is not None
+
+    def _count(self, data: Any) -> MiniBatchCounts:
+        """Of a mini-batch over all ranks."""
+        names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in data]
+        return count_mini_batch(data.select(*names).to_padded_tensor(), self.get_data_parallel_group())
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        if self._responses is None or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in micro_batch]
+        rows = micro_batch.select(*names).to_padded_tensor()
+        rollout = rows.get("rollout_log_probs", None)
+        mine = MicroBatch(rollout, self._responses)
+        token = MICRO_BATCH.set(mine)
+        try:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        finally:
+            MICRO_BATCH.reset(token)
+        self._statistics.add(mine.statistics)
+        if rollout is not None:
+            self._statistics.add_tokens(rows["old_log_probs"], rollout, rows["response_mask"])
+        return loss, output
+
+    def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
+        if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
+            return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
+        if self.rank == 0:
+            self._servers.ask()
+            refuse_dead(self._servers.dead(publish_timeout()))
+        # The scheduler has counted the training steps, and a checkpoint brings its count back.
+        version = self.lr_scheduler.last_epoch
+        return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
+
+    def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        device = get_device_id()
+
+        def gather(entry: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                entry = entry.detach().to(device, non_blocking=True)
+                if entry.is_floating_point():
+                    entry = entry.to(torch.bfloat16)
+                return entry.full_tensor() if isinstance(entry, DTensor) else entry
+
+        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore)
+
+
+def flash_cross_entropy() -> bool:
+    """Whether verl's log-probs come from flash-attn's kernel, which computes in FP32 whatever the logits are in."""
+    available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+    return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
+
+
+def refuse_dead(servers: dict[str, str]) -> None:
+    """UserError where a server of the rollout does not answer; verl would wait for it without end."""
+    if servers:
+        raise UserError(
+            f"rollout servers have stopped and cannot be published to: {', '.join(sorted(servers)[:8])}",
+            where="; ".join(f"{name}: {why}" for name, why in sorted(servers.items())[:4]),
+            why="something ended the server or its engine: too little memory, for one (the kernel's log, Ray's log)",
+            fix="start the same command again: it resumes from the last checkpoint (trainer.save_freq)",
+        )
+
+
+def loss_mode(loss_function: Any) -> str | None:
+    """The `policy_loss.loss_mode` that verl has bound to its PPO loss."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    return getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+
+
+def check_engine_config(model_config: Any, engine_config: Any) -> None:
+    """UserError for settings of verl's that the quantized forward cannot go with."""
+    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
+    precision = engine_config.mixed_precision or {}
+    param_dtype = precision.get("param_dtype", "bf16")
+    unknown = set(precision) - _PRECISION_KEYS
+    problems = [
+        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
+        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
+        (bool(unknown), f"{where}.mixed_precision", f"keys of {', '.join(sorted(_PRECISION_KEYS))} alone"),
+        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
+        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
+        (engine_config.qat.enable, f"{where}.qat.enable", "False: it is verl's own quantization"),
+        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
+        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
+        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
+        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
+    ]
+    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
+    if wrong:
+        raise UserError(
+            "QaRL's quantized actor does not go with these settings of verl's",
+            where=", ".join(key for key, _ in wrong),
+            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
+        )
+
+
+def register() -> None:
+    """Put the engine into verl's registry wherever the place is free."""
+    places: list[dict[str, Any]] = [{"device": "cpu"}]
+    places += [{"device": "cuda", "vendor": vendor} for vendor in ("nvidia", "amd")]
+    for place in places:
+        for backend in ("fsdp", "fsdp2"):
+            try:
+                EngineRegistry.register("language_model", backend, **place)(QaRLFSDPEngine)
+            except AssertionError as error:
+                _log.warning("%s on %s keeps another package's engine, not QaRL's: %s", backend, place, error)
+
+
+register()

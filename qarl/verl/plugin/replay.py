@@ -1,0 +1,95 @@
+"""verl's replay buffer for synchronous training: polled more often, and closed to what is not a whole batch.
+
+The trainer sleeps between looks at the rollout's progress, two seconds in verl 0.9.1, and no key sets that: a step of
+a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names a class, and this one has another default.
+
+verl takes a group whose generation failed for a finished one, with the responses that it has. Where an engine dies
+those are the short ones, and the update would be made of them. Here a failed group is an error, as is a process that
+dies while its responses are waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from qarl.errors import UserError
+from qarl.verl.plugin.alive import Watch
+
+POLL_SECONDS = 0.05
+WATCH_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+"""How long a process may take to answer once a group has failed."""
+RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
+VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which leaves verl's sampler in place"
+
+
+class PromptReplayBuffer(ReplayBuffer):
+    """For `trainer.v1.trainer_mode=sync`.
+
+    verl gives a custom sampler neither its group filter nor its refill; `trainer.v1.sampler.sampler_kwargs`
+    carries whether they are asked for, as `filter_groups` and `sync_refill_failed_groups`.
+
+    Raises:
+        UserError: another trainer mode, or one of the two: this sampler would ignore them.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        asked = kwargs.get("sampler_kwargs") or {}
+        refuse_ignored(kwargs.get("trainer_mode", "sync"), asked)
+        super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
+        self._watch = Watch()
+        self._watched = time.monotonic()
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
+        if failed:
+            self._watch.ask()
+            refuse_failed(failed, self._watch.dead(ANSWER_SECONDS))
+        if time.monotonic() - self._watched > WATCH_SECONDS:
+            self._watched = time.monotonic()
+            self._watch.ask()
+            if dead := self._watch.dead():
+                raise _stopped(dead, "while its responses were waited for")
+
+
+def refuse_ignored(trainer_mode: str, asked: Any) -> None:
+    """UserError for what verl does in its own samplers alone."""
+    ignored = {
+        f"trainer.v1.trainer_mode={trainer_mode}": trainer_mode != "sync",
+        "algorithm.filter_groups.enable=True": bool(asked.get("filter_groups")),
+        "trainer.v1.sampler.sync_refill_failed_groups=True": bool(asked.get("sync_refill_failed_groups")),
+    }
+    if wrong := [key for key, is_wrong in ignored.items() if is_wrong]:
+        raise UserError(
+            "QaRL's sampler would ignore " + ", ".join(wrong),
+            where="trainer.v1.sampler.custom_sampler",
+            why="verl hands these to its own samplers only",
+            fix=f"leave them out, or set {VERLS_OWN}",
+        )
+
+
+def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
+    """UserError: of these prompts at least one response is missing. `dead`: processes that do not answer, and why."""
+    if dead:
+        raise _stopped(dead, f"and {len(failed)} prompts lack responses")
+    raise UserError(
+        f"responses to {len(failed)} of the prompts could not be generated",
+        where=", ".join(failed[:4]),
+        why="the engine, the agent loop or the reward function raised (the log above: Error in _run_prompt); an update "
+        "from the responses that are left would favour short ones",
+        fix=f"mend the cause and {RESUME}",
+    )
+
+
+def _stopped(dead: dict[str, str], when: str) -> UserError:
+    stopped = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
+    return UserError(
+        f"{stopped} stopped, {when}",
+        where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
+        why="something ended them: too little memory, for one (the kernel's log, Ray's log of the worker)",
+        fix=RESUME,
+    )

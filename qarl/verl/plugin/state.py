@@ -1,0 +1,127 @@
+"""verl's checkpoints, checked: what one rank has after loading is what it had when it saved.
+
+verl writes model and optimizer shards, scheduler and random-number states a rank, and loads them unread. Beside them
+goes a small JSON with a checksum of every tensor. After a load the live state is compared with it: a file that was cut
+short or swapped, or a load that left something out, is an error that names the tensor, not a run that goes on from
+another state. Parts that verl was told not to save or not to load (`checkpoint.save_contents`, `load_contents`) are
+neither recorded nor compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from qarl.errors import UserError
+from qarl.metrics.tracker import write_json
+from qarl.rollout.publish.checksum import checksums
+
+State = dict[str, str]
+
+
+PARTS = ("model", "optimizer", "extra")
+"""verl's names for the files of a rank; `extra` holds the scheduler's state and the random-number states."""
+
+
+def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
+    """A checksum of every tensor of this rank's shards of model and optimizer, and of the scheduler's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    state: State = {}
+    if "model" in parts:
+        tensors |= {f"model.{name}": tensor for name, tensor in engine.module.state_dict().items()}
+    if "optimizer" in parts:
+        optimizer = engine.optimizer.state_dict()
+        for index, one in optimizer["state"].items():
+            for name, value in one.items():
+                tensors[f"optimizer.{index}.{name}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer["param_groups"]]
+        state["optimizer.param_groups"] = _digest(repr(groups).encode())
+    if "extra" in parts:
+        state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())
+    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    sums = checksums(local.values())
+    return state | {name: f"{value & (2**64 - 1):016x}" for name, value in zip(local, sums, strict=True)}
+
+
+def random_state(rng: Any) -> State:
+    """Digests of what `FSDPCheckpointManager.get_rng_state` returns."""
+    found = {}
+    for name, value in rng.items():
+        data = value.numpy().tobytes() if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4)
+        found[f"rng.{name}"] = _digest(data)
+    return found
+
+
+def save_record(engine: Any, folder: str) -> None:
+    """Write the record of the checkpoint that this rank has just put into `folder`.
+
+    Random-number states are those of verl's file: the live ones may have moved on since it was written.
+    """
+    parts = _parts(engine.checkpoint_manager, "save")
+    record = engine_state(engine, parts)
+    if "extra" in parts:
+        extra = Path(folder) / f"extra_state_{_shard(engine)}.pt"
+        record |= random_state(torch.load(extra, weights_only=False)["rng"])
+    write_json(_record(engine, folder), record)
+
+
+def check_record(engine: Any, folder: str) -> str:
+    """Compare what was loaded from `folder` with its record; one line that says what was compared.
+
+    Raises:
+        UserError: something differs; names up to eight tensors.
+    """
+    path = _record(engine, folder)
+    if not path.is_file():
+        return f"{folder} has no record of QaRL's: loaded unchecked"
+    saved: State = json.loads(path.read_text(encoding="utf-8"))
+    parts = _parts(engine.checkpoint_manager, "load") & {_part(name) for name in saved}
+    saved = {name: digest for name, digest in saved.items() if _part(name) in parts}
+    live = engine_state(engine, parts)
+    if "extra" in parts:
+        live |= random_state(engine.checkpoint_manager.get_rng_state())
+    wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} parts of the loaded state are not what was saved",
+            where=f"{folder}, rank {engine.rank}: {', '.join(wrong[:8])}",
+            why="a file of the checkpoint was damaged or replaced, or verl did not load all of it",
+            fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",
+        )
+    digest = _digest(repr(sorted(live.items())).encode())
+    of = ", ".join(part for part in PARTS if part in parts)
+    return f"resumed state equals the saved one by checksum: {len(live)} parts, {digest} (of {of or 'nothing'})"
+
+
+def _parts(manager: Any, action: str) -> set[str]:
+    """What verl's checkpoint manager is told to `save` or to `load`."""
+    return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
+
+
+def _part(name: str) -> str:
+    """The part of a checkpoint that an entry of the record belongs to."""
+    first = name.partition(".")[0]
+    return first if first in PARTS else "extra"
+
+
+def _record(engine: Any, folder: str) -> Path:
+    return Path(folder) / f"qarl_state_{_shard(engine)}.json"
+
+
+def _shard(engine: Any) -> str:
+    return f"world_size_{torch.distributed.get_world_size()}_rank_{engine.rank}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

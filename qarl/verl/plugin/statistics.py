@@ -1,0 +1,130 @@
+"""TBPO's and the mismatch's statistics of a training step, over all its mini-batches, micro-batches and ranks.
+
+verl averages a metric over mini-batches, which for a ratio of counts (the share of negative responses outside their
+band, say) is another number. So counts are gathered here, and the metrics are made of them once, at the last mini-batch
+of the step: verl's average is then of one number. verl prefixes what an actor reports with `actor/`: `mismatch/k3`
+becomes `actor/mismatch/k3` in its loggers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_id
+
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.tbpo import reduce_metrics
+
+AFTER_FIRST = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
+"""Reported once more, `_after_first`, without the first mini-batch, whose ratios are 1 by construction."""
+
+
+@dataclass(frozen=True)
+class MiniBatchCounts:
+    """Of a mini-batch, over all ranks, before its update.
+
+    `responses`: non-empty ones. `tokens`: of their masks. `different`: tokens whose old log-prob is not the rollout's.
+    `mismatch`: mean |old - rollout| of the tokens; None where the batch lacks either, and then all tokens are
+    `different`.
+    """
+
+    responses: int
+    tokens: int
+    different: int
+    mismatch: float | None
+
+    @property
+    def all_equal(self) -> bool:
+        return self.tokens > 0 and self.different == 0
+
+    @property
+    def response_length(self) -> float:
+        return self.tokens / max(self.responses, 1)
+
+
+def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
+    """`rows`: this rank's padded `response_mask`, and `old_log_probs` and `rollout_log_probs` where there are any, each
+    [B, T]. A collective."""
+    mask = rows["response_mask"] != 0
+    known = "old_log_probs" in rows and "rollout_log_probs" in rows
+    if known:
+        # Places without a token may hold anything.
+        zero = torch.zeros((), device=mask.device)
+        delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), zero).abs()
+        # NaN is unequal to 0, too.
+        sums = [mask.any(-1).sum(), mask.sum(), (mask & (delta != 0)).sum(), delta.double().sum()]
+    else:
+        sums = [mask.any(-1).sum(), mask.sum(), mask.sum(), torch.zeros((), device=mask.device)]
+    counts = torch.stack([one.double() for one in sums])
+    if torch.distributed.is_initialized():
+        counts = counts.to(get_device_id())
+        torch.distributed.all_reduce(counts, group=group)
+    responses, tokens, different, total = counts.tolist()
+    mismatch = total / tokens if known and tokens else None
+    return MiniBatchCounts(int(responses), int(tokens), int(different), mismatch)
+
+
+@dataclass
+class StepStatistics:
+    """What one rank has seen since the step began."""
+
+    tbpo: list[list[dict[str, float]]] = field(default_factory=list)
+    tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def begin_mini_batch(self) -> None:
+        self.tbpo.append([])
+
+    def add(self, statistics: dict[str, float]) -> None:
+        """TBPO's statistics of one micro-batch."""
+        if statistics:
+            self.tbpo[-1].append(statistics)
+
+    def add_tokens(self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
+        """Both log-probs [B, T] and the mask [B, T] of one micro-batch."""
+        valid = mask.bool()
+        old, rollout = old_log_prob[valid].float(), rollout_log_prob[valid].float()
+        self.tokens.append((old.cpu(), rollout.cpu(), valid.sum(-1).cpu()))
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of this rank's non-empty responses, on average."""
+        lengths = torch.cat([lengths for _, _, lengths in self.tokens]) if self.tokens else torch.zeros(0)
+        lengths = lengths[lengths > 0].float()
+        return float(lengths.mean()) if len(lengths) else 0.0
+
+    def metrics(self, group: Any = None) -> dict[str, float]:
+        """The metrics of the step, on the first rank of `group`; empty on the others. A collective."""
+        gathered = _gather((self.tbpo, self.tokens), group)
+        if gathered is None:
+            return {}
+        ranks = [tbpo for tbpo, _ in gathered]
+        everything = [one for rank in ranks for mini_batch in rank for one in mini_batch]
+        later = [one for rank in ranks for mini_batch in rank[1:] for one in mini_batch]
+        found = reduce_metrics(everything)
+        after_first = reduce_metrics(later)
+        found |= {f"{name}_after_first": after_first[name] for name in AFTER_FIRST if name in after_first}
+        tokens = [part for _, parts in gathered for part in parts]
+        if any(old.numel() for old, _, _ in tokens):
+            found |= mismatch_metrics(*_padded(tokens))
+        return found
+
+
+def _padded(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Old and rollout log-probs, and the mask: each [responses, longest]."""
+    old, rollout, lengths = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    zeros = torch.zeros(mask.shape)
+    return zeros.masked_scatter(mask, old), zeros.masked_scatter(mask, rollout), mask
+
+
+def _gather(value: Any, group: Any) -> list[Any] | None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
+        return [value]
+    group = group or torch.distributed.group.WORLD
+    first = torch.distributed.get_global_rank(group, 0)
+    is_first = torch.distributed.get_rank() == first
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size(group) if is_first else None
+    torch.distributed.gather_object(value, gathered, dst=first, group=group)
+    return gathered

@@ -1,0 +1,46 @@
+"""A publish through verl's buckets.
+
+verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
+and the records of `qarl.rollout.publish.wire` repeat theirs: so each gets a number on the way. The first one
+names the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+import torch
+
+from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, encode_publish, is_record, read_record
+
+
+def encode(tensors: Iterable[NamedTensor], *, version: int, run: str) -> Iterator[NamedTensor]:
+    """The stream of a publish of `run`, every name once."""
+    numbers = count()
+    for name, tensor in encode_publish(tensors, version=version, run=run):
+        yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
+
+
+def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]:
+    """Undo `encode`'s renaming. `TransferFailed` where a publish begins that is not one of `run`."""
+    for name, tensor in tensors:
+        plain, _, number = name.rpartition("#")
+        name = plain if number.isdecimal() and is_record(plain) else name
+        if name == BEGIN:
+            check_run(tensor, run)
+        yield name, tensor
+
+
+def check_run(record: torch.Tensor, run: str) -> None:
+    """`TransferFailed` unless the record that begins a publish names `run`."""
+    sender = read_record(BEGIN, record).get("run")
+    if sender != run:
+        raise TransferFailed(
+            "the engine was sent the weights of another run",
+            where=f"sent by {sender or 'a run without a name'}, expected from {run} (host/Raylet/Ray job)",
+            why="two runs on this host use one socket: verl names it by Ray's job id, which is the same in every Ray "
+            "that a run starts for itself",
+            fix="start the same command again: it resumes from the last checkpoint; runs of QaRL wait for each other, "
+            "so the other one is of another kind or version, or /tmp is not writable",
+        )

@@ -1,0 +1,117 @@
+"""What runs in vLLM's workers under verl: weights arrive already quantized, in checkpoint format, and go through QaRL's
+receiver, one decoder layer at a time (`qarl.rollout.publish.receive`).
+
+verl's own extension hands buckets to `load_weights` as they come; that fails for layers whose parameters were repacked
+at load (every quantized layer, and on CPU every linear). Chosen by
+`actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
+
+After an error, be it in the preparation, all buckets are still taken from the trainer, which waits for each to be
+acknowledged, and the error is raised then: raised at once, it would leave the trainer waiting for its time limit.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from qarl.errors import UserError
+from qarl.process import allow_matrix_tiles
+from qarl.quant.scheme import Scheme, get_scheme
+from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
+from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
+from qarl.verl.plugin.transport import NamedTensor, decode
+
+
+class QaRLWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's extension with another `update_weights_from_ipc`. vLLM mixes it into its worker class."""
+
+    model_runner: Any
+    device: Any
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        allow_matrix_tiles()  # before vLLM loads and warms up the model
+        return super().__new__(cls, **kwargs)
+
+    def update_weights_from_ipc(
+        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        if self.device is None:
+            self.device = torch.device(self.model_runner.device)
+        failure: list[BaseException] = []
+        run, seconds = run_identity(), publish_timeout()
+
+        def unless_failed(step: Callable[[], None]) -> None:
+            if failure:
+                return
+            try:
+                step()
+            except BaseException as error:
+                _traceback_as_text(error)
+                failure.append(error)
+
+        def prepare() -> None:
+            if peft_config:
+                raise RuntimeError("QaRL publishes whole models: actor_rollout_ref.model.lora_rank must be 0")
+            if not hasattr(self, "_qarl_receiver"):
+                self._qarl_receiver = make_receiver(self.model_runner)
+            if not self._qarl_receiver.stale:  # else a publish of nothing would leave the last version in use
+                self._qarl_receiver.mark_stale("the publish ended before its first record")
+
+        def take(weights: list[NamedTensor], is_last: bool) -> None:
+            unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))
+
+        unless_failed(prepare)
+        buckets = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        try:
+            with socket_timeouts(seconds):
+                buckets.receive_weights(on_bucket_received=take)
+        except zmq.Again as error:
+            raise UserError(
+                f"the trainer's weights stopped coming for {seconds:g} s",
+                where=str(buckets.zmq_handle),
+                why="the process that sends them has died or is stuck, or it sends to another run's engine",
+                fix=f"start the same command again: it resumes from the last checkpoint; {TIMEOUT_VARIABLE} is the "
+                "limit in seconds, for a model whose tensors take longer",
+            ) from error
+        if not failure and self._qarl_receiver.stale:
+            failure.append(RuntimeError(self._qarl_receiver.stale_because))
+        if failure:
+            raise failure[0]
+
+
+def _traceback_as_text(error: BaseException) -> None:
+    """Make a note of the traceback of `error` and let go of its frames. Views of the bucket in their variables would
+    keep the shared memory from being closed, and verl's receiver would fail before its last acknowledgement."""
+    error.add_note("".join(traceback.format_exception(error)))
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+
+
+def make_receiver(model_runner: Any) -> WeightReceiver:
+    """The receiver for the model of one worker. UserError where trainer and engine would quantize different layers."""
+    vllm_config = model_runner.vllm_config
+    hf_config = vllm_config.model_config.hf_config
+    quantization: Any = getattr(hf_config, "quantization_config", None)
+    scheme, ignore = get_scheme("bf16"), []
+    if quantization is not None:
+        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
+    expected = expected_manifest(hf_config, scheme, ignore)
+    model = model_runner.get_model()
+    check_same_layers(model, expected)
+    return WeightReceiver(
+        model,
+        vllm_config,
+        expected,
+        kv_caches=lambda: flatten_kv_caches(model_runner.kv_caches),
+        # Buckets are views of a buffer that the next one overwrites.
+        clone=True,
+    )

@@ -1,0 +1,141 @@
+"""Where a verl run starts: anew, or after one of verl's checkpoints, by the rules of `qarl.trainer.resume`.
+
+verl goes on from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts anew where
+it names nothing; without data.pt it silently begins the data again. Here the config is compared with that of the run
+that wrote the checkpoint, half a checkpoint is no checkpoint, and the file is made to name the newest whole one.
+Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qarl.checkpoint.storage import set_aside
+from qarl.checkpoint.verl_shards import step_of, what_is_missing
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.trainer.resume import check_changes, is_finished, lock_run
+from qarl.trainer.setup import fresh_run_dir
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Keys of the section `verl` that decide where and how fast, not what is trained.
+_FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)\.|.*offload")
+
+
+@contextmanager
+def open_verl_run(config: Config) -> Iterator[int]:
+    """Lock the run folder, and yield the step after which verl will go on, 0 for a run that starts anew.
+
+    A run that is in the way is moved aside.
+
+    Raises:
+        UserError: another process has the run; there is no whole checkpoint where one is asked for; the config changes
+            what is trained.
+    """
+    run_dir = config.run_dir
+    with lock_run(run_dir):
+        folder = _choose(config)
+        if folder is None or not folder.resolve().is_relative_to(run_dir.resolve()):
+            fresh_run_dir(run_dir)
+        else:
+            _make_newest(run_dir, folder)
+    with lock_run(run_dir, create=True):
+        yield 0 if folder is None else step_of(folder)
+
+
+def find_verl_start(config: Config) -> tuple[int, bool]:
+    """The step after which verl will go on, and whether it does so in its run folder as it is; nothing is changed.
+
+    Raises:
+        UserError: as `open_verl_run`.
+    """
+    folder = _choose(config)
+    if folder is None:
+        return 0, False
+    return step_of(folder), folder.resolve().is_relative_to(config.run_dir.resolve())
+
+
+def newest_whole(checkpoints: Path) -> Path | None:
+    """The checkpoint that verl's file names, if it is whole; else the newest whole one, with a note why."""
+    tracker = checkpoints / TRACKER
+    folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
+    named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    if not named and not folders:
+        return None
+    problem = what_is_missing(checkpoints / f"global_step_{named}")
+    if problem is None:
+        return checkpoints / f"global_step_{named}"
+    whole = next((folder for folder in reversed(folders) if what_is_missing(folder) is None), None)
+    if whole is None:
+        raise UserError(
+            "none of the run's checkpoints is whole",
+            where=str(checkpoints),
+            why=f"{tracker.name} says {named!r}: {problem}",
+            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts anew",
+        )
+    _note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
+    return whole
+
+
+def _choose(config: Config) -> Path | None:
+    settings, run_dir = config.trainer, config.run_dir
+    if settings.resume_mode == "disable":
+        return None
+    if settings.resume_from_path is not None:
+        folder: Path | None = Path(settings.resume_from_path)
+        if problem := what_is_missing(Path(settings.resume_from_path)):
+            raise UserError(
+                f"there is no checkpoint of verl's in {folder}",
+                where="trainer.resume_from_path",
+                why=problem,
+                fix="give a whole folder RUN/checkpoints/global_step_N",
+            )
+    else:
+        folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
+    if folder is not None:
+        _check_config(config, folder)
+    return folder
+
+
+def _check_config(config: Config, folder: Path) -> None:
+    """The config of the run that wrote `folder` lies beside its checkpoints."""
+    path = folder.resolve().parents[1] / "config.yaml"
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        saved = None
+    if not isinstance(saved, Mapping):
+        _note(f"{path} is not there or not readable: nobody checks that the run goes on with the config it began with")
+        return
+    before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
+    own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    rest = {key: value for key, value in saved.items() if key != "verl"}
+    also = {f"verl.{key}": pair for key, pair in own.items()}
+    for note in check_changes(config, folder, step_of(folder), rest, also=also):
+        _note(note)
+
+
+def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if not _FREE_VERL.match(key)}
+
+
+def _make_newest(run_dir: Path, folder: Path) -> None:
+    """Name `folder` to verl, rename those of later steps, and drop the summary of a course that the run leaves."""
+    for other in folder.parent.glob("global_step_*"):
+        if step_of(other) > step_of(folder):
+            _note(f"{other} lies after the step the run goes on from; it is now {set_aside(other, 'superseded').name}")
+    staging = folder.parent / f".{TRACKER}"
+    staging.write_text(str(step_of(folder)), encoding="utf-8")
+    staging.replace(folder.parent / TRACKER)
+    (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,411 @@
+"""The verl backend: our config as verl's, and verl's PPO trainer run with it.
+
+`verl_config` is the only place that knows verl's keys. It starts from verl's own `ppo_trainer` config, so a key that
+verl no longer has is an error here and not a silent no-op. What verl cannot do is refused (`qarl.verl.checks`);
+where it does something slightly different, `differences` says so.
+
+The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; the parts that verl lacks come from
+`qarl.verl.plugin`. Read in verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config, write_resolved
+from qarl.errors import UserError
+from qarl.process import runs_on_cpu
+from qarl.trainer.ending import Ending
+from qarl.verl.checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
+from qarl.verl.failure import as_user_error
+from qarl.verl.metrics import MetricsFollower
+from qarl.verl.process import local_path, memory_lines, preflight, set_environment, worker_environment
+from qarl.verl.resume import open_verl_run
+
+PLUGIN = "qarl.verl.plugin"
+VERL_BATCHED_TOKENS = 8192
+Keys = dict[str, Any]
+
+
+def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
+    """Run `config` in verl to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
+    start = time.perf_counter() if started is None else started
+    on_cpu = runs_on_cpu(config.backend)
+    refuse_unsupported(config)
+    set_environment(config, on_cpu)
+    preflight(config)
+    resolved = verl_config(config, on_cpu=on_cpu)
+    for note in differences(config, on_cpu):
+        print(f"note: {note}", file=sys.stderr)
+    with open_verl_run(config) as start_step:
+        write_resolved(config, config.run_dir / "config.yaml")
+        return run(config, resolved, start, start_step)
+
+
+def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
+    """verl's trainer from `start_step` on; the run folder is ours, and nobody else's."""
+    import ray
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+
+    from qarl.checkpoint.storage import write_text
+    from qarl.metrics.tracker import write_versions
+
+    write_versions(config.run_dir)
+    write_text(config.run_dir / "verl.yaml", as_yaml(resolved))
+    failure: BaseException | None = None
+    with MetricsFollower(config, Path(os.environ["VERL_FILE_LOGGER_PATH"]), start, start_step=start_step) as follower:
+        try:
+            run_ppo(resolved, task_runner_class=TaskRunnerV1)
+        except BaseException as error:
+            failure = as_user_error(error) or error
+        finally:
+            ray.shutdown()
+    summary, first = follower.summary(failure)
+    ending = Ending(first)
+    if config.trainer.save_final and summary["finished"]:
+        with ending.attempt():
+            summary = export_final(config, summary)
+    if ending.failure is not None and not isinstance(ending.failure, KeyboardInterrupt):
+        raise ending.failure
+    return summary
+
+
+def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write what was published last from verl's last checkpoint; returns the summary, which then names the folder.
+
+    Raises:
+        UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
+    """
+    from qarl.export import ExportRequest, export
+    from qarl.metrics.tracker import write_summary
+    from qarl.trainer.ending import EXPORT
+
+    output = config.run_dir / EXPORT
+    try:
+        print(
+            export(
+                ExportRequest(
+                    config.run_dir,
+                    output,
+                    step=config.trainer.total_training_steps,
+                    overwrite=True,
+                    trust_remote_code=config.model.trust_remote_code,
+                )
+            )
+        )
+    except UserError as error:
+        failed = ": ".join(part for part in (error.what, error.why) if part)
+        write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
+        command = f"python -m qarl.export run={config.run_dir} output={output}"
+        raise UserError(
+            f"the trained model could not be exported: {error.what}",
+            where=error.where,
+            why=error.why,
+            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is there, and {command} makes the export",
+        ) from error
+    summary["checkpoint"] = str(output)
+    write_summary(config.run_dir, summary)
+    return summary
+
+
+def dry_run(config: Config) -> str:
+    """verl's whole config for this run as YAML, checked as verl checks it, and at its end what is missing; nothing is
+    started. With something missing the run itself is refused: `refuse_unsupported`."""
+    on_cpu, missing = runs_on_cpu(config.backend), unsupported(config)
+    set_environment(config, on_cpu)
+    resolved = verl_config(config, on_cpu=on_cpu)
+    lines = [f"# note: {note}" for note in differences(config, on_cpu)]
+    lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
+    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
+    lines += [as_yaml(resolved).rstrip("\n")]
+    lines += [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
+    return "\n".join([*lines, ""])
+
+
+def verl_config(config: Config, *, on_cpu: bool) -> Any:
+    """verl's `ppo_trainer` config for this run, validated as verl's own entry point does it (an OmegaConf DictConfig).
+
+    Raises:
+        UserError: a key of the section `verl` that verl does not have, or whatever verl's own validation says.
+    """
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose(config_name="ppo_trainer")
+    for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
+        if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
+            raise UserError(
+                f"verl's config does not take {key}={value!r}",
+                where=f"verl.{key}",
+                why="this is a section of verl's config: it holds keys, not a value",
+                fix=f"set its keys one by one: verl.{key}.NAME=VALUE",
+            )
+        try:
+            OmegaConf.update(composed, key.removeprefix("+"), value, force_add=key.startswith("+"))
+        except OmegaConfBaseException as error:
+            raise UserError(
+                f"verl's config does not take {key}={value!r}",
+                where=f"verl.{key}" if key in config.verl else key,
+                why=str(error).splitlines()[0],
+                fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
+            ) from error
+    refuse_no_export(config, composed)
+    refuse_ignored(composed)
+    validate(composed)
+    return composed
+
+
+def as_yaml(resolved: Any) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(resolved, resolve=True)
+
+
+def differences(config: Config, on_cpu: bool) -> list[str]:
+    """What verl does a little differently from what the config's text says."""
+    notes = []
+    wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
+    if wanted != given:
+        why = "prompts are prefilled whole on a CPU" if given != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
+        written = "null" if wanted is None else wanted
+        notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
+    if config.trainer.val_max_prompts is not None and config.data.shuffle:
+        notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
+    if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
+        notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
+    return notes
+
+
+# One function a section of verl's config.
+
+
+def verl_keys(config: Config, on_cpu: bool) -> Keys:
+    """verl's dotted keys and their values for this run; `+` marks keys that verl's YAML does not list."""
+    keys = {
+        **data_keys(config),
+        **reward_keys(config),
+        **model_keys(config, on_cpu),
+        **actor_keys(config),
+        **optim_keys(config),
+        **rollout_keys(config, on_cpu),
+        **algorithm_keys(config),
+        **trainer_keys(config),
+        # Workers have the environment of the machine's Ray, which may have been started before this run.
+        "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
+    }
+    return keys | (cpu_keys(config) if on_cpu else {})
+
+
+def data_keys(config: Config) -> Keys:
+    data = config.data
+    # verl wants validation files even where nothing is evaluated.
+    limit = config.trainer.val_max_prompts or -1
+    return {
+        "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
+        "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
+        "data.val_max_samples": limit if data.val_files else 1,
+        "data.train_batch_size": data.train_batch_size,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "data.shuffle": data.shuffle,
+        "data.seed": config.seed,
+        "data.prompt_key": data.prompt_key,
+        "data.filter_overlong_prompts": data.filter_overlong_prompts,
+        "data.truncation": "error",
+        "data.trust_remote_code": config.model.trust_remote_code,
+    }
+
+
+def reward_keys(config: Config) -> Keys:
+    """verl's reward is `qarl.verl.plugin.reward.score`, which calls the one of the config."""
+    source, _, name = config.reward.function.rpartition(":")
+    function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
+    root = "reward.custom_reward_function"
+    return {
+        f"{root}.path": f"pkg://{PLUGIN}.reward",
+        f"{root}.name": "score",
+        f"+{root}.reward_kwargs": {"function": function, "timeout_s": config.reward.timeout_s},
+    }
+
+
+def model_keys(config: Config, on_cpu: bool) -> Keys:
+    model = "actor_rollout_ref.model"
+    return {
+        f"{model}.path": local_path(config.model.path),
+        f"{model}.trust_remote_code": config.model.trust_remote_code,
+        f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
+        f"{model}.use_remove_padding": not on_cpu,
+        f"+{model}.override_config.attention_dropout": 0.0,
+    }
+
+
+def actor_keys(config: Config) -> Keys:
+    actor, keys = config.actor, {}
+    bands = (
+        "seq_clip_ratio_high",
+        "seq_clip_ratio_low",
+        "neg_seq_clip_ratio_low",
+        "neg_seq_clip_ratio_high",
+        "seq_tis_imp_ratio_cap",
+        "mismatch_outside_cap",
+        "positive_band",
+    )
+    root = "actor_rollout_ref.actor"
+    keys = {
+        f"{root}.strategy": "fsdp2",
+        f"{root}.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        f"{root}.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+        f"{root}.ppo_epochs": actor.ppo_epochs,
+        f"{root}.loss_agg_mode": actor.loss_agg_mode,
+        f"{root}.grad_clip": actor.grad_clip,
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
+        f"{root}.policy_loss.loss_mode": "tbpo",
+        f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
+        f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
+        f"{root}.fsdp_config.seed": config.seed,
+        f"{root}.data_loader_seed": config.seed,
+    }
+    keys |= {f"+{root}.policy_loss.{name}": getattr(actor, name) for name in bands}
+    quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align", "mismatch_limit")}
+    keys |= {f"+{root}.fsdp_config.quant.{name}": value for name, value in quant.items()}
+    return keys | {f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore)}
+
+
+def optim_keys(config: Config) -> Keys:
+    optim, root = config.optim, "actor_rollout_ref.actor.optim"
+    return {
+        f"{root}.lr": optim.lr,
+        f"{root}.betas": list(optim.betas),
+        f"{root}.weight_decay": optim.weight_decay,
+        f"{root}.lr_warmup_steps": optim.lr_warmup_steps,
+        f"{root}.lr_scheduler_type": optim.lr_scheduler_type,
+        f"{root}.min_lr_ratio": optim.min_lr_ratio,
+        f"{root}.clip_grad": config.actor.grad_clip,
+        f"{root}.override_optimizer_config": {"eps": optim.eps},
+    }
+
+
+def rollout_keys(config: Config, on_cpu: bool) -> Keys:
+    from qarl.quant.scheme import get_scheme
+
+    rollout, root = config.rollout, "actor_rollout_ref.rollout"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    keys = {
+        f"{root}.name": "vllm",
+        f"{root}.mode": "async",
+        f"{root}.n": rollout.n,
+        f"{root}.temperature": rollout.temperature,
+        f"{root}.top_p": rollout.top_p,
+        f"{root}.calculate_log_probs": True,
+        f"{root}.logprobs_mode": "processed_logprobs",
+        f"{root}.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        f"{root}.gpu_memory_utilization": rollout.gpu_memory_utilization,
+        f"{root}.enforce_eager": rollout.enforce_eager,
+        f"{root}.max_num_seqs": rollout.max_num_seqs,
+        f"{root}.max_model_len": longest,
+        f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
+        f"{root}.load_format": "dummy",
+        f"{root}.val_kwargs.temperature": rollout.val_temperature,
+        f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
+        f"{root}.seed": config.seed,
+        f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
+        f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
+    }
+    scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    if scheme.quantized:
+        overrides = {"quantization_config": scheme.quantization_config(list(config.quant.ignore))}
+        keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
+    return keys
+
+
+def batched_tokens(config: Config, on_cpu: bool) -> int:
+    """On a CPU a prompt is prefilled whole, for which vLLM wants room for the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
+
+
+def algorithm_keys(config: Config) -> Keys:
+    return {
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "algorithm.norm_adv_by_std_in_grpo": config.algorithm.norm_adv_by_std_in_grpo,
+        # It would take the rollout's log-probs for the trainer's, and TBPO would see no mismatch.
+        "algorithm.rollout_correction.bypass_mode": False,
+    }
+
+
+def trainer_keys(config: Config) -> Keys:
+    trainer, total = config.trainer, config.trainer.total_training_steps
+    resume_path = trainer.resume_from_path
+    # The local backend evaluates after the last step wherever it evaluated before the first.
+    only_last = trainer.test_freq == -1 and trainer.val_before_train
+    return {
+        "trainer.nnodes": trainer.nnodes,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "trainer.total_training_steps": total,
+        "trainer.total_epochs": total,
+        "trainer.test_freq": total if only_last else trainer.test_freq,
+        "trainer.val_before_train": trainer.val_before_train,
+        "trainer.project_name": "qarl",
+        "trainer.experiment_name": config.name,
+        "trainer.logger": ["file"],
+        "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
+        # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
+        "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,
+        "trainer.max_actor_ckpt_to_keep": trainer.max_ckpt_to_keep,
+        "trainer.resume_mode": trainer.resume_mode,
+        "trainer.resume_from_path": resume_path and str(Path(resume_path).resolve()),
+        **sampler_keys(config),
+    }
+
+
+def sampler_keys(config: Config) -> Keys:
+    """Our sampler, unless the section `verl` asks for what verl gives to its own samplers only.
+
+    With verl's own sampler a group with failed responses is taken for a whole one again.
+    """
+    asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
+    if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
+        return {}
+    return {
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}.replay",
+        "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+        "+trainer.v1.sampler.sampler_kwargs.filter_groups": False,
+        "+trainer.v1.sampler.sampler_kwargs.sync_refill_failed_groups": False,
+    }
+
+
+def cpu_keys(config: Config) -> Keys:
+    """What a run without GPUs needs besides `VERL_PLATFORM=cpu`; few processes, because each imports torch and vLLM."""
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        "trainer.device": "cpu",
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 1,
+        "actor_rollout_ref.model.external_lib": f"{PLUGIN}.cpu",
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        f"{rollout}.free_cache_engine": False,
+        f"+{rollout}.enable_sleep_mode": False,
+        # A prompt prefilled in parts, or after a cached prefix, gets other bits than one prefilled whole.
+        f"{rollout}.enable_chunked_prefill": False,
+        f"{rollout}.enable_prefix_caching": False,
+        f"{rollout}.agent.num_workers": 1,
+        # For tiny models of a known family with a tokenizer of their own.
+        f"{rollout}.agent.default_agent_loop": "qarl_single_turn",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": "uni",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        # Logical resources: verl asks Ray for CPUs by the role and for one GPU a trainer process.
+        "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }

@@ -1,1 +1,0 @@
-"""Hydra groups for verl's own command line: `'hydra.searchpath=[pkg://qarl.verl_plugin.hydra]'`."""

@@ -13,11 +13,10 @@ import pydantic
 import pytest
 import yaml
 
-from qarl.config import Config, build_config, describe_keys, load_config, write_resolved
+from qarl.config import Config, ConfigError, Problem, build_config, describe_keys, load_config, write_resolved
 from qarl.config import checks as config_checks
 from qarl.config import source as config_source
 from qarl.config import strict_yaml as config_yaml
-from qarl.config.schema import ConfigError, Problem
 from qarl.config.source import available_configs, find_config, shipped_configs
 from qarl.errors import UserError
 
@@ -503,7 +502,7 @@ def test_loss_settings_are_the_losss_own() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, qarl.config; qarl.config.schema.load_config(['config=quickstart.yaml']); "
+        "import sys, qarl.config; qarl.config.load_config(['config=quickstart.yaml']); "
         "print(sorted({'torch', 'vllm', 'transformers', 'verl'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -47,8 +47,7 @@ from reach_rows import (
 )
 
 from qarl.align.blocks import AlignedRMSNorm
-from qarl.config import build_config
-from qarl.config.schema import ConfigError
+from qarl.config import ConfigError, build_config
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import _llm_arguments
 

@@ -18,8 +18,7 @@ import pytest
 import yaml
 
 from qarl.checks.memory import GIB, ModelSize, estimate
-from qarl.config import Config, build_config, load_config
-from qarl.config.schema import ConfigError
+from qarl.config import Config, ConfigError, build_config, load_config
 from qarl.config.strict_yaml import parse_value
 from qarl.doctor.target import GPUS
 from qarl.quant.matcher import is_ignored

@@ -1,8 +1,8 @@
 """Plots of a run, or of several over each other, from metrics.jsonl.
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png; with several runs, or `--output DIR`, one
-figure each with all of them. A figure whose metrics were not logged is left out. Noisy series show each step faintly and a trailing
-mean over it.
+figure each with all of them. A figure whose metrics were not logged is left out. Noisy series show each step faintly
+and a trailing mean over it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import test_bad_input
 from test_bad_input import EngineConstructed
 from test_config import SHIPPED
 
-from qarl.config import Config, Section, load_config
+from qarl.config import Config, load_config
 from qarl.config.bounds import MOST_RESPONSES, TABLE, Bounds, Exempt, unusual_values
+from qarl.config.schema import Section
 from qarl.doctor.__main__ import main as doctor
 from qarl.train import main
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from qarl.checkpoint.json_file import write_json
 from qarl.checks.model import check_model
 from qarl.errors import UserError
-from qarl.metrics.tracker import write_json
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import make_batch

@@ -24,18 +24,18 @@ from unittest import mock
 
 import torch
 
+from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
 from qarl.kernels.kept import Truncation
 from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.metrics.tracker import write_json
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
+from qarl.trainer.probe import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.setup import prepare_run
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from qarl.metrics.tracker import read_metrics, write_json
+from qarl.checkpoint.json_file import write_json
+from qarl.metrics.tracker import read_metrics
 
 LARGEST = 1e-3
 """What `qarl.metrics.guard` allows short responses at quant.align=model."""

@@ -245,11 +245,11 @@ def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
 
 
 def test_int8_activations_for_w4a16_are_refused(monkeypatch):
-    from qarl.checks.layers import check_cpu
+    from qarl.checks.machine import check_cpu
     from qarl.config import load_config
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr("qarl.checks.layers.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
+    monkeypatch.setattr("qarl.checks.machine.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
     config = load_config(["config=quickstart.yaml", "quant.scheme=w4a16"])
     monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "1")
     with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):

@@ -35,8 +35,7 @@ from test_bad_input import (
 )
 from test_resume import interrupted_run
 
-from qarl.checks import hub
-from qarl.checks import layers as checks
+from qarl.checks import hub, machine
 from qarl.checks.memory import ModelSize, checkpoint_bytes
 from qarl.config import load_config
 from qarl.config.source import available_configs
@@ -247,7 +246,7 @@ def assert_same_diagnosis(capsys: pytest.CaptureFixture[str], *arguments: str) -
 def test_cpu_without_the_instructions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setattr(checks, "cpu_flags", lambda: set(checks.W4A16_CPU_FLAGS) - {missing})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS) - {missing})
     assert_same_diagnosis(capsys)
 
 

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import CheckpointError, load_dict, newest_good, open_checkpoint, prune, save_checkpoint
 from qarl.checkpoint.storage import recover, remove_folder
+from qarl.checks.model_folder import load_tokenizer
 from qarl.data import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
-from qarl.trainer import setup
 from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, training_state
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
@@ -60,7 +60,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
         parts=parts,
         engine=SimpleNamespace(weight_version=3),
         step=0,
-        tokenizer=setup.load_tokenizer(str(folder))[0],
+        tokenizer=load_tokenizer(str(folder))[0],
     )
     for name, value in changes.items():
         setattr(trainer.parts, name, value)

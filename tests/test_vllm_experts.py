@@ -21,13 +21,8 @@ from test_experts import exact, exact_weight, make, off, stacked
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
 from qarl.kernels.experts import vllm as vllm_experts
-from qarl.kernels.experts.fused import (
-    EXPERTS_KERNELS,
-    ExpertsShape,
-    LowBitExperts,
-    choose_experts_kernel,
-    fused_experts,
-)
+from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, choose_experts_kernel, fused_experts
+from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.int4 import unpack_int4
 from qarl.process import configure_vllm_process
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
+from qarl.checkpoint.run_folder import fresh_run_dir
 from qarl.checkpoint.storage import set_aside
 from qarl.checkpoint.verl_shards import step_of, what_is_missing
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.trainer.resume import check_changes, is_finished, lock_run
-from qarl.trainer.setup import fresh_run_dir
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that decide where and how fast, not what is trained.

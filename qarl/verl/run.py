@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
@@ -24,7 +25,7 @@ from qarl.trainer.ending import Ending
 from qarl.verl.checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.process import local_path, memory_lines, preflight, set_environment, worker_environment
+from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 
 PLUGIN = "qarl.verl.plugin"
@@ -38,7 +39,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     on_cpu = runs_on_cpu(config.backend)
     refuse_unsupported(config)
     set_environment(config, on_cpu)
-    preflight(config)
+    check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
     for note in differences(config, on_cpu):
         print(f"note: {note}", file=sys.stderr)
@@ -81,9 +82,9 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
     """
+    from qarl.checkpoint.run_folder import EXPORT
     from qarl.export import ExportRequest, export
     from qarl.metrics.tracker import write_summary
-    from qarl.trainer.ending import EXPORT
 
     output = config.run_dir / EXPORT
     try:

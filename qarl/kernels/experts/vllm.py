@@ -31,7 +31,7 @@ import torch
 from qarl.kernels.cuda.vllm_ops import changed_functions, uint4b8, why_not_here
 
 if TYPE_CHECKING:
-    from qarl.kernels.experts.fused import ExpertsShape
+    from qarl.kernels.experts.grouped import ExpertsShape
 
 _OPS = "vllm._custom_ops"
 _UTILS = "vllm.model_executor.layers.quantization.utils"

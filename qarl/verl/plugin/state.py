@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from qarl.checkpoint.json_file import write_json
 from qarl.errors import UserError
-from qarl.metrics.tracker import write_json
 from qarl.rollout.publish.checksum import checksums
 
 State = dict[str, str]

@@ -17,8 +17,8 @@ from conftest import ROOT, needs_w4a16_cpu, save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import ExportRequest, export
 from qarl.errors import UserError
-from qarl.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.quantize import quantize
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss

@@ -82,8 +82,8 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
     """
+    from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
-    from qarl.export import ExportRequest, export
     from qarl.metrics.tracker import write_summary
 
     output = config.run_dir / EXPORT

@@ -70,7 +70,7 @@ def list_torn(checkpoints: Path) -> dict[int, str]:
 
 
 def load_part(file: Path) -> dict[str, Any]:
-    """The content of one of verl's files, tensors mapped; no code is run. Errors: as `qarl.checkpoint.folder.load_dict`."""
+    """The content of one of verl's files, tensors mapped; no code is run. Errors: as `load_dict` of a checkpoint."""
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns that there is no process group, and none is needed

@@ -25,6 +25,7 @@ from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, choose_ex
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.int4 import unpack_int4
 from qarl.process import configure_vllm_process
+from qarl.vllm_versions.functions import changed_functions
 
 configure_vllm_process()
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -33,7 +34,7 @@ QWEN3_30B = ExpertsShape(experts=128, top_k=8, hidden=2048, intermediate=768)
 
 
 def test_every_function_takes_what_it_is_given() -> None:
-    assert vllm_cuda.changed_functions(vllm_experts.FUNCTIONS) == ()
+    assert changed_functions(vllm_experts.FUNCTIONS) == ()
 
 
 @pytest.fixture

@@ -68,7 +68,8 @@ if TYPE_CHECKING:
 LAYERS = (
     ("errors", "lazy"),
     ("process", "console", "vllm_versions"),
-    ("config", "tbpo", "kernels"),
+    ("tbpo",),
+    ("config", "kernels"),
     ("data", "quant"),
     ("align", "rollout"),
     ("checkpoint",),

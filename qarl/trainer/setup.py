@@ -6,7 +6,7 @@ after the engine has started.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from qarl.checks.run import check_run
@@ -72,13 +72,4 @@ def engine_config(config: Config) -> EngineConfig:
 
 
 def tbpo_config(actor: ActorConfig) -> TBPOConfig:
-    return TBPOConfig(
-        seq_clip_ratio_high=actor.seq_clip_ratio_high,
-        seq_clip_ratio_low=actor.seq_clip_ratio_low,
-        neg_seq_clip_ratio_low=actor.neg_seq_clip_ratio_low,
-        neg_seq_clip_ratio_high=actor.neg_seq_clip_ratio_high,
-        seq_tis_imp_ratio_cap=actor.seq_tis_imp_ratio_cap,
-        mismatch_outside_cap=actor.mismatch_outside_cap,
-        positive_band=actor.positive_band,
-        loss_agg_mode=actor.loss_agg_mode,
-    )
+    return TBPOConfig(**{key.name: getattr(actor, key.name) for key in fields(TBPOConfig)})

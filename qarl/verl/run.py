@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
+from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
 from qarl.verl.checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.verl.failure import as_user_error
@@ -249,15 +251,7 @@ def model_keys(config: Config, on_cpu: bool) -> Keys:
 
 def actor_keys(config: Config) -> Keys:
     actor, keys = config.actor, {}
-    bands = (
-        "seq_clip_ratio_high",
-        "seq_clip_ratio_low",
-        "neg_seq_clip_ratio_low",
-        "neg_seq_clip_ratio_high",
-        "seq_tis_imp_ratio_cap",
-        "mismatch_outside_cap",
-        "positive_band",
-    )
+    bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
     root = "actor_rollout_ref.actor"
     keys = {
         f"{root}.strategy": "fsdp2",

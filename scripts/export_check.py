@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.config import Config, load_config
 from qarl.diagnose.diagnosis import with_quant
-from qarl.export import export, read_request
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch

@@ -15,6 +15,7 @@ import torch
 from checkpoint_state import CONFIG
 from conftest import save_random_model
 
+from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.sources import open_source, read_config
 from qarl.checkpoint.verl_shards import Rank, VerlWeights, list_torn, list_whole
@@ -24,7 +25,6 @@ from qarl.checks.stops import check_stops
 from qarl.data import load_prompts
 from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
-from qarl.export import ExportRequest, export
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.trainer.resume import is_finished
 

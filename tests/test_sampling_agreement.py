@@ -98,6 +98,7 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
             assert torch.equal(new.detach(), old[rows])
     found = trainer.update(batch, old)
     assert found["actor/skipped_steps"] == 0 and math.isfinite(found["actor/grad_norm"])
+    assert found["actor/seq_ratio_abs_dev_max"] == 0
     again = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=trainer.config.rollout.temperature)
     assert torch.equal(again.detach(), old)
 

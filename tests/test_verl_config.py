@@ -422,6 +422,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for key in ("calculate_log_probs", "disable_log_stats"):
+        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qarl.checks import layers
+from qarl.checks import layers, sampling
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.doctor.shapes import ROW_PARALLEL
@@ -110,4 +110,16 @@ def check_alignment(context: Context, topic: Topic) -> None:
         topic.ok(f"quant.align={level} applies")
 
 
-CHECKS = (check_trainer, check_engine, check_alignment)
+def check_sampling(context: Context, topic: Topic) -> None:
+    """Whether the trainer's log-probs describe how the engine samples."""
+    if why_not := vllm_rules.unavailable():
+        raise NotCheckedError(why_not, "make setup")
+    level, _ = context.align_level()
+    sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)
+    rollout = context.config.rollout
+    topic.ok(
+        f"the trainer follows temperature {rollout.temperature:g}, top_p {rollout.top_p:g} and top_k {rollout.top_k}"
+    )
+
+
+CHECKS = (check_trainer, check_engine, check_alignment, check_sampling)

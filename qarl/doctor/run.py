@@ -79,11 +79,11 @@ class _Inputs(RunInputs):
         return self._context.hf_config.get()
 
     @property
-    def train_prompts(self) -> PromptDataset:  # type: ignore[override]  # read-only in both
+    def train_prompts(self) -> PromptDataset:
         return self._context.train_prompts.get()
 
     @property
-    def val_prompts(self) -> PromptDataset | list[Any]:  # type: ignore[override]
+    def val_prompts(self) -> PromptDataset | list[Any]:
         return self._context.val_prompts.get()
 
 

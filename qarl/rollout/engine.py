@@ -289,7 +289,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             "vLLM would sample in another way",
             where=where,
             why="it takes " + ", ".join(f"{name}={found}" for name, found in changed.items()) + " instead",
-            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()) + " or more",
+            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
         )
     return params
 

@@ -27,6 +27,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOG_STATS_INTERVAL": "600",  # a line every ten seconds otherwise
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",

@@ -82,8 +82,8 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
     """
+    from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
-    from qarl.export import ExportRequest, export
     from qarl.metrics.tracker import write_summary
 
     output = config.run_dir / EXPORT
@@ -313,6 +313,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.max_model_len": longest,
         f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
         f"{root}.load_format": "dummy",
+        f"{root}.disable_log_stats": False,  # preemptions are counted there
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,

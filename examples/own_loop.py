@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     print(quantize_model(model, scheme=SCHEME, ignore=IGNORE))  # which kernel multiplies, what was left in BF16 and why
-    print(align_model(model, "model"))  # norms, rotary embedding and attention round as the engine's do
+    print(align_model(model, "model"))  # norms, rotary embedding and attention now round as the engine's do
     optimizer = MasterOptimizer(model.named_parameters(), OptimConfig(lr=1.5e-4), seed=0, total_training_steps=steps)
     engine = RolloutEngine(EngineConfig(folder, SCHEME, IGNORE, max_model_len=32 + MAX_TOKENS, kv_cache_gib=0.25))
 
@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> None:
     for step in range(steps):
         chosen = [prompts[(step * PROMPTS + i) % len(prompts)] for i in range(PROMPTS) for _ in range(RESPONSES)]
         seeds = [step * len(chosen) + i for i in range(len(chosen))]
-        rollout = engine.generate([p.prompt_token_ids for p in chosen], SamplingConfig(MAX_TOKENS), seeds)
+        token_ids = [prompt.prompt_token_ids for prompt in chosen]
+        rollout = engine.generate(token_ids, SamplingConfig(MAX_TOKENS), seeds)
         texts = tokenizer.batch_decode(rollout.response_token_ids, skip_special_tokens=True)
         rewards = torch.tensor([arithmetic("", text, p.ground_truth) for text, p in zip(texts, chosen, strict=True)])
         advantages = grpo_advantages(rewards, [i // RESPONSES for i in range(len(chosen))])
@@ -66,22 +67,17 @@ def main(argv: Sequence[str]) -> None:
 
         with torch.no_grad():
             old_log_prob = response_log_probs(model, batch)
-        delta = (old_log_prob - batch.rollout_log_probs)[batch.response_mask].abs().mean()
-        loss, statistics = tbpo_loss(
-            response_log_probs(model, batch),
-            old_log_prob,
-            batch.rollout_log_probs,
-            batch.advantages,
-            batch.response_mask,
-            BANDS,
-        )
+        rollout_log_prob, mask = batch.rollout_log_probs, batch.response_mask
+        delta = (old_log_prob - rollout_log_prob)[mask].abs().mean()
+        log_prob = response_log_probs(model, batch)
+        loss, statistics = tbpo_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, BANDS)
         loss.backward()
         optimizer.accumulate()  # FP32 sums, FP32 master weights
         optimizer.clip_grad_norm(1.0)
         optimizer.step()
         engine.publish(packed_state_dict(model), version=step + 1)  # the tensors that the next forward multiplies by
-        cap = reduce_metrics([statistics])["actor/inside_band_frac"]
-        print(f"step {step + 1}: reward {rewards.mean():.3f}, mean |δ| {delta:.1e}, inside their band {cap:.0%}")
+        ratio = reduce_metrics([statistics])["actor/seq_ratio_mean"]
+        print(f"step {step + 1}: reward {rewards.mean():.3f}, mean |δ| {delta:.1e}, mean ratio {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qarl.config.errors import nearest
+from qarl.console import run_command
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,16 +53,15 @@ class ExportRequest:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export as `argv` says; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if not arguments or set(arguments) & {"-h", "--help"}:
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    if not argv or set(argv) & {"-h", "--help"}:
         print(__doc__)
-        return 0 if arguments else 2
-    try:
-        print(export(read_request(arguments)))
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 0 if argv else 2
+    print(export(read_request(argv)))
+    return 0
 
 
 def export(request: ExportRequest) -> str:

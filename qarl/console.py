@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import NoReturn
 
 from qarl import __version__
 from qarl.errors import UserError
+
+TYPE_CHECKING = False  # importing typing would take longer than all the rest
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
 
 HELP = ("-h", "--help")
 VERSION = "--version"
@@ -68,11 +70,12 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.came = False
+        self.handles = False
         # In a background job the shell has SIGINT ignored, and it stays so.
-        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self.handles = is_ours and threading.current_thread() is threading.main_thread()
-        if self.handles:
-            signal.signal(signal.SIGINT, self._interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, self._interrupt)
+                self.handles = True
 
     def leave_at_once(self) -> None:
         if self.handles:

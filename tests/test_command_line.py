@@ -286,6 +286,16 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     assert run.end() == (130, "interrupted\n")
 
 
+def test_ctrl_c_again_while_the_first_is_reported() -> None:
+    code = (
+        "import os, signal, sys\nfrom qarl import console\n"
+        "def press(*given):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "console.say = press\nsys.exit(console.run_command(press, None, describe=str))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_ctrl_c_while_the_process_ends(tmp_path: Path) -> None:
     code = (
         "import atexit, pathlib, sys, time\nfrom qarl.__main__ import main\n"

@@ -1,17 +1,27 @@
-"""`python -m qarl.export run=runs/NAME output=DIR key=value ...`: a checkpoint of a run as a model folder.
+"""Write a checkpoint of a run as a model folder that vLLM and transformers load.
 
-    run=runs/NAME         the run's folder
-    output=DIR            where the model goes; must not exist or be empty, unless overwrite=true
-    step=N                which checkpoint; default: the latest
-    format=quantized      compressed-tensors by the run's quant.scheme, group_size and ignore (default): the bytes that
-                          were published at that step
-           bf16           the weights the forward saw, as an ordinary checkpoint
-           fp32           the optimizer's FP32 masters (optim.master_dtype=fp32)
-    max_shard_size=5GB    larger models are split into files of at most this size
-    overwrite=true        replace an earlier export
-    trust_remote_code=true  run code that the run's model brings along; the checkpoint itself cannot ask for that
+usage: qarl export run=runs/NAME output=DIR [KEY=VALUE ...]
 
-Exit codes: 0; 2 if something is wrong, with one message.
+keys:
+  run=runs/NAME           the run's folder, of the local or the verl backend
+  output=DIR              the folder to write; missing or empty, unless overwrite=true
+  step=N                  the checkpoint of that step; default: the latest
+  format=quantized        compressed-tensors with the run's quant.scheme, group_size and ignore:
+                          the bytes that were published at that step; the default
+  format=bf16             the weights that the forward used, as an ordinary checkpoint
+  format=fp32             the optimizer's FP32 masters (needs optim.master_dtype=fp32)
+  max_shard_size=5GB      the largest file, in bytes or with KB, MB, GB; default: 5GB
+  overwrite=true          replace an earlier export; default: false
+  trust_remote_code=true  run the code that comes with the run's model; default: false
+
+The checkpoint is checked by its digests or checksums, and only read. Tensors are streamed, a shard
+at a time. The folder appears complete or not at all: a full disk is an error and leaves nothing
+behind. `python -m qarl.export` is the same command.
+
+exit codes:
+  0    the folder was written
+  2    the arguments, the checkpoint or the disk is unfit
+  130  ended by Ctrl-C
 """
 
 from __future__ import annotations
@@ -19,21 +29,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from qarl.checkpoint.export import export, read_request
 from qarl.console import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export as `argv` says; returns the exit code."""
-    return run_command(_main, argv)
+    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
-    if not argv or set(argv) & {"-h", "--help"}:
-        print(__doc__)
-        return 0 if argv else 2
+    from qarl.checkpoint.export import export, read_request
+
     print(export(read_request(argv)))
     return 0
+
+
+def describe(topics: list[str]) -> str:
+    """The help: this page, which has every key."""
+    return (__doc__ or "").strip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,16 @@
-"""`python -m qarl.train config=NAME.yaml key=value ...`: read the config, choose the backend, run.
+"""Train a model as a config describes.
 
-Exit codes: 0 the run ended; 2 the config, the data or the machine is unfit (one message, no traceback), also in a dry
-run; 130 Ctrl-C ended the run after the step it was in, everything written.
+usage: qarl train config=NAME.yaml [KEY=VALUE ...]
+       qarl train --help [SECTION | SECTION.KEY ...]
+
+NAME is a path, or a file in ./configs or among the shipped configs. Each KEY=VALUE overrides the
+file; values are YAML. dry_run=true checks the config, prints it and stops. docs/configuration.md
+describes every key. `python -m qarl.train` is the same command.
+
+exit codes:
+  0    the run ended
+  2    the config, the data or the machine is unfit: one message says why
+  130  ended by Ctrl-C, after the step it was in and with everything written
 """
 
 from __future__ import annotations
@@ -10,21 +19,26 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from qarl.config import Config, load_config, write_resolved
-from qarl.config.bounds import unusual_values
 from qarl.console import run_command, say
-from qarl.process import limit_threads
+
+if TYPE_CHECKING:
+    from qarl.config import Config
 
 _STARTED = time.perf_counter()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
-    return run_command(_main, argv)
+    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
+    from qarl.config import load_config
+    from qarl.config.bounds import unusual_values
+    from qarl.process import limit_threads
+
     config = load_config(argv)
     for warning in unusual_values(config):
         say(f"warning: {warning}")
@@ -36,8 +50,17 @@ def _main(argv: list[str]) -> int:
     return run(config)
 
 
+def describe(topics: list[str]) -> str:
+    """The help: this page and the config's sections, or the sections and keys in `topics`."""
+    from qarl.config.help import config_help
+
+    return config_help(__doc__ or "", topics)
+
+
 def dry_run(config: Config) -> None:
     """Print and write the config; UserError, as the last thing said, for what the backend could not run."""
+    from qarl.config import write_resolved
+
     path = config.run_dir / "dry_run.yaml"
     write_resolved(config, path)
     print(config.resolved_yaml(), end="")
@@ -61,6 +84,7 @@ def run(config: Config) -> int:
 
         summary = train_in_verl(config, started=_STARTED)
     else:
+        from qarl.config import write_resolved
         from qarl.trainer.loop import train
         from qarl.trainer.resume import open_run
 

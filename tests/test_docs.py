@@ -103,7 +103,8 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 
 
 def test_every_result_is_in_the_index() -> None:
-    rows = re.findall(r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M)
+    row = r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$"
+    rows = re.findall(row, text_of(ROOT / "docs/results.md"), re.M)
     assert all(shown == target for shown, target, _ in rows)
     assert sorted(target for _, target, _ in rows) == sorted(path.name for path in RESULTS.iterdir())
     for _, name, rest in rows:
@@ -113,7 +114,7 @@ def test_every_result_is_in_the_index() -> None:
         found = json.loads((RESULTS / name).read_text(encoding="utf-8")) if name.endswith(".json") else {}
         if isinstance(found, dict):
             said = found.get("commit") or found.get("versions", {}).get("git_commit")
-            assert (said or commit).startswith(commit.rstrip("*")) and bool(said) != commit.endswith("*") or (
+            assert ((said or commit).startswith(commit.rstrip("*")) and bool(said) != commit.endswith("*")) or (
                 name.endswith((".md", ".png"))
             ), name
             assert found.get("date", date)[:10] == date, name

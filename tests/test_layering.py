@@ -182,8 +182,9 @@ def test_reading_a_config_needs_nothing_heavy() -> None:
 def test_sources_stay_short() -> None:
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > 450} == {}
-    assert lines["qarl/train.py"] < 100
-    assert lines["qarl/doctor/__main__.py"] < 100
+    for name in ("qarl/train.py", "qarl/doctor/__main__.py"):  # their docstrings are the pages that --help prints
+        page = ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))) or ""
+        assert lines[name] - len(page.splitlines()) < 95, name
 
 
 def test_every_module_says_what_it_is() -> None:

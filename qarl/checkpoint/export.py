@@ -123,7 +123,8 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
         values[key] = value
     missing = [key for key in ("run", "output") if key not in values]
     if missing:
-        raise UserError(f"{' and '.join(missing)} missing", fix="python -m qarl.export run=runs/NAME output=DIR")
+        fix = "write qarl export run=runs/NAME output=DIR (all keys: qarl export --help)"
+        raise UserError(f"{' and '.join(missing)} missing", fix=fix)
     return ExportRequest(
         run=Path(values["run"]),
         output=Path(values["output"]),
@@ -137,7 +138,7 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
 
 def _step(text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"step={text} is not a number of a step", fix="write step=N, or leave it out for the latest")
+        raise UserError(f"step={text} is not a step", fix="write step=N, or leave it out for the latest")
     return int(text)
 
 

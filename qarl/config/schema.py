@@ -35,6 +35,7 @@ from qarl.config.types import (
     Patterns,
     RewardName,
     Text,
+    Unit,
     as_list,
     held_integer,
 )
@@ -59,7 +60,7 @@ class ModelConfig(Section):
     """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
 
     trust_remote_code: bool = False
-    """Run the Python code that a model's folder or Hub repository may bring along: with all your rights, so read it."""
+    """Run the Python code that a model's folder or Hub repository brings along. It has all your rights, so read it."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more compute."""
@@ -72,15 +73,15 @@ class DataConfig(Section):
     """Parquet files of training prompts: at least one, in verl's row layout. One name may be given without a list."""
 
     val_files: PathList = []
-    """Parquet files of evaluation prompts, same layout. May be empty only where nothing is ever evaluated."""
+    """Parquet files of evaluation prompts, same layout. May be empty only if nothing is evaluated."""
 
-    train_batch_size: int = Field(ge=1)
+    train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step; each is answered rollout.n times."""
 
-    max_prompt_length: int = Field(ge=1)
+    max_prompt_length: Annotated[int, Unit("tokens")] = Field(ge=1)
     """Longest prompt, in tokens, chat template included."""
 
-    max_response_length: int = Field(ge=1)
+    max_response_length: Annotated[int, Unit("tokens")] = Field(ge=1)
     """Longest response, in tokens; generation stops there."""
 
     shuffle: bool = True
@@ -99,14 +100,14 @@ class RewardConfig(Section):
     function: RewardName = "arithmetic"
     """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
 
-    timeout_s: float | None = Field(default=60.0, gt=0, le=86_400)
+    timeout_s: Annotated[float | None, Unit("seconds")] = Field(default=60.0, gt=0, le=86_400)
     """Seconds that one response may take; longer is an error. null is no limit."""
 
 
 class RolloutConfig(Section):
     """Sampling, and the vLLM engine that does it."""
 
-    n: int = Field(ge=2)
+    n: Annotated[int, Unit("responses")] = Field(ge=2)
     """Responses per prompt, GRPO's group. At least 2: an advantage is relative to the other responses to the prompt."""
 
     temperature: float = Field(default=1.0, gt=0)
@@ -115,33 +116,33 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: the probability mass kept. Below 1 for backend=local at quant.align model or exact only."""
 
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
     """Likeliest tokens that are sampled from; -1 or 0 is all. As top_p for backend=local, model or exact only."""
 
     val_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
     responses to a problem (scripts/prepare_math_eval.py)."""
 
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
     """Most sequences that vLLM decodes at a time."""
 
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
     """Most tokens of one vLLM step, at least max_num_seqs; null is vLLM's default."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
 
-    cpu_kvcache_space_gib: float = Field(default=1.0, gt=0, le=2**20)
+    cpu_kvcache_space_gib: Annotated[float, Unit("GiB")] = Field(default=1.0, gt=0, le=2**20)
     """Size of vLLM's KV cache in GiB. CPU only."""
 
     enforce_eager: bool = True
     """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
 
-    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """GPUs that one copy of the rollout model is split over. The local backend has one."""
 
     rebuild_on_failure: bool = False
-    """Where vLLM itself fails or is gone, start another engine and go on. Local backend only: verl restarts nothing."""
+    """If vLLM fails or dies, start another engine and continue. Local backend only: verl restarts nothing."""
 
 
 class QuantConfig(Section):
@@ -149,10 +150,10 @@ class QuantConfig(Section):
 
     scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = "w4a16"
     """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `w4a8`: the same weights, int8
-    activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: none quantized.
+    activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no quantization.
     8-bit weights have one scale an output channel, 8-bit activations one a token."""
 
-    group_size: int = Field(default=128, ge=1)
+    group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
     """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
 
     ignore: Patterns = ["lm_head"]
@@ -163,7 +164,7 @@ class QuantConfig(Section):
     `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
     rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
 
-    mismatch_limit: float | None = Field(default=None, ge=0)
+    mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest mean |δ| between trainer and engine, in nats a token (mismatch/abs_mean): above it a run stops before its
     first update, and warns after it. null is the limit of the level: qarl/metrics/guard.py."""
 
@@ -172,20 +173,20 @@ class ActorConfig(Section):
     """The policy update: batch splits and the TBPO loss.
 
     The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, whose
-    spread goes with 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
+    spread shrinks as 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
     """
 
-    ppo_mini_batch_size: int = Field(ge=1)
+    ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per optimizer step, as in verl: with rollout.n responses each. Divides data.train_batch_size."""
 
-    ppo_micro_batch_size_per_gpu: int = Field(ge=1)
+    ppo_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
     """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Divides a
     mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
 
-    log_prob_micro_batch_size_per_gpu: int = Field(ge=1)
+    log_prob_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
     """Responses per forward when the old log-probs are computed. Bounds memory only."""
 
-    ppo_epochs: int = Field(default=1, ge=1)
+    ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""
 
     grad_clip: float = Field(default=1.0, gt=0)
@@ -233,7 +234,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper's is Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper's value, there Muon's, in a unit not given (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper's value, there for Muon and without its unit (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -244,7 +245,7 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay, multiplied by the learning rate each step. The paper's value."""
 
-    lr_warmup_steps: int = Field(default=0, ge=0)
+    lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
     """Training steps of linear warm-up from 0 to the peak."""
 
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
@@ -268,22 +269,22 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     """Length of the run, evaluation and output."""
 
-    nnodes: int = Field(default=1, ge=1)
+    nnodes: Annotated[int, Unit("machines")] = Field(default=1, ge=1)
     """Machines of the run. The local backend has one."""
 
-    n_gpus_per_node: int = Field(default=1, ge=1)
+    n_gpus_per_node: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """GPUs of each machine, or on CPU the number of trainer processes. The local backend has one."""
 
-    total_training_steps: int = Field(ge=1)
+    total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
     """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
 
-    test_freq: int = Field(default=-1, ge=-1)
+    test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
     """Evaluate every this many steps; -1 is never."""
 
     val_before_train: bool = True
     """Evaluate before the first step, too: the number that training is compared with."""
 
-    val_max_prompts: int | None = Field(default=None, ge=1)
+    val_max_prompts: Annotated[int | None, Unit("prompts")] = Field(default=None, ge=1)
     """Most prompts of one evaluation, the first ones of val_files (verl: drawn by `seed` where data.shuffle is on, the
     same ones every time); null is all."""
 
@@ -293,23 +294,23 @@ class TrainerConfig(Section):
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
-    num_threads: int | None = Field(default=None, ge=1, le=4096)
+    num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads of a process: backend=local has one for trainer and engine, verl one for each rank. null is
     OMP_NUM_THREADS, or else the CPUs this process may use, which verl's ranks on a CPU share; on GPUs Ray decides."""
 
     save_final: bool = True
     """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
 
-    save_freq: int = Field(default=-1, ge=-1)
-    """Write a checkpoint that a run can go on from every this many steps, and at the end; -1 is never."""
+    save_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
+    """Write a checkpoint to resume from every this many steps, and at the end; -1 is never."""
 
-    max_ckpt_to_keep: int | None = Field(default=None, ge=1)
-    """Newest checkpoints that stay; older ones are removed once a newer one is whole on disk. null is all. With
-    backend=verl at least 2: verl removes the oldest before the new one is whole."""
+    max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
+    """How many of the newest checkpoints are kept; an older one is removed once a newer one is complete on disk. null
+    keeps all. With backend=verl at least 2: verl removes the oldest before the new one is complete."""
 
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """`auto`: an interrupted run of this name goes on from its last good checkpoint; a finished one is moved aside.
-    `disable`: whatever has this name is moved aside. `resume_path`: go on from resume_from_path."""
+    """`auto`: an interrupted run of this name resumes from its last good checkpoint; a finished one is moved aside.
+    `disable`: whatever has this name is moved aside. `resume_path`: resume from resume_from_path."""
 
     resume_from_path: PathText | None = None
     """With resume_mode=resume_path: a checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl:

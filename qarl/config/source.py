@@ -103,7 +103,7 @@ def _split_arguments(argv: Sequence[str], problems: list[Problem]) -> dict[str, 
         if not equals or not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
             fix = "write key=value, for example quant.scheme=bf16"
             if argument.startswith("-"):
-                fix += ", without leading dashes"
+                fix += ", without leading dashes; --help describes the keys"
             elif argument.endswith((".yaml", ".yml")):
                 fix = f"write config={argument}"
             problems.append(Problem(argument, NOT_GIVEN, "not of the form key=value", fix, COMMAND_LINE))

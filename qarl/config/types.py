@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -20,6 +21,13 @@ LONGEST_PATH, LONGEST_NAME = 4000, 240
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 LARGEST = 2**63 - 1
 """The largest whole number that every consumer of the config can hold."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a key, for people: `Annotated[int, Unit("tokens")]`. It checks nothing."""
+
+    name: str
 
 
 def as_list(value: Any) -> Any:

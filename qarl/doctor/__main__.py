@@ -1,9 +1,22 @@
-"""`python -m qarl.doctor config=NAME.yaml key=value ...`: what would go wrong with a run, before it starts.
+"""Find what would go wrong with a run before it starts.
 
-Takes the arguments of `qarl.train`, starts no engine and loads no weights, and prints findings by topic (see
-`qarl.doctor`). `doctor.device=h100 doctor.gpu_memory_gib=80` judges for such GPUs instead of this machine;
-`doctor.json=PATH` also writes the findings as JSON. Exit codes: 0 nothing was found that stops the run; 1 the run would
-fail; 2 the config cannot be read.
+usage: qarl doctor config=NAME.yaml [KEY=VALUE ...] [doctor.OPTION=VALUE ...]
+       qarl doctor --help [SECTION | SECTION.KEY ...]
+
+Takes the arguments of qarl train. Starts no engine, loads no weights, and prints findings by topic.
+`python -m qarl.doctor` is the same command.
+
+options, to judge the run for other GPUs than this machine's:
+  doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200; cuda for others
+  doctor.gpu_memory_gib=80   memory of a GPU in GiB; default: that of doctor.device, if it is named
+  doctor.gpu_capability=9.0  CUDA compute capability; default: likewise
+  doctor.json=PATH           also write the findings as JSON
+
+exit codes:
+  0    nothing was found that would stop the run
+  1    the run would fail
+  2    the config is invalid: one message says why
+  130  ended by Ctrl-C
 """
 
 from __future__ import annotations
@@ -13,11 +26,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qarl.config import load_config
 from qarl.console import run_command
-from qarl.doctor.target import find_target, split_arguments
 from qarl.errors import UserError
-from qarl.process import limit_threads
 
 if TYPE_CHECKING:
     from qarl.doctor.findings import Report
@@ -25,10 +35,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine the run that `argv` describes; returns the exit code."""
-    return run_command(_main, argv)
+    return run_command(_main, argv, describe=describe)
 
 
 def _main(argv: list[str]) -> int:
+    from qarl.config import load_config
+    from qarl.doctor.target import find_target, split_arguments
+    from qarl.process import limit_threads
+
     arguments = split_arguments(argv)
     config = load_config(arguments.run)
     threads_given = os.environ.get("OMP_NUM_THREADS")
@@ -43,9 +57,16 @@ def _main(argv: list[str]) -> int:
     return report.exit_code
 
 
+def describe(topics: list[str]) -> str:
+    """The help: this page and the config's sections, or the sections and keys in `topics`."""
+    from qarl.config.help import config_help
+
+    return config_help(__doc__ or "", topics)
+
+
 def write_report(path: str, report: Report) -> None:
     """The findings as JSON; UserError where they cannot be written."""
-    from qarl.checkpoint.json_file import write_json
+    from qarl.metrics.tracker import write_json
 
     why = None
     if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):

@@ -1,11 +1,6 @@
 """The machine a pre-flight judges for: this one, or a GPU machine that is elsewhere.
 
-`doctor.*` arguments say so, apart from the run's own keys:
-
-    doctor.device=h100           a GPU of `GPUS`, or `cuda` for any other
-    doctor.gpu_memory_gib=80     its memory, where it differs from the list's (or for `cuda`)
-    doctor.gpu_capability=9.0    CUDA compute capability, likewise
-    doctor.json=PATH             also write the findings as JSON
+`doctor.*` arguments choose it, apart from the run's own keys: `qarl doctor --help` describes them.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
         name, _, value = argument.removeprefix("doctor.").partition("=")
         if name not in OPTIONS or not value or name in options:
             known = ", ".join(f"doctor.{option}=..." for option in OPTIONS)
-            why = "it is given twice" if name in options else "it is no option of the doctor, or has no value"
+            why = "it is given twice" if name in options else "the doctor has no such option, or it has no value"
             raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=f"give each once: {known}")
         options[name] = value
     return Arguments(run, options)

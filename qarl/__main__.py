@@ -1,0 +1,68 @@
+"""Reinforcement learning with low-bit rollouts and a trainer aligned to them.
+
+usage: qarl COMMAND [KEY=VALUE ...]
+       qarl COMMAND --help
+       qarl --version
+
+`python -m qarl` is the same command, and `python -m qarl.COMMAND` the same as qarl COMMAND.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from qarl.console import run_command
+from qarl.errors import UserError
+
+COMMANDS = {
+    "train": ("qarl.train", "train a model as a config describes"),
+    "doctor": ("qarl.doctor.__main__", "find what would go wrong with a run before it starts"),
+    "diagnose": ("qarl.diagnose.__main__", "show how far trainer and rollout differ for a run, and why"),
+    "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
+    "bench": ("qarl.bench.__main__", "measure products, training steps, rollouts and publishes, or predict them"),
+}
+"""Name of a command -> its module, which has `main` and `describe` and imports nothing slow, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's arguments) names; returns the exit code."""
+    return run_command(_main, argv, describe=describe)
+
+
+def _main(argv: list[str]) -> int:
+    if argv:
+        return int(_command(argv[0]).main(argv[1:]))
+    print(describe([]))
+    return 2
+
+
+def describe(topics: list[str]) -> str:
+    """The help: this page and the shipped configs, or the help of the command that comes first in `topics`."""
+    if topics:
+        return str(_command(topics[0]).describe(topics[1:]))
+    from qarl.config.help import columns, shipped
+
+    about = (__doc__ or "").strip()
+    commands = columns({name: summary for name, (_, summary) in COMMANDS.items()})
+    return "\n".join([about, "", "commands:", *commands, "", "configs:", *columns(dict(shipped()))])
+
+
+def _command(name: str) -> ModuleType:
+    """The module of a command; UserError if there is no such command."""
+    if name in COMMANDS:
+        return importlib.import_module(COMMANDS[name][0])
+    listing = ", ".join(COMMANDS)
+    if "=" in name:
+        raise UserError("no command is named", where="command line", fix=f"write qarl train {name} (or {listing})")
+    from qarl.config.errors import nearest
+
+    guess = nearest(name.lstrip("-"), [*COMMANDS, "help", "version"])
+    hint = f"did you mean {guess if guess in COMMANDS else f'--{guess}'}? " if guess else ""
+    raise UserError(f"there is no command {name!r}", where="command line", fix=f"{hint}the commands are {listing}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

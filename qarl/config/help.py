@@ -1,0 +1,189 @@
+"""The config's keys in words: meaning, values, unit and default of each, read off the schema.
+
+`config_help` is the text of `qarl train --help`. docs/configuration.md has the same facts: scripts/config_page.py makes
+it out of `key_table`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from qarl.config.errors import nearest, nearest_key, show
+from qarl.config.schema import Config, sections
+from qarl.config.source import available_configs, find_config
+from qarl.config.types import Unit, good_patterns, possible_path, reward_name
+from qarl.errors import UserError
+
+WIDTH = 100
+"""Columns of help at most; a narrower terminal has fewer."""
+_NUMBERS = {int: "integer", float: "number"}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_PLURALS = {"path": "paths"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config. `values`: its type and bounds; `unit` and `default` are empty where it has none."""
+
+    name: str
+    meaning: str
+    values: str
+    unit: str
+    default: str
+
+    @property
+    def facts(self) -> str:
+        """Values, unit and default on one line."""
+        unit = f"; unit: {self.unit}" if self.unit else ""
+        return f"{self.values}{unit}; {f'default: {self.default}' if self.default else 'required'}"
+
+
+def key_table() -> dict[str, list[Key]]:
+    """The keys of every section, in order; those outside of any section come first, under the empty name."""
+    table = {"": [_key(name, info) for name, info in Config.model_fields.items() if name not in sections()]}
+    for name, section in sections().items():
+        table[name] = [_key(f"{name}.{child}", info) for child, info in section.model_fields.items()]
+    return table
+
+
+def about_section(name: str) -> list[str]:
+    """The docstring of a section, by paragraphs; the first one is a short title."""
+    paragraphs = inspect.cleandoc(sections()[name].__doc__ or "").split("\n\n")
+    return [" ".join(paragraph.split()) for paragraph in paragraphs]
+
+
+def shipped() -> Iterator[tuple[str, str]]:
+    """Each config that `config=` finds by name, and the first line of its comment."""
+    for name in available_configs():
+        path = find_config(name)[0]
+        if path is not None:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                first = file.readline().strip()
+            yield name, first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def config_help(about: str, topics: Sequence[str]) -> str:
+    """The help of a command that takes a config.
+
+    Args:
+        about: the command's own text, which comes first if no topic is given.
+        topics: sections and dotted keys to describe in full.
+
+    Raises:
+        UserError: a topic is neither; the nearest one is named.
+    """
+    if topics:
+        return "\n\n".join(_topic(topic) for topic in topics)
+    lines = [about.strip(), "", "configs:", *columns(dict(shipped()))]
+    lines += ["", "sections (--help SECTION describes the keys, --help SECTION.KEY one of them):"]
+    table = key_table()
+    for name, keys in table.items():
+        title = f"{name}: {about_section(name)[0]}" if name else "top level"
+        names = ", ".join(key.name.rpartition(".")[2] for key in keys)
+        lines += [f"  {title}", *_wrapped(names, 6)]
+    return "\n".join(lines)
+
+
+def columns(rows: Mapping[str, str]) -> list[str]:
+    """Lines of help, a name and its text each."""
+    width = max(map(len, rows), default=0) + 2
+    return [line for name, text in rows.items() for line in _wrapped(f"{name:{width}}{text}", 2, 2 + width)]
+
+
+def _topic(topic: str) -> str:
+    table = key_table()
+    keys = {key.name: key for keys in table.values() for key in keys}
+    if topic in keys:
+        return _described(keys[topic])
+    if topic in table and topic:
+        title, *paragraphs = about_section(topic)
+        about = ["\n".join(_wrapped(paragraph, 0)) for paragraph in (f"{topic}: {title}", *paragraphs)]
+        return "\n\n".join([*about, *map(_described, table[topic])])
+    known = [*sections(), *keys]
+    guess = nearest_key(topic, known) if "." in topic else nearest(topic, sections()) or nearest_key(topic, known)
+    raise UserError(
+        f"there is no section or key {topic!r}",
+        where="--help",
+        fix=f"{f'did you mean {guess}? ' if guess else ''}the sections are {', '.join(sections())}",
+    )
+
+
+def _described(key: Key) -> str:
+    return "\n".join([f"  {key.name}", *_wrapped(key.meaning, 6), *_wrapped(key.facts, 6)])
+
+
+def _wrapped(text: str, indent: int, later: int | None = None) -> list[str]:
+    width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if later is None else later),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _key(name: str, info: FieldInfo) -> Key:
+    unit = next((item.name for item in info.metadata if isinstance(item, Unit)), "")
+    given = info.get_default(call_default_factory=True)
+    default = "" if info.is_required() else given if isinstance(given, str) else show(given)
+    return Key(name, " ".join((info.description or "").split()), _values(info.annotation, info.metadata), unit, default)
+
+
+def _values(annotation: Any, metadata: Sequence[Any]) -> str:
+    """The values that a key takes, in words. `metadata` holds the bounds that pydantic checks."""
+    metadata = [one for item in metadata for one in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    if get_origin(annotation) in (Union, UnionType):
+        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
+        return f"{_values(kind, metadata)}, or null"
+    if hasattr(annotation, "__metadata__"):
+        return _values(annotation.__origin__, [*annotation.__metadata__, *metadata])
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(arguments)}" if len(arguments) > 1 else f"{arguments[0]} only"
+    if get_origin(annotation) is list:
+        least = "".join(f", at least {bound}" for bound in _bounds("min_length", metadata))
+        if _checked_by(good_patterns, metadata):
+            return f"list of module names or patterns{least}"
+        kind = _values(arguments[0], []).removeprefix("one of ")
+        return f"list of {_PLURALS.get(kind, kind)}{least}"
+    if get_origin(annotation) is tuple:
+        return f"list of {len(arguments)}, each: {_values(arguments[0], [])}"
+    if get_origin(annotation) is dict:
+        return "keys and values"
+    return _single(annotation, metadata)
+
+
+def _single(kind: Any, metadata: Sequence[Any]) -> str:
+    if kind is bool:
+        return "true or false"
+    if kind in _NUMBERS:
+        bounds = [f"{sign} {_number(bound)}" for name, sign in _SIGNS.items() for bound in _bounds(name, metadata)]
+        return " ".join([_NUMBERS[kind], ", ".join(bounds)]).strip()
+    if kind is str:
+        if _checked_by(reward_name, metadata):
+            return "name of a function"
+        word = "path" if _checked_by(possible_path, metadata) else "text"
+        return word + "".join(f" of at most {bound} characters" for bound in _bounds("max_length", metadata))
+    raise TypeError(f"no words for values of {kind}")
+
+
+def _bounds(name: str, metadata: Sequence[Any]) -> list[Any]:
+    return [getattr(item, name) for item in metadata if getattr(item, name, None) is not None]
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def _checked_by(function: Any, metadata: Sequence[Any]) -> bool:
+    return any(getattr(item, "func", None) is function for item in metadata)

@@ -1,0 +1,64 @@
+"""docs/configuration.md: every key of a config, from the descriptions in `qarl.config.schema`.
+
+python scripts/config_page.py            compare with the page; exit code 1 if it is stale
+python scripts/config_page.py --write    write the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qarl.config.help import Key, about_section, key_table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+_HEAD = """\
+# Configuration
+
+<!-- Made by scripts/config_page.py from qarl/config/schema.py: change it there. -->
+
+A run is `qarl train config=NAME.yaml KEY=VALUE ...`. Later wins: the defaults below, the YAML file, then the overrides.
+Values are YAML 1.2. Unknown keys are errors, and all errors come at once, before any work. `qarl train --help SECTION`
+prints the same as this page. Keys are named as in verl if verl has them: batch sizes of `data` and
+`ppo_mini_batch_size` count prompts, micro-batch sizes count responses. "The paper" is
+[arXiv 2604.07853](https://arxiv.org/abs/2604.07853). The paper's runs: [configs.md](configs.md).
+"""
+_COLUMNS = ("key", "meaning", "values", "unit", "default")
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    return "\n".join([_HEAD, *(line for name, keys in key_table().items() for line in _section(name, keys))])
+
+
+def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:
+    yield f"## `{name}`" if name else "## Top level"
+    for paragraph in about_section(name) if name else ():
+        yield f"\n{paragraph}"
+    yield f"\n| {' | '.join(_COLUMNS)} |"
+    yield f"|{'---|' * len(_COLUMNS)}"
+    for key in keys:
+        default = f"`{key.default}`" if key.default else "required"
+        yield f"| `{key.name}` | {_cell(key.meaning)} | {_cell(key.values)} | {key.unit} | {_cell(default)} |"
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
+    print("fresh" if fresh else "stale: run python scripts/config_page.py --write")
+    return 0 if fresh else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

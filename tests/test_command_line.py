@@ -1,0 +1,327 @@
+"""The `qarl` command: help and version of every command, wrong ones, Ctrl-C at any moment; docs/configuration.md."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qarl.__main__ import COMMANDS, main
+from qarl.bench.__main__ import PARTS
+from qarl.config import describe_keys
+from qarl.config.help import WIDTH, key_table, shipped
+from qarl.config.schema import Config, sections
+from qarl.console import run_command
+from qarl.doctor.target import GPUS, OPTIONS
+from qarl.export import _KEYS, FORMATS
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]
+WITH_CONFIG = ("train", "doctor", "diagnose")
+HEAVY = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "ray", "matplotlib")
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    return capsys
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command: str, flag: str, out: pytest.CaptureFixture[str]) -> None:
+    """Through `qarl` in both orders, and as `python -m qarl.COMMAND` calls it: the same text, and nothing else."""
+    texts = set()
+    own = importlib.import_module(COMMANDS[command][0]).main
+    for call, arguments in ((main, [command, flag]), (main, [flag, command]), (own, [flag]), (own, ["a=b", flag])):
+        assert call(arguments) == 0
+        printed = out.readouterr()
+        assert printed.err == ""
+        texts.add(printed.out)
+    (text,) = texts
+    assert f"usage: qarl {command} " in text and "exit codes:" in text and "Ctrl-C" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    if command in WITH_CONFIG:
+        assert all(f"  {name}: " in text for name in sections()) and "quickstart.yaml" in text
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_qarl(flag: str, out: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    text = out.readouterr().out
+    assert "usage: qarl COMMAND" in text
+    assert all(f"  {command} " in text for command in COMMANDS)
+    assert all(f"  {path.name} " in text for path in (ROOT / "configs").glob("*.yaml"))
+    assert main([]) == 2
+    assert out.readouterr().out == text
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_version(command: str | None, out: pytest.CaptureFixture[str]) -> None:
+    assert main([*([command] if command else []), "--version"]) == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert out.readouterr().out == f"qarl {project['version']}\n"
+    assert project["scripts"] == {"qarl": "qarl.__main__:main"}
+
+
+WRONG = {
+    ("tarin",): "did you mean train?",
+    ("--hlep",): "did you mean --help?",
+    ("help",): "did you mean --help?",
+    ("--help", "exprot"): "did you mean export?",
+    ("xyz", "--help"): "the commands are train, doctor, diagnose, export, bench",
+    ("config=quickstart.yaml",): "write qarl train config=quickstart.yaml",
+    ("train", "--hepl"): "--help describes the keys",
+    ("train", "--help", "actr"): "did you mean actor?",
+    ("train", "--help", "grad_clip"): "did you mean actor.grad_clip?",
+    ("doctor", "--help", "actor.lr"): "did you mean optim.lr?",
+    ("diagnose", "--help", "qqq"): "the sections are model, data,",
+    ("export",): "qarl export --help",
+    ("export", "--halp"): "write key=value",
+    ("bench",): "one of kernels,",
+    ("bench", "kernel"): "nearest: kernels",
+    ("bench", "--help", "stesp"): "nearest: steps",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_a_wrong_command_line(arguments: tuple[str, ...], out: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = out.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("error:") == 1
+    assert WRONG[arguments] in printed.err
+
+
+@pytest.mark.parametrize("command", WITH_CONFIG)
+@pytest.mark.parametrize("section", sections())
+def test_help_of_a_section(section: str, command: str, out: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help", section]) == 0
+    words = " ".join(out.readouterr().out.split())
+    for key in key_table()[section]:
+        assert f"{key.name} {key.meaning} {key.facts}" in words
+    assert main([command, "--help", key.name]) == 0
+    assert " ".join(out.readouterr().out.split()) == f"{key.name} {key.meaning} {key.facts}"
+
+
+FACTS = {
+    "name": "text of at most 200 characters; required",
+    "verl": "keys and values; default: {}",
+    "data.train_files": "list of paths, at least 1; required",
+    "data.shuffle": "true or false; default: true",
+    "reward.timeout_s": "number > 0, <= 86400, or null; unit: seconds; default: 60.0",
+    "rollout.n": "integer >= 2; unit: responses; required",
+    "quant.scheme": "one of bf16, w4a16, w8a8, fp8, w4a8; default: w4a16",
+    "quant.ignore": 'list of module names or patterns; default: ["lm_head"]',
+    "actor.grad_clip": "number > 0; default: 1.0",
+    "optim.betas": "list of 2, each: number >= 0, < 1; default: [0.9, 0.999]",
+    "trainer.logger": 'list of console, tensorboard, wandb; default: ["console"]',
+    "trainer.resume_from_path": "path, or null; default: null",
+}
+PURE_NUMBERS = {
+    "seed", "rollout.temperature", "rollout.top_p", "rollout.val_temperature", "rollout.gpu_memory_utilization",
+    "actor.grad_clip", "actor.seq_clip_ratio_high", "actor.seq_clip_ratio_low", "actor.neg_seq_clip_ratio_low",
+    "actor.neg_seq_clip_ratio_high", "actor.seq_tis_imp_ratio_cap", "optim.lr", "optim.betas", "optim.eps",
+    "optim.weight_decay", "optim.min_lr_ratio", "optim.muon_lr", "optim.muon_momentum",
+}  # fmt: skip
+"""Ratios, probabilities and rates: numbers without a unit."""
+
+
+def test_every_key_is_in_the_table_with_its_facts() -> None:
+    keys = [key for found in key_table().values() for key in found]
+    assert {key.name for key in keys} == set(describe_keys()) - set(sections())
+    assert all(key.meaning == describe_keys()[key.name] for key in keys)
+    assert {key.name: key.facts for key in keys if key.name in FACTS} == FACTS
+    optional = {
+        f"{name}.{key}"
+        for name, kind in sections().items()
+        for key, info in kind.model_fields.items()
+        if not info.is_required()
+    }
+    assert {key.name for key in keys if key.default} == optional | set(Config.model_fields) - set(sections()) - {"name"}
+
+
+def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
+    keys = [key for found in key_table().values() for key in found if "integer" in key.values or "number" in key.values]
+    assert {key.name for key in keys if not key.unit} == PURE_NUMBERS
+
+
+def test_the_page_of_the_configuration_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import config_page
+
+    text = config_page.PAGE.read_text(encoding="utf-8")
+    assert text == config_page.page(), "run python scripts/config_page.py --write"
+    assert text.count("\n| `") == len(describe_keys()) - len(sections())
+
+
+def test_shipped_configs_have_one_line_each() -> None:
+    lines = dict(shipped())
+    assert {path.name for path in (ROOT / "configs").glob("*.yaml")} <= set(lines)
+    assert {name: line for name, line in lines.items() if not line.endswith(".") or len(line) > 80} == {}
+
+
+def test_help_lists_every_option(out: pytest.CaptureFixture[str]) -> None:
+    listed = {
+        "doctor": [*(f"doctor.{option}=" for option in OPTIONS), *GPUS],
+        "export": [*(f"  {key}=" for key in _KEYS), *(f"format={name}" for name in FORMATS)],
+        "bench": list(PARTS),
+    }
+    for command, words in listed.items():
+        main([command, "--help"])
+        text = out.readouterr().out
+        assert [word for word in words if word not in text] == []
+    for part in PARTS:
+        assert main(["bench", "--help", part]) == 0
+        assert "usage:" not in out.readouterr().out
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Also from a folder without configs: the shipped ones are found."""
+    lines = [[], *([command] for command in COMMANDS), ["train", "actor"], *(["bench", part] for part in PARTS)]
+    code = (
+        "import sys; from qarl.__main__ import main\n"
+        f"codes = [main([*line, '--help']) for line in {lines!r}]\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "sys.exit(f'{codes} {loaded}' if any(codes) or loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "quickstart.yaml" in done.stdout
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_python_dash_m(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "-h"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: qarl " in done.stdout
+
+
+def test_help_into_a_pager_that_was_left() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "qarl", "-h"], stdout=write, stderr=subprocess.PIPE, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+SLOW = "import pathlib, time; pathlib.Path('here').touch()\n"
+ASLEEP = f"{SLOW}time.sleep(60)\n"
+SWALLOWED = f"{SLOW}try:\n    time.sleep(60)\nexcept BaseException:\n    raise RuntimeError('cannot be imported')\n"
+CLEANS_UP = "try:\n    time.sleep(60)\nfinally:\n    pathlib.Path('again').touch()\n    time.sleep(60)\n"
+COMMAND_LINES = {
+    "train": ["train", "config=quickstart.yaml"],
+    "dry run with verl": ["train", "config=quickstart_verl.yaml", "dry_run=true"],
+    "doctor": ["doctor", "config=quickstart.yaml"],
+    "diagnose": ["diagnose", "config=quickstart.yaml"],
+    "export": ["export", "run=a", "output=b"],
+    "bench": ["bench", "kernels"],
+}
+
+
+class Interrupted:
+    """A `qarl` process in a folder whose modules stand in for those that are slow to import."""
+
+    def __init__(self, folder: Path, modules: dict[str, str], command: list[str]) -> None:
+        for name, source in modules.items():
+            (folder / f"{name}.py").write_text(source, encoding="utf-8")
+        self.folder = folder
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, text=True, **streams)
+
+    def press(self, when: str) -> None:
+        """Ctrl-C, once the process has made the file `when`."""
+        for _ in range(6000):
+            if (self.folder / when).exists() or self.process.poll() is not None:
+                break
+            time.sleep(0.01)
+        assert self.process.poll() is None, self.process.communicate()
+        time.sleep(0.05)
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            err = self.process.communicate(timeout=30)[1]
+        finally:
+            self.process.kill()
+        return self.process.returncode, err
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_ctrl_c_while_torch_is_imported(command: str, tmp_path: Path) -> None:
+    run = Interrupted(tmp_path, {"torch": ASLEEP}, ["-m", "qarl", *COMMAND_LINES[command]])
+    run.press("here")
+    assert run.end() == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ctrl_c_while_the_first_modules_are_imported(module: str, tmp_path: Path) -> None:
+    """pydantic for the config or, in the benchmark, torch."""
+    slow, argument = {"qarl": ("pydantic_core", "-h"), "qarl.bench": ("torch", "kernels")}.get(
+        module, ("pydantic_core", "config=quickstart.yaml")
+    )
+    run = Interrupted(tmp_path, {slow: ASLEEP}, ["-m", module, argument])
+    run.press("here")
+    assert run.end() == (130, "interrupted\n")
+
+
+def test_ctrl_c_that_a_library_makes_another_error_of(tmp_path: Path) -> None:
+    run = Interrupted(tmp_path, {"torch": SWALLOWED}, ["-m", "qarl", "train", "config=quickstart.yaml"])
+    run.press("here")
+    assert run.end() == (130, "interrupted\n")
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    run = Interrupted(tmp_path, {"torch": SLOW + CLEANS_UP}, ["-m", "qarl", "train", "config=quickstart.yaml"])
+    run.press("here")
+    run.press("again")
+    assert run.end() == (130, "interrupted\n")
+
+
+def test_ctrl_c_again_while_the_first_is_reported() -> None:
+    code = (
+        "import os, signal, sys\nfrom qarl import console\n"
+        "def press(*given):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "console.say = press\nsys.exit(console.run_command(press, None, describe=str))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_while_the_process_ends(tmp_path: Path) -> None:
+    code = (
+        "import atexit, pathlib, sys, time\nfrom qarl.__main__ import main\n"
+        "atexit.register(lambda: (pathlib.Path('here').touch(), time.sleep(60)))\nsys.exit(main())"
+    )
+    run = Interrupted(tmp_path, {}, ["-c", code, "--version"])
+    run.press("here")
+    assert run.end() == (130, "interrupted\n")
+
+
+def test_ctrl_c_for_a_caller_in_python(out: pytest.CaptureFixture[str]) -> None:
+    """A command that is called with arguments of a program leaves the program's own handling of signals alone."""
+
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_command(interrupted, [], describe=lambda topics: "") == 130
+    assert out.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_background_job_stays_deaf_to_ctrl_c() -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nfrom qarl.__main__ import main\n"
+        "code = main()\nassert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nraise SystemExit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

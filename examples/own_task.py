@@ -5,8 +5,8 @@
     qarl train config=FOLDER/subtraction.yaml
 
 Run it from the repository after `make model`: the model is the quickstart's. Each row has verl's schema: `prompt`, a
-list of chat messages; `data_source`; `reward_model.ground_truth`, which the reward gets; `extra_info`, for whatever else
-it needs.
+list of chat messages; `data_source`; `reward_model.ground_truth`, which the reward gets; `extra_info`, for whatever
+else it needs.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def run(config: Config) -> int:
         summary = train_in_verl(config, started=_STARTED)
     else:
         from qarl.config import write_resolved
-        from qarl.trainer.local import train
+        from qarl.trainer.loop import train
         from qarl.trainer.resume import open_run
 
         with open_run(config) as checkpoint:

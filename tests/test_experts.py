@@ -14,12 +14,12 @@ from qarl.kernels.activations import quantize_fp8, quantize_int8
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.fused import (
     EXPERTS_KERNELS,
-    ExpertsShape,
     LowBitExperts,
     ReferenceExperts,
     choose_experts_kernel,
     fused_experts,
 )
+from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant import get_scheme, quantize
 
 SHAPE = ExpertsShape(experts=5, top_k=2, hidden=96, intermediate=64)

@@ -20,7 +20,7 @@ from engine_helpers import config as run_config
 from engine_helpers import in_the_checkout  # noqa: F401  a fixture that acts by being imported
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
-from qarl.checks import layers as checks
+from qarl.checks import layers, model_folder
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, _llm_arguments
@@ -96,8 +96,8 @@ def _own_config(folder: Path) -> Any:
 
 
 LOADERS: dict[str, Callable[[Path, bool], Any]] = {
-    "the tokenizer": lambda folder, trust: setup.load_tokenizer(str(folder), trust),
-    "the config": lambda folder, trust: setup.load_hf_config(str(folder), trust),
+    "the tokenizer": lambda folder, trust: model_folder.load_tokenizer(str(folder), trust),
+    "the config": lambda folder, trust: model_folder.load_hf_config(str(folder), trust),
     "the policy": lambda folder, trust: Policy.load(
         run_config(folder, f"model.path={folder}", f"model.trust_remote_code={str(trust).lower()}", "quant.align=off")
     ),
@@ -121,12 +121,12 @@ def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: 
 
 def test_the_error_names_the_key(folder: Path) -> None:
     with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
-        setup.load_tokenizer(str(folder))
+        model_folder.load_tokenizer(str(folder))
 
 
 BUILDERS: dict[str, Callable[[Any, bool], Any]] = {
-    "meta_model": lambda config, trust: checks.meta_model(config, trust_remote_code=trust),
-    "linear_shapes": lambda config, trust: checks.linear_shapes(config, trust_remote_code=trust),
+    "meta_model": lambda config, trust: layers.meta_model(config, trust_remote_code=trust),
+    "linear_shapes": lambda config, trust: layers.linear_shapes(config, trust_remote_code=trust),
     "expected_manifest": lambda config, trust: expected_manifest(
         config, get_scheme("bf16"), (), trust_remote_code=trust
     ),
@@ -157,11 +157,11 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
 
-    from qarl.verl.process import refuse_hidden_code
+    from qarl.checks.verl_plugin import refuse_hidden_code
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = hostile(plain, tmp_path, "qwen3")
-    loaded = setup.load_tokenizer(str(model))
+    loaded = model_folder.load_tokenizer(str(model))
     assert not (tmp_path / "ran").exists()
     settings = {
         trust: run_config(tmp_path, f"model.path={model}", f"model.trust_remote_code={trust}")
@@ -170,7 +170,7 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"which verl would run[\s\S]*auto_map"):
         refuse_hidden_code(settings["false"], *loaded)
     refuse_hidden_code(settings["true"], *loaded)
-    refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(plain)))
+    refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(plain)))
     hf_tokenizer(str(model), trust_remote_code=True)  # as verl's reward workers do
     assert (tmp_path / "ran").exists()
     for name in ("config.json", "tokenizer_config.json"):  # one of the files is enough
@@ -179,7 +179,7 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
         del content["auto_map"]
         (only / name).write_text(json.dumps(content))
         with pytest.raises(UserError, match="which verl would run"):
-            refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(only)))
+            refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
 
 
 def test_a_run_with_yes_on_standard_input(plain: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_default_dtype_survives_a_failure(
     monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
     settings = run_config(tmp_path, f"model.path={plain}")
     calls: dict[str, Callable[[], Any]] = {
-        "a meta model": lambda: checks.meta_model(setup.load_hf_config(str(plain))),
+        "a meta model": lambda: layers.meta_model(model_folder.load_hf_config(str(plain))),
         "the policy": lambda: Policy.load(settings),
         "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings)),
     }

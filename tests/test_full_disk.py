@@ -22,13 +22,14 @@ from conftest import ROOT
 from engine_helpers import config, in_the_checkout  # noqa: F401  a fixture that acts by being imported
 from test_run_loop import Checkpoints, Trainer
 
+from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError
 from qarl.config import write_resolved
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
-from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics, write_versions
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.trainer import ending
-from qarl.trainer.local import run_and_keep
+from qarl.trainer.loop import run_and_keep
 
 OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
 

@@ -15,7 +15,7 @@ from qarl.metrics.mismatch import PhaseTimer
 from qarl.metrics.tracker import Tracker
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.trainer import checkpoints as checkpointing
-from qarl.trainer.local import run_and_keep, run_steps
+from qarl.trainer.loop import run_and_keep, run_steps
 
 
 class Trainer:

@@ -19,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from qarl.checkpoint.sources import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights
+from qarl.checks.run import check_run
 from qarl.config import Config, build_config, describe_keys, load_config, write_resolved
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
@@ -27,7 +28,6 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.tbpo import TBPOConfig
 from qarl.trainer.optim import lr_scale
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
-from qarl.verl import process as verl_process
 from qarl.verl.checks import refuse_unsupported
 from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
@@ -422,6 +422,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for key in ("calculate_log_probs", "disable_log_stats"):
+        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
@@ -648,7 +650,7 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     import pyarrow.parquet as pq
 
     for name in ("check_engine_installed", "check_cpu", "check_linears", "check_weight_files"):
-        monkeypatch.setattr(f"qarl.checks.layers.{name}", lambda *arguments: None)
+        monkeypatch.setattr(f"qarl.checks.run.{name}", lambda *arguments: None)
     row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
     row |= {"data_source": "random", "extra_info": {"index": 0}}
     pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")
@@ -658,8 +660,8 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
         "data.val_files": [str(tmp_path / "gone.parquet")],
     }
     with pytest.raises(UserError, match=r"gone\.parquet"):
-        verl_process.preflight(quickstart(**changes))
+        check_run(quickstart(**changes))
     changes["data.val_files"] = changes["data.train_files"]
-    verl_process.preflight(quickstart(**changes))
+    check_run(quickstart(**changes))
     with pytest.raises(UserError, match="batches of 24 from 12 prompts"):
-        verl_process.preflight(quickstart(**changes, **{"data.train_batch_size": 24}))
+        check_run(quickstart(**changes, **{"data.train_batch_size": 24}))

@@ -1,0 +1,181 @@
+"""README, docs/ and the files around them: every link and every named file is there, every result is in the index."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "benchmarks/results"
+_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_ROOTS = "qarl|tests|scripts|configs|docs|benchmarks|requirements|examples"
+_PATH = re.compile(rf"(?<![\w/.-])(?:{_ROOTS})/[\w./*-]*\w/?|(?<![\w/.-])\.(?:ci|github)/\w[\w./-]*")
+_BANNED = re.compile(
+    r"\b(anew|goes on|go on|went on|of its own|is none|so many|will not do)\b|^(Of|What) .* is ", re.IGNORECASE
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", _CODE.sub("", text_of(page)), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in _LINK.findall(_CODE.sub("", text_of(page))):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def missing_paths(page: Path) -> list[str]:
+    """Files and folders of the repository that a page names, code blocks included, and that are not there."""
+    named = {match.group().rstrip(".") for match in _PATH.finditer(text_of(page))}
+    return sorted(name for name in named if not any(ROOT.glob(name.rstrip("/"))))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_file_is_there(page: Path) -> None:
+    assert missing_paths(page) == []
+
+
+def test_the_reader_of_pages_sees_what_is_broken(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title, of `two` parts\n[a](gone.md) [b](#a-title-of-two-parts) [c](#no) [d](https://x.org/y)\n"
+        "`qarl/gone.py`, `qarl/tbpo/loss.py`, tests/test_d*.py, see qarl/quant/. `.ci/run`, `.ci/gone`\n"
+    )
+    assert broken_links(page) == ["gone.md", "#no"]
+    assert missing_paths(page) == [".ci/gone", "qarl/gone.py"]
+
+
+def test_architecture_names_every_package() -> None:
+    """A package that the page does not name is missing from it."""
+    text = text_of(ROOT / "docs/architecture.md")
+    packages = sorted(path.parent.name for path in (ROOT / "qarl").glob("*/__init__.py"))
+    assert [name for name in packages if f"qarl/{name}" not in text] == []
+    core = {"tbpo", "quant", "align"}
+    files = {path for name in core for path in (ROOT / "qarl" / name).glob("*.py") if not path.name.startswith("_")}
+    rows = {name: next(line for line in text.splitlines() if line.startswith(f"| `qarl/{name}/`")) for name in core}
+    for name in core:
+        named = set(re.findall(r"`(\w+\.py)`", rows[name]))
+        assert named <= {path.name for path in files if path.parent.name == name}, name
+
+
+def test_bare_names_in_the_layout_table_are_files() -> None:
+    """`schema.py` in the row of `qarl/config/` is qarl/config/schema.py."""
+    rows = re.findall(r"^\| `(qarl/\w+/)` \| (.*) \|$", text_of(ROOT / "docs/architecture.md"), flags=re.MULTILINE)
+    assert len(rows) > 8
+    named = {f"{folder}{name}" for folder, text in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)}
+    assert len(named) > 30
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_in_plain_words(page: Path) -> None:
+    """Words that made readers stop; code blocks are exempt, they quote."""
+    lines = _CODE.sub("", text_of(page)).splitlines()
+    assert [line for line in lines if _BANNED.search(line)] == []
+
+
+def test_every_result_is_in_the_index() -> None:
+    rows = re.findall(r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M)
+    assert all(shown == target for shown, target, _ in rows)
+    assert sorted(target for _, target, _ in rows) == sorted(path.name for path in RESULTS.iterdir())
+    for _, name, rest in rows:
+        content, command, date, commit, page = (cell.strip() for cell in rest.strip(" |").split(" | "))
+        assert content and "`" in command and "](" in page, name
+        assert re.fullmatch(r"2\d{3}-\d{2}-\d{2}", date) and re.fullmatch(r"[0-9a-f]{7}\*?", commit), name
+        found = json.loads((RESULTS / name).read_text(encoding="utf-8")) if name.endswith(".json") else {}
+        if isinstance(found, dict):
+            said = found.get("commit") or found.get("versions", {}).get("git_commit")
+            assert ((said or commit).startswith(commit.rstrip("*")) and bool(said) != commit.endswith("*")) or (
+                name.endswith((".md", ".png"))
+            ), name
+            assert found.get("date", date)[:10] == date, name
+
+
+def test_the_figure_is_that_of_the_result(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import alignment_figure
+    finally:
+        sys.path.pop(0)
+    deltas = alignment_figure.mean_deltas(json.loads(text_of(alignment_figure.RESULT)))
+    assert len(deltas) == 15 and deltas["w4a16", "model"] == 0
+    alignment_figure.draw(deltas, tmp_path / "new.svg")
+    assert labels(tmp_path / "new.svg") == labels(alignment_figure.FIGURE)
+    alignment_figure.draw(deltas | {("fp8", "off"): 1e-2}, tmp_path / "other.svg")
+    assert labels(tmp_path / "other.svg") != labels(alignment_figure.FIGURE)
+
+
+def labels(figure: Path) -> list[str]:
+    """The texts of an SVG: numbers and names. Another matplotlib may draw the same with other paths."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", text_of(figure))
+
+
+def test_the_license_is_the_one_that_the_package_names() -> None:
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    license = text_of(ROOT / "LICENSE")
+    assert "Version 2.0, January 2004" in license and "END OF TERMS AND CONDITIONS" in license
+    assert project["authors"] == [{"name": "The QaRL authors"}]
+    assert project["keywords"] and any(one.startswith("Programming Language") for one in project["classifiers"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    from qarl import __version__
+
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    assert citation["version"] == project["version"] == __version__
+    assert citation["license"] == project["license"] and citation["cff-version"] == "1.2.0"
+    assert citation["title"] and citation["message"] and citation["authors"] == project["authors"]
+    assert f"## {__version__}" in text_of(ROOT / "CHANGELOG.md")
+
+
+def test_hooks_and_workflow_call_what_the_makefile_calls() -> None:
+    hooks = yaml.safe_load(text_of(ROOT / ".pre-commit-config.yaml"))["repos"][0]["hooks"]
+    assert [hook["id"] for hook in hooks] == ["ruff", "ruff-format", "mypy"]
+    workflow = yaml.safe_load(text_of(ROOT / ".github/workflows/ci.yml"))
+    steps = [step.get("run") for step in workflow["jobs"]["test"]["steps"]]
+    assert ".ci/run" in steps and (ROOT / ".ci/run").stat().st_mode & 0o100
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z][\w-]*)`", text_of(page))}
+    named |= {name for page in PAGES for name in re.findall(r"^make ([a-z][\w-]*)", text_of(page), flags=re.MULTILINE)}
+    assert {"quickstart", "test"} <= named
+    assert named - targets == set()
+
+
+def test_nothing_private_is_committed() -> None:
+    """No path of the machine that wrote a page."""
+    files = subprocess.run(["git", "ls-files", "*.md", "*.cff", "examples/*"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.split():
+        assert not re.search(r"/(work|tmp|root|home)/\w", text_of(ROOT / name).replace("/tmp/qarl-publish", "")), name

@@ -66,7 +66,7 @@ def describe(topics: list[str]) -> str:
 
 def write_report(path: str, report: Report) -> None:
     """The findings as JSON; UserError where they cannot be written."""
-    from qarl.checkpoint.json_file import write_json
+    from qarl.metrics.tracker import write_json
 
     why = None
     if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):

@@ -4,8 +4,9 @@
     qarl doctor config=FOLDER/subtraction.yaml
     qarl train config=FOLDER/subtraction.yaml
 
-Run it from the repository after `make model`: the model is the quickstart's. Each row has verl's schema: `prompt`, a list
-of chat messages; `data_source`; `reward_model.ground_truth`, which the reward gets; `extra_info`, for whatever else it needs.
+Run it from the repository after `make model`: the model is the quickstart's. Each row has verl's schema: `prompt`, a
+list of chat messages; `data_source`; `reward_model.ground_truth`, which the reward gets; `extra_info`, for whatever
+else it needs.
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 
 
 def test_every_result_is_in_the_index() -> None:
-    rows = re.findall(r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M)
+    rows = re.findall(
+        r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M
+    )
     assert all(shown == target for shown, target, _ in rows)
     assert sorted(target for _, target, _ in rows) == sorted(path.name for path in RESULTS.iterdir())
     for _, name, rest in rows:

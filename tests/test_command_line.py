@@ -15,12 +15,12 @@ import pytest
 
 from qarl.__main__ import COMMANDS, main
 from qarl.bench.__main__ import PARTS
+from qarl.checkpoint.export import _KEYS, FORMATS
 from qarl.config import describe_keys
 from qarl.config.help import WIDTH, key_table, shipped
 from qarl.config.schema import Config, sections
 from qarl.console import run_command
 from qarl.doctor.target import GPUS, OPTIONS
-from qarl.export import _KEYS, FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]

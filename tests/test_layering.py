@@ -79,9 +79,10 @@ LAYERS = (
     ("verl",),
     ("diagnose", "doctor", "bench"),
     ("train", "export", ""),
+    ("__main__",),
 )
 """Packages and modules of `qarl`, from the bottom up. Each may import what stands in a line above its own; two in one
-line know nothing of each other. The last name is `qarl` itself."""
+line know nothing of each other. The empty name is `qarl` itself."""
 _RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a model folder, as `python -m qarl.export` and the end of a verl run write it.
+"""A checkpoint of a run as a model folder, as `qarl export` and the end of a verl run write it.
 
 The run is one of the local or of the verl backend, whose ranks' files are put together. A checkpoint is checked by its
 digests or checksums, and only read. Tensors are streamed, a shard at a time. The folder appears whole or not at all; a

@@ -7,7 +7,7 @@
     bench_experts  the same of experts, grouped and fused
     trainer        forward, backward and quantization of a small model with the kernels chosen here
     end_to_end     two steps of the quickstart with vLLM, from a model that is hardly trained
-    device_tests   pytest on tests/gpu and tests/triton_kernels
+    device_tests   pytest on tests/gpu and tests/kernels/triton_kernels
 
 Each part is a process of its own with a limit on its time: one that fails or hangs takes none of the others with it.
 Results go to benchmarks/results/gpu_check_DATE.json and .md. Exit code: 0 all parts passed, or were left out for a
@@ -142,8 +142,8 @@ def command_of(part: str, *, cpu: bool, folder: Path) -> tuple[str | None, list[
         if not _installed("pytest_timeout"):
             pytest += ["-o", "timeout="]
         if cpu:
-            return None, [*pytest, "tests/triton_kernels/test_compat.py"], {"TRITON_INTERPRET": "1"}
-        return None, [*pytest, "tests/gpu", "tests/triton_kernels"], {}
+            return None, [*pytest, "tests/kernels/triton_kernels/test_compat.py"], {"TRITON_INTERPRET": "1"}
+        return None, [*pytest, "tests/gpu", "tests/kernels/triton_kernels"], {}
     if part == "end_to_end":
         model, data = folder / "model", folder / "data"
         make = [*python, "scripts/make_tiny_model.py", "--steps", "5", "--output", str(model), "--data", str(data)]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,28 @@ from bad_runs import CONFIG, EngineConstructed, row, write_rows
 from checkout import ROOT
 from random_models import save_random_model
 
+FOLDER_MARKS = {"e2e": "vllm", "gpu": "gpu", "verl_backend": "verl"}
+"""Every test in these folders of tests/ has the mark."""
+NOT_FAST = {"slow", "vllm", "verl", "compiles", "gpu"}
+"""`make test-fast` leaves out what has one of these marks."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
+        if mark := FOLDER_MARKS.get(item.path.relative_to(ROOT / "tests").parts[0]):
+            item.add_marker(mark)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def verl_is_imported_by_marked_tests_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Importing verl takes seconds: `make test-fast` does without it only if every test that needs it is marked."""
+    before = "verl" in sys.modules
+    yield
+    if not before and "verl" in sys.modules and not NOT_FAST & {mark.name for mark in request.node.iter_markers()}:
+        pytest.fail("this test imports verl: mark it with pytest.mark.verl")
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,7 @@ def test_the_engine_is_told(trust: bool) -> None:
     assert _llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False
 
 
+@pytest.mark.verl
 def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A known family whose files name code: transformers leaves it alone, verl's reward workers would run it."""
     pytest.importorskip("verl")

@@ -10,6 +10,8 @@ from triton_rig import KERNEL_TESTS, ROOT, compile_for, entry_kernels, run_inter
 
 from qarl.kernels.triton._aot import SHARED_LIMIT
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.mark.parametrize("path", KERNEL_TESTS, ids=lambda path: path.stem)
 def test_under_the_interpreter(path: Path) -> None:

@@ -21,6 +21,7 @@ def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return old, rollout, torch.arange(40).expand(16, 40) < lengths
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("spread", [0.02, 0.5])
 def test_definitions_are_verls(spread: float) -> None:
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
@@ -96,6 +97,7 @@ def test_unequal_shapes_and_empty_masks_are_errors() -> None:
         mismatch_metrics(old, rollout, torch.zeros_like(mask))
 
 
+@pytest.mark.verl
 def test_response_metrics_are_verls() -> None:
     from verl import DataProto
     from verl.trainer.ppo.metric_utils import compute_data_metrics

@@ -389,6 +389,7 @@ def test_the_local_backend_reads_them(prepared: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.verl
 def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> None:
     """verl's dataset, collation and batch give each prompt its own number; its metrics name set and number."""
     from omegaconf import OmegaConf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,7 +72,9 @@ def interrupted_run(settings: Config, *steps: int, finished: bool = False) -> Pa
     return run_dir
 
 
-def save(model_folder: Path, folder: Path, *, step: int = 3, name: str = "adamw") -> dict[str, torch.Tensor]:
+def save(
+    model_folder: Path, folder: Path, *, step: int = 3, name: Literal["adamw", "muon"] = "adamw"
+) -> dict[str, torch.Tensor]:
     """A checkpoint after one optimizer step; the weights in it."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     optimizer = MasterOptimizer(

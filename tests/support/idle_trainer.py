@@ -16,7 +16,8 @@ class Trainer:
     """A trainer whose steps only count; `stop` is filled during the evaluation of step 2, as by Ctrl-C."""
 
     def __init__(self, settings: Any, *, published: int = 1000) -> None:
-        self.config, self.step, self.stop = settings, 0, []
+        self.config, self.step = settings, 0
+        self.stop: list[bool] = []
         self.warnings = ["the mismatch is over its limit"]
         self.timer, self.published = PhaseTimer(None), published
         self.parts = SimpleNamespace(val_prompts=[1])

@@ -112,6 +112,7 @@ class Receiver:
     """In the place of the worker's side of a publish: it keeps what comes."""
 
     version: int | None = None
+    coming: int
     stale_because, broken, kv_cache_spoilt = "nothing was published", False, False
     seconds: dict[str, float] = {}  # noqa: RUF012  never written to
 
@@ -165,7 +166,8 @@ class Trainer(local.LocalTrainer):
             self.notes.masters.append(self._weights())
 
         before = self._weights()
-        self.optimizer.step = recorded  # type: ignore[method-assign]  records, then steps
+        optimizer: Any = self.optimizer
+        optimizer.step = recorded
 
     def _weights(self) -> dict[str, torch.Tensor]:
         weights = dict(self.policy.model.named_parameters()) | self.optimizer.state_dict()["masters"]

@@ -35,6 +35,8 @@ VERL = {"backend": "verl", "trainer.num_threads": 1}
 class Store:
     """In the place of TransferQueue: the columns of one batch."""
 
+    batch: Any = None
+
     def __init__(self, **columns: Any) -> None:
         self.columns = columns
 
@@ -185,11 +187,12 @@ class Verl:
 
         found: list[dict[str, Any]] = []
 
-        class AgentLoops(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
-            async def _run_agent_loop(self, sampling_params: dict[str, Any], **more: Any) -> None:
-                found.append(dict(sampling_params))
+        async def run_agent_loop(worker: Any, sampling_params: dict[str, Any], **more: Any) -> None:
+            found.append(dict(sampling_params))
 
-        worker: Any = object.__new__(AgentLoops)
+        actor: Any = agent_loop_tq.AgentLoopWorkerTQ
+        base = actor.__ray_metadata__.modified_class
+        worker: Any = object.__new__(type("AgentLoops", (base,), {"_run_agent_loop": run_agent_loop}))
         worker.config, worker.background_tasks = self.resolved, set()
 
         async def generate() -> None:
@@ -207,7 +210,7 @@ class Verl:
     def reward(self) -> float:
         from verl.trainer.ppo.reward import get_custom_reward_fn
 
-        function = get_custom_reward_fn(self.resolved)
+        function: Any = get_custom_reward_fn(self.resolved)
         return float(function(data_source="x", solution_str="t5 t40", ground_truth="7", extra_info={}))
 
     @functools.cached_property
@@ -247,7 +250,11 @@ class Verl:
         started = ["nothing"]
 
         def start(name: str) -> Any:
-            return lambda *arguments, **more: started.append(name) or {"steps": 0, "interrupted": False}
+            def run(*arguments: Any, **more: Any) -> dict[str, Any]:
+                started.append(name)
+                return {"steps": 0, "interrupted": False}
+
+            return run
 
         Path("dispatched.yaml").write_text(self.config.resolved_yaml())
         with pytest.MonkeyPatch.context() as patch:
@@ -267,12 +274,17 @@ class Verl:
             Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps(line) + "\n")
 
         exports: list[Any] = []
+
+        def export(*arguments: Any) -> dict[str, Any]:
+            exports.append(arguments)
+            return {}
+
         output = io.StringIO()
         config = self.config.model_copy(update={"output_dir": tempfile.mkdtemp(dir=".")})
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
             set_environment(config, True)
             patch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
-            patch.setattr(backend, "export_final", lambda *arguments: exports.append(arguments) or {})
+            patch.setattr(backend, "export_final", export)
             backend.run(config, self.resolved, 0.0, 0)
         files = {path.name for path in config.run_dir.iterdir()}
         return {"files": files, "exports": len(exports), "output": output.getvalue()}
@@ -285,20 +297,17 @@ class Verl:
 
         runtime = self.resolved.ray_kwargs.ray_init.runtime_env
         merged_env = OmegaConf.merge(get_ppo_ray_runtime_env(self.resolved), runtime)
-        found: dict[str, str] = OmegaConf.to_container(merged_env, resolve=True)["env_vars"]
+        environment: Any = OmegaConf.to_container(merged_env, resolve=True)
+        found: dict[str, str] = environment["env_vars"]
         return found
 
 
 @contextlib.contextmanager
 def tq_replaced(module: str, store: Store) -> Any:
     """`store` as the module's TransferQueue."""
-    __import__(module)
-    before = sys.modules[module].tq
-    sys.modules[module].tq = store
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{module}.tq", store)
         yield store
-    finally:
-        sys.modules[module].tq = before
 
 
 class Actor:
@@ -309,9 +318,10 @@ class Actor:
         from verl.workers.engine_workers import ActorRolloutRefWorker
 
         self.trainer, self.notes, self.metrics = verl.trainer, Notes(), list[dict[str, Any]]()
-        self.worker: Any = ActorRolloutRefWorker(verl.resolved.actor_rollout_ref, role="actor")
+        make: Any = ActorRolloutRefWorker
+        self.worker = make(verl.resolved.actor_rollout_ref, role="actor")
         self.worker.init_model()
-        engine = self.worker.actor.engine
+        engine: Any = self.worker.actor.engine
         engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward)
         self.notes.masters.append(self.weights())
         engine.optimizer.register_step_pre_hook(lambda *arguments: self.notes.norms.append(self.norm()))
@@ -389,13 +399,14 @@ def compose_once() -> None:
     """Hydra reads verl's files at every composition: here it does once, which is a third of the time."""
     import hydra
 
+    module: Any = hydra
     compose = functools.cache(hydra.compose)
-    hydra.compose = lambda config_name: copy.deepcopy(compose(config_name=config_name))
+    module.compose = lambda config_name: copy.deepcopy(compose(config_name=config_name))
 
 
 def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
     """For each row of `keys`, by its place in the table, what it observes before and after, or the traceback."""
-    from test_config_reach_verl import ROWS
+    from reach_verl_rows import ROWS
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = torch.distributed.HashStore()

@@ -27,7 +27,8 @@ class Receiver:
     """Takes what comes; or holds a view of it and fails; or misses the last record."""
 
     def __init__(self, fails: bool = False, stops: bool = False) -> None:
-        self.fails, self.stops, self.names = fails, stops, []
+        self.fails, self.stops = fails, stops
+        self.names: list[str] = []
         self.stale, self.stale_because = False, ""
 
     def mark_stale(self, reason: str) -> None:

@@ -65,10 +65,11 @@ def receive(found: dict[str, Any], errors: list[str]) -> None:
     errors += failures
 
 
-own, foreign, errors = 0, 0, []
+own, foreign = 0, 0
+errors: list[str] = []
 for _ in range(int(rounds)):
     time.sleep(random.uniform(0, 0.01))
-    weights, found = stream(), {}
+    weights, found = stream(), dict[str, Any]()
     worker = threading.Thread(target=receive, args=(found, errors))
     worker.start()
     try:

@@ -344,6 +344,7 @@ def test_a_metric_over_nothing_is_left_out() -> None:
     assert "actor/neg_outside_band_frac" not in metrics
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("w", [1.0, 1.5])
 def test_coincides_with_verls_gspo_except_for_negative_samples_above_the_band(w: float) -> None:
     core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")

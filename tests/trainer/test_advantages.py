@@ -25,6 +25,7 @@ def verl_advantages(rewards: torch.Tensor, group_ids: list, norm: bool) -> torch
     return advantages[:, 0]
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("n", [2, 3, 8, 16])
 def test_equals_verl_bit_for_bit(n: int, norm: bool) -> None:
@@ -39,6 +40,7 @@ def test_equals_verl_bit_for_bit(n: int, norm: bool) -> None:
     )
 
 
+@pytest.mark.verl
 def test_group_of_one_keeps_its_reward_as_in_verl() -> None:
     rewards = torch.tensor([0.5, 1.0, 0.0])
     ours = grpo_advantages(rewards, [7, 8, 8])
@@ -52,6 +54,7 @@ def test_by_hand() -> None:
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, -1.0, 1.0]) * math.sqrt(0.75), atol=2e-6, rtol=0)
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("norm", [True, False])
 def test_a_group_of_equal_rewards_is_exactly_zero_where_verl_returns_rounding_noise(norm: bool) -> None:
     rewards = torch.full((8,), 0.7)

@@ -387,6 +387,7 @@ def test_frozen_parameters_stay_out() -> None:
         make_optimizer(parameters)
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("scheduler", ["constant", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_schedule_is_verls(scheduler: str, warmup: int) -> None:

@@ -48,10 +48,17 @@ def in_the_checkout() -> Iterator[None]:
     os.chdir(before)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="session")
-def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 to copy from: nothing may write to it."""
-    return save_random_model(tmp_path_factory.mktemp("pristine") / "model")
+def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A random Qwen3 that all tests share: read it, or copy it and change the copy."""
+    folder = save_random_model(tmp_path_factory.mktemp("pristine") / "model")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before, "a test wrote to the model that all tests share"
 
 
 @pytest.fixture

@@ -119,11 +119,13 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     kept = batch.kept.clone()
     weight = trainer.policy.model.get_output_embeddings().weight
     before = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(-0.5)  # the likeliest tokens become the least likely
-    log_probs = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=1.0)
-    with torch.no_grad():
-        weight.copy_(before)
+    try:
+        with torch.no_grad():
+            weight.mul_(-0.5)  # the likeliest tokens become the least likely
+        log_probs = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=1.0)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
     assert log_probs.isfinite().all() and torch.equal(batch.kept, kept)
     fresh, _ = sampled(top_p=0.3)
     fresh.responses = torch.where(fresh.response_mask, 7, fresh.responses)  # not what was sampled

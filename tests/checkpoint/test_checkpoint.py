@@ -18,7 +18,6 @@ import pytest
 import torch
 from checkout import ROOT
 from checkpoint_state import save
-from random_models import save_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.checkpoint import storage
@@ -39,11 +38,6 @@ from qarl.errors import UserError
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 @contextmanager
 def small_disk(limit: int) -> Iterator[None]:
     """Writing past `limit` bytes of a file fails, by the operating system (EFBIG), as on a full disk."""
@@ -55,8 +49,8 @@ def small_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_what_was_saved_comes_back(model_folder, tmp_path):
-    weights = save(model_folder, tmp_path / "step_3")
+def test_what_was_saved_comes_back(pristine_model, tmp_path):
+    weights = save(pristine_model, tmp_path / "step_3")
     checkpoint = open_checkpoint(tmp_path / "step_3")
     assert checkpoint.step == 3
     assert checkpoint.metrics["loss"] == 0.1 and checkpoint.metrics["mismatch/k3"] != checkpoint.metrics["mismatch/k3"]
@@ -69,8 +63,8 @@ def test_what_was_saved_comes_back(model_folder, tmp_path):
     assert checkpoint.rng()["python"] == random.getstate()
 
 
-def test_transformers_loads_the_folder_as_it_is(model_folder, tmp_path):
-    weights = save(model_folder, tmp_path / "step_3")
+def test_transformers_loads_the_folder_as_it_is(pristine_model, tmp_path):
+    weights = save(pristine_model, tmp_path / "step_3")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_3")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
@@ -112,9 +106,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_and_the_one_before_is_used(model_folder, tmp_path, kind):
-    save(model_folder, tmp_path / "step_2", step=2)
-    save(model_folder, tmp_path / "step_3")
+def test_damage_is_found_and_the_one_before_is_used(pristine_model, tmp_path, kind):
+    save(pristine_model, tmp_path / "step_2", step=2)
+    save(pristine_model, tmp_path / "step_3")
     damage(tmp_path / "step_3", kind)
     with pytest.raises(CheckpointError, match=DAMAGE[kind]):
         open_checkpoint(tmp_path / "step_3")
@@ -122,9 +116,9 @@ def test_damage_is_found_and_the_one_before_is_used(model_folder, tmp_path, kind
     assert checkpoint is not None and checkpoint.step == 2 and len(problems) == 1
 
 
-def test_another_format_is_an_error_and_no_damage(model_folder, tmp_path):
-    save(model_folder, tmp_path / "step_2", step=2)
-    save(model_folder, tmp_path / "step_3")
+def test_another_format_is_an_error_and_no_damage(pristine_model, tmp_path):
+    save(pristine_model, tmp_path / "step_2", step=2)
+    save(pristine_model, tmp_path / "step_3")
     path = tmp_path / "step_3" / "state.json"
     state = json.loads(path.read_text()) | {"format": 9}
     del state["digest"]
@@ -134,9 +128,9 @@ def test_another_format_is_an_error_and_no_damage(model_folder, tmp_path):
     assert not isinstance(caught.value, CheckpointError)
 
 
-def test_a_folder_that_is_no_checkpoint_says_so(model_folder, tmp_path):
+def test_a_folder_that_is_no_checkpoint_says_so(pristine_model, tmp_path):
     with pytest.raises(CheckpointError, match=r"no state\.json"):
-        open_checkpoint(model_folder)
+        open_checkpoint(pristine_model)
     with pytest.raises(CheckpointError, match="no such folder"):
         open_checkpoint(tmp_path / "step_9")
     assert newest_good(tmp_path / "none") == (None, [])
@@ -155,16 +149,16 @@ def test_only_the_newest_are_kept_by_number(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [100_000, 600_000], ids=["in the weights", "in the optimizer"])
-def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(model_folder, tmp_path, limit):
-    save(model_folder, tmp_path / "step_2", step=2)
+def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(pristine_model, tmp_path, limit):
+    save(pristine_model, tmp_path / "step_2", step=2)
     sizes = {name: part["bytes"] for name, part in open_checkpoint(tmp_path / "step_2").state["files"].items()}
     assert 100_000 < sizes[WEIGHTS] < 600_000 < sizes["optimizer.pt"]
     with small_disk(limit), pytest.raises(StorageError, match="step_3 could not be written") as caught:
-        save(model_folder, tmp_path / "step_3")
+        save(pristine_model, tmp_path / "step_3")
     assert "File too large" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
     open_checkpoint(tmp_path / "step_2")
-    save(model_folder, tmp_path / "step_3")
+    save(pristine_model, tmp_path / "step_3")
     open_checkpoint(tmp_path / "step_3")
 
 
@@ -278,11 +272,11 @@ for step in itertools.count(1):
 """
 
 
-def test_sigkill_while_saving_leaves_whole_checkpoints_only(model_folder, tmp_path):
+def test_sigkill_while_saving_leaves_whole_checkpoints_only(pristine_model, tmp_path):
     """Checkpoints written over and over, some in place of an older one, and killed at five random moments."""
     chance = random.Random(0)
     left_over = 0
-    command = [sys.executable, "-c", _SAVE_FOREVER, str(model_folder), str(tmp_path), str(ROOT / "tests/support")]
+    command = [sys.executable, "-c", _SAVE_FOREVER, str(pristine_model), str(tmp_path), str(ROOT / "tests/support")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     for _ in range(5):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -310,7 +304,7 @@ def test_digests_tell_bytes_dtype_shape_and_name_apart():
     assert tensors_digest([a, b]) == tensors_digest([b, a]) != tensors_digest([("a", b[1]), ("b", a[1])])
 
 
-def test_state_json_is_plain_json_without_nan(model_folder, tmp_path):
-    save(model_folder, tmp_path / "step_3")
+def test_state_json_is_plain_json_without_nan(pristine_model, tmp_path):
+    save(pristine_model, tmp_path / "step_3")
     text = (tmp_path / "step_3" / "state.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["step"] == 3

@@ -17,7 +17,6 @@ import pytest
 import torch
 from checkout import ROOT
 from engine_helpers import config as run_config
-from random_models import save_random_model
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
 from qarl.checks import layers as checks
@@ -45,21 +44,16 @@ class OtherTokenizer(T):
 AUTO_MAP = {"AutoConfig": "other.OtherConfig", "AutoModelForCausalLM": "other.OtherModel"}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("plain"))
-
-
 @pytest.fixture
-def folder(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of a family that transformers does not know, with its code; `tmp_path/ran` appears when that runs."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    return hostile(plain, tmp_path)
+    return hostile(pristine_model, tmp_path)
 
 
-def hostile(plain: Path, tmp_path: Path, model_type: str = "other") -> Path:
-    copy = Path(shutil.copytree(plain, tmp_path / "model"))
+def hostile(pristine_model: Path, tmp_path: Path, model_type: str = "other") -> Path:
+    copy = Path(shutil.copytree(pristine_model, tmp_path / "model"))
     code = CODE.format(
         marker=str(tmp_path / "ran"), config="Qwen3Config", model="Qwen3ForCausalLM", model_type=model_type
     )
@@ -155,7 +149,9 @@ def test_the_engine_is_told(trust: bool) -> None:
 
 
 @pytest.mark.verl
-def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_would_run_what_nobody_needs(
+    pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A known family whose files name code: transformers leaves it alone, verl's reward workers would run it."""
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
@@ -163,7 +159,7 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
     from qarl.verl.process import refuse_hidden_code
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = hostile(plain, tmp_path, "qwen3")
+    model = hostile(pristine_model, tmp_path, "qwen3")
     loaded = setup.load_tokenizer(str(model))
     assert not (tmp_path / "ran").exists()
     settings = {
@@ -173,7 +169,7 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"which verl would run[\s\S]*auto_map"):
         refuse_hidden_code(settings["false"], *loaded)
     refuse_hidden_code(settings["true"], *loaded)
-    refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(plain)))
+    refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(pristine_model)))
     hf_tokenizer(str(model), trust_remote_code=True)  # as verl's reward workers do
     assert (tmp_path / "ran").exists()
     for name in ("config.json", "tokenizer_config.json"):  # one of the files is enough
@@ -185,8 +181,8 @@ def test_verl_would_run_what_nobody_needs(plain: Path, tmp_path: Path, monkeypat
             refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(only)))
 
 
-def test_a_run_with_yes_on_standard_input(plain: Path, tmp_path: Path) -> None:
-    model = hostile(plain, tmp_path)
+def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
+    model = hostile(pristine_model, tmp_path)
     command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"model.path={model}"]
     done = subprocess.run(
         [*command, f"output_dir={tmp_path}"], input="y\n" * 20, capture_output=True, text=True, cwd=ROOT, timeout=120
@@ -223,7 +219,7 @@ def test_no_call_leaves_the_question_open() -> None:
 
 @pytest.mark.parametrize("where", ["a meta model", "the policy", "the engine"])
 def test_the_default_dtype_survives_a_failure(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """As vLLM's loader, which sets the default dtype and does not put it back where the model's class raises."""
 
@@ -239,9 +235,9 @@ def test_the_default_dtype_survives_a_failure(
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=fails))
     monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
-    settings = run_config(tmp_path, f"model.path={plain}")
+    settings = run_config(tmp_path, f"model.path={pristine_model}")
     calls: dict[str, Callable[[], Any]] = {
-        "a meta model": lambda: checks.meta_model(setup.load_hf_config(str(plain))),
+        "a meta model": lambda: checks.meta_model(setup.load_hf_config(str(pristine_model))),
         "the policy": lambda: Policy.load(settings),
         "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings)),
     }

@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from checkpoint_state import CONFIG
-from random_models import save_random_model
 
 from qarl.checkpoint.sources import open_source, read_config
 from qarl.checkpoint.verl_shards import Rank, VerlWeights, list_torn, list_whole
@@ -55,13 +54,8 @@ def fill(path: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_folder: Path) -> Any:
-    return setup.load_tokenizer(str(model_folder))[0]
+def tokenizer(pristine_model: Path) -> Any:
+    return setup.load_tokenizer(str(pristine_model))[0]
 
 
 def message(content: str = "t3") -> dict[str, str]:
@@ -132,8 +126,8 @@ def load_model_files(folder: Path) -> None:
     "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 )
 @pytest.mark.parametrize("kind", CONTENT)
-def test_model_files(model_folder: Path, tmp_path: Path, name: str, kind: str) -> None:
-    copy = Path(shutil.copytree(model_folder, tmp_path / "model"))
+def test_model_files(pristine_model: Path, tmp_path: Path, name: str, kind: str) -> None:
+    copy = Path(shutil.copytree(pristine_model, tmp_path / "model"))
     fill(copy / name, kind)
     with pytest.raises(UserError):
         load_model_files(copy)
@@ -143,8 +137,8 @@ def test_model_files(model_folder: Path, tmp_path: Path, name: str, kind: str) -
 @pytest.mark.parametrize(
     "key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_parameters"]
 )
-def test_keys_of_config_json(model_folder: Path, tmp_path: Path, key: str, value: Any) -> None:
-    copy = Path(shutil.copytree(model_folder, tmp_path / "model"))
+def test_keys_of_config_json(pristine_model: Path, tmp_path: Path, key: str, value: Any) -> None:
+    copy = Path(shutil.copytree(pristine_model, tmp_path / "model"))
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(content | {key: value}))
     try:
@@ -212,14 +206,14 @@ RECORD = "qarl_state_world_size_1_rank_0.json"
 
 
 @pytest.fixture
-def verl_run(model_folder: Path, tmp_path: Path) -> Path:
+def verl_run(pristine_model: Path, tmp_path: Path) -> Path:
     """A run of verl's with one whole checkpoint of one rank."""
     step = tmp_path / "run" / "checkpoints" / "global_step_1"
     (step / "actor" / "huggingface").mkdir(parents=True)
     weights = {"model.norm.weight": torch.ones(4)}
     torch.save(weights, step / "actor" / SHARD)
     torch.save({}, step / "data.pt")
-    for file in model_folder.iterdir():
+    for file in pristine_model.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, step / "actor" / "huggingface" / file.name)
     config = "quant: {scheme: bf16, group_size: 32, ignore: [lm_head]}\n"

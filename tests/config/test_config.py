@@ -198,7 +198,7 @@ def test_installed_package_finds_only_its_own_configs(tmp_path: Path, monkeypatc
     site = tmp_path / "site-packages"
     (site / "qarl").mkdir(parents=True)
     (site / "configs").mkdir()
-    monkeypatch.setattr(config_source, "__file__", str(site / "qarl" / "config_source.py"))
+    monkeypatch.setattr(config_source, "__file__", str(site / "qarl" / "config" / "source.py"))
     assert shipped_configs() is None
     (site / "qarl" / "configs").mkdir()
     assert shipped_configs() == site / "qarl" / "configs"

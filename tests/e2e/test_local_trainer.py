@@ -33,7 +33,14 @@ def trainer(tmp_path_factory) -> Iterator[LocalTrainer]:
     with trainer.engine:
         trainer.publish()
         trainer.metrics = [trainer.train_step() for _ in range(3)]
+        trainer.seconds = trainer.timer.pop()
         yield trainer
+
+
+@pytest.fixture(scope="module")
+def batch(trainer) -> Batch:
+    """The rollout that a fourth step would train on."""
+    return trainer.rollout()[0]
 
 
 def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
@@ -44,7 +51,7 @@ def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
         assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_steps"] == 0
         # At this learning rate; the model, trained where the test runs, and so the fraction differ between CPU types.
         assert metrics["actor/inside_band_frac_after_first"] >= 0.5
-    assert trainer.timer.pop().keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
+    assert trainer.seconds.keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
 
 
 def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(trainer, tmp_path):
@@ -64,9 +71,8 @@ def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(train
     assert log_probs == running.rollout_log_probs
 
 
-def test_old_log_probs_do_not_depend_on_the_batching(trainer):
+def test_old_log_probs_do_not_depend_on_the_batching(trainer, batch):
     """r = 1 before the first update although the passes batch differently: the bands are narrower than kernel noise."""
-    batch, _ = trainer.rollout()
     old = trainer.old_log_probs(batch)
     for size in (5, 16, 48):
         rows = batch.micro_batches(size)
@@ -77,12 +83,12 @@ def test_old_log_probs_do_not_depend_on_the_batching(trainer):
         assert (ratio - 1).abs().max() <= 1e-5
 
 
-def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer):
-    batch, _ = trainer.rollout()
+def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, batch, monkeypatch):
     old = trainer.old_log_probs(batch)
     gradients = {}
     for size in (48, 12):
-        object.__setattr__(trainer.config.actor, "ppo_micro_batch_size_per_gpu", size)
+        actor = trainer.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": size})
+        monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"actor": actor}))
         trainer.optimizer.zero_grad()
         trainer.backward(batch, old, 0, 48)
         norm = trainer.optimizer.clip_grad_norm(1e9)
@@ -96,17 +102,14 @@ def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer):
         assert difference <= 2**-6 * gradient.norm() + 1e-6, name
 
 
-def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer):
-    batch, _ = trainer.rollout()
+def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer, batch, monkeypatch):
     trainer.policy.model.eval()
     aligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
-    quantized = trainer.policy
     settings = trainer.config.model_copy(update={"quant": trainer.config.quant.model_copy(update={"align": "off"})})
     plain = Policy.load(settings)
-    plain.model.load_state_dict(quantized.model.state_dict())
-    trainer.policy = plain
+    plain.model.load_state_dict(trainer.policy.model.state_dict())
+    monkeypatch.setattr(trainer, "policy", plain)
     unaligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
-    trainer.policy = quantized
     assert aligned < unaligned / 3
 
 

@@ -93,7 +93,7 @@ def test_the_limit_itself_is_allowed():
 def test_levels_are_those_of_the_config():
     from typing import get_args
 
-    from qarl.config import QuantConfig
+    from qarl.config.schema import QuantConfig
 
     assert set(DEFAULT_LIMITS) == set(get_args(QuantConfig.model_fields["align"].annotation))
 

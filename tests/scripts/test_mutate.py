@@ -130,6 +130,6 @@ def test_the_repository_has_mutants_of_every_part(tree: Tree) -> None:
     mutants = mutant_files.read_mutants(Path(SCRIPTS) / "mutants")
     assert len(mutants) >= 75
     parts = {mutant.file.split("/")[1] for mutant in mutants if mutant.file.count("/") > 1}
-    assert parts >= {"tbpo", "quant", "align", "kernels", "rollout", "trainer", "verl_plugin", "preflight"}
+    assert parts >= {"tbpo", "quant", "align", "kernels", "rollout", "trainer", "verl", "doctor"}
     root = Path(SCRIPTS).parent
     assert all((root / name).is_file() for one in mutants for name in one.tests if name.startswith("tests/"))

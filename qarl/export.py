@@ -1,4 +1,4 @@
-"""`python -m qarl.export run=runs/NAME output=DIR key=value ...`: a checkpoint of a run as a model folder of its own.
+"""`python -m qarl.export run=runs/NAME output=DIR key=value ...`: a checkpoint of a run as a model folder.
 
     run=runs/NAME         the run's folder
     output=DIR            where the model goes; must not exist or be empty, unless overwrite=true
@@ -11,187 +11,29 @@
     overwrite=true        replace an earlier export
     trust_remote_code=true  run code that the run's model brings along; the checkpoint itself cannot ask for that
 
-The run is one of the local or of the verl backend, whose ranks' files are put together. A checkpoint is checked by its
-digests or checksums, and only read. Tensors are streamed, a shard at a time. The folder appears whole or not at all; a
-full disk is an error with nothing left behind. Exit codes: 0; 2 where something will not do.
+Exit codes: 0; 2 if something is wrong, with one message.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from qarl.config.errors import nearest
-from qarl.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite", "trust_remote_code")
-FORMATS = ("quantized", "bf16", "fp32")
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """What the command line asks for; `step` None is the latest."""
-
-    run: Path
-    output: Path
-    step: int | None = None
-    format: str = "quantized"
-    max_shard_bytes: int = 5 * 10**9
-    overwrite: bool = False
-    trust_remote_code: bool = False
+from qarl.checkpoint.export import export, read_request
+from qarl.console import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export as `argv` says; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if not arguments or set(arguments) & {"-h", "--help"}:
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    if not argv or set(argv) & {"-h", "--help"}:
         print(__doc__)
-        return 0 if arguments else 2
-    try:
-        print(export(read_request(arguments)))
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def export(request: ExportRequest) -> str:
-    """Write the model folder; returns a line that says what was written.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged; the output is in the way; the disk has no room.
-    """
-    from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
-    from qarl.checkpoint.sources import find_checkpoint, open_source, reading
-    from qarl.checkpoint.storage import recover, whole_folder
-    from qarl.quant.scheme import get_scheme
-
-    folder = find_checkpoint(request.run, request.step)
-    check_output(request.output, folder, overwrite=request.overwrite)
-    trust = request.trust_remote_code
-    source = open_source(folder, trust_remote_code=trust)
-    with reading(folder):
-        quant = source.config["quant"]
-        scheme = get_scheme(quant["scheme"], group_size=quant["group_size"])
-        if request.format != "quantized":
-            scheme = get_scheme("bf16")
-        files = ModelFiles.from_folder(source.model_folder, trust_remote_code=trust)
-        linears = linears_of(source.model_folder, scheme, quant["ignore"], trust_remote_code=trust)
-        if request.format == "fp32":
-            needed, tensors = 4 * sum(math.prod(shape) for shape in source.shapes.values()), source.fp32()
-        else:
-            needed = packed_bytes(source.shapes, scheme, linears)
-            tensors = packed(source.bf16(), scheme, linears)
-    output = request.output.resolve()
-    if output.parent.is_dir():
-        recover(output.parent, output.name)
-    with whole_folder(output, needed_bytes=needed) as partial:
-        write_model(
-            partial,
-            files,
-            _read(folder, tensors),
-            scheme=scheme,
-            ignore=quant["ignore"],
-            max_shard_bytes=request.max_shard_bytes,
-            dtype=_torch_dtype(request.format),
-        )
-    kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
-    return f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
-
-
-def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from qarl.checkpoint.sources import reading
-
-    with reading(folder):
-        yield from tensors
-
-
-def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    """UserError where writing to `output` would touch the source or what is not ours to replace."""
-    target, origin = output.resolve(), checkpoint.resolve()
-    if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
-        raise UserError(f"output={output} would touch the checkpoints {checkpoint.parent}", fix="choose another folder")
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not output.is_dir():
-        raise UserError(f"output={output} is a file", fix="choose the name of a folder")
-    if not overwrite:
-        raise UserError(f"output={output} exists and is not empty", fix="choose another folder, or add overwrite=true")
-    if not (output / "config.json").is_file():
-        raise UserError(
-            f"output={output} is not a model folder",
-            why="overwrite=true replaces the whole folder, and this one has no config.json",
-            fix="choose another folder, or empty it yourself",
-        )
-
-
-def read_request(arguments: Sequence[str]) -> ExportRequest:
-    """The request in `arguments`, key=value each. UserError for the first that is wrong."""
-    values: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in _KEYS:
-            guess = nearest(key.lstrip("-"), _KEYS)
-            hint = f"did you mean {guess}=...? " if guess else ""
-            raise UserError(f"{argument!r} is not one of {', '.join(_KEYS)}", fix=f"{hint}write key=value")
-        if key in values or not value:
-            problem = "is given twice" if key in values else "has no value"
-            raise UserError(f"{key} {problem}", fix=f"write {key}=VALUE")
-        values[key] = value
-    missing = [key for key in ("run", "output") if key not in values]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} missing", fix="python -m qarl.export run=runs/NAME output=DIR")
-    return ExportRequest(
-        run=Path(values["run"]),
-        output=Path(values["output"]),
-        step=_step(values["step"]) if "step" in values else None,
-        format=_one_of("format", values.get("format", "quantized"), FORMATS),
-        max_shard_bytes=_size(values.get("max_shard_size", "5GB")),
-        overwrite=_flag("overwrite", values),
-        trust_remote_code=_flag("trust_remote_code", values),
-    )
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"step={text} is not a number of a step", fix="write step=N, or leave it out for the latest")
-    return int(text)
-
-
-def _flag(key: str, values: dict[str, str]) -> bool:
-    return _one_of(key, values.get(key, "false"), ("true", "false")) == "true"
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise UserError(f"{key}={value} is not one of {', '.join(choices)}", fix=f"write {key}={choices[0]}")
-    return value
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text)
-    try:
-        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    except (ValueError, KeyError):
-        size = 0
-    if size < 1:
-        raise UserError(f"max_shard_size={text} is not a size", fix="write bytes, or a number with KB, MB or GB")
-    return size
-
-
-def _torch_dtype(format: str) -> torch.dtype:
-    import torch
-
-    return torch.float32 if format == "fp32" else torch.bfloat16
+        return 0 if argv else 2
+    print(export(read_request(argv)))
+    return 0
 
 
 if __name__ == "__main__":

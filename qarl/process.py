@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
+_LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
+"""The level, if we chose it: a process that this one starts inherits both, and filters too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
@@ -62,6 +64,8 @@ def configure_vllm_process() -> None:
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
         os.environ[_LOGGING_LEVEL] = "WARNING"
+        os.environ[_LEVEL_IS_OURS] = "WARNING"
+    if os.environ.get(_LEVEL_IS_OURS) == os.environ[_LOGGING_LEVEL]:
         for name in VLLM_NOISE:
             logging.getLogger(name).addFilter(_is_no_noise)
     allow_matrix_tiles()

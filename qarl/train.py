@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from qarl.config import Config, load_config, write_resolved
 from qarl.config.bounds import unusual_values
-from qarl.console import exit_code, say
-from qarl.errors import UserError
+from qarl.console import run_command, say
 from qarl.process import limit_threads
 
 _STARTED = time.perf_counter()
@@ -22,26 +21,19 @@ _STARTED = time.perf_counter()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training that `argv` describes; returns the exit code."""
-    return exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+    return run_command(_main, argv)
 
 
 def _main(argv: list[str]) -> int:
-    try:
-        config = load_config(argv)
-        for warning in unusual_values(config):
-            say(f"warning: {warning}")
-        if config.dry_run:
-            dry_run(config)
-            return 0
-        if config.backend == "local":  # verl's processes are not this one, see qarl.verl.process
-            limit_threads(config.trainer.num_threads)
-        return run(config)
-    except UserError as error:
-        say(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 130
+    config = load_config(argv)
+    for warning in unusual_values(config):
+        say(f"warning: {warning}")
+    if config.dry_run:
+        dry_run(config)
+        return 0
+    if config.backend == "local":  # verl's processes are not this one, see qarl.verl.process
+        limit_threads(config.trainer.num_threads)
+    return run(config)
 
 
 def dry_run(config: Config) -> None:
@@ -69,7 +61,7 @@ def run(config: Config) -> int:
 
         summary = train_in_verl(config, started=_STARTED)
     else:
-        from qarl.trainer.local import train
+        from qarl.trainer.loop import train
         from qarl.trainer.resume import open_run
 
         with open_run(config) as checkpoint:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.json_file import write_json
 from qarl.metrics.plots import plot_compare
-from qarl.metrics.tracker import write_json
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = ("off", "linears", "model", "exact")

@@ -1,73 +1,49 @@
-"""The mismatch by rotary embedding and by model family: mean and largest |δ| at every level, against a real vLLM.
+"""The mismatch by rotary embedding, by config key and by model family: mean and largest |δ| against a real vLLM.
 
     python scripts/config_mismatch.py rotary   --output benchmarks/results/rotary_cpu.json
+    python scripts/config_mismatch.py keys     --output benchmarks/results/config_keys_cpu.json
     python scripts/config_mismatch.py families --output benchmarks/results/families_cpu.json
 
-Random models of two layers, `--responses` rows of `--tokens` tokens at temperature 1 after prompts of 40. A config that
-is refused is written down with the reason, and so is a level that falls back. --unchecked runs what would be refused.
+Random models of two layers, whose biases and norms are random too, so that none can be left out unseen; `--responses`
+rows of `--tokens` tokens at temperature 1 after prompts of 40. A refused config is written down with the reason,
+and so is a level that falls back. --unchecked runs what would be refused; --keep adds to the file.
+
+    rotary     every level, Llama with each rotary type
+    keys       `model` and `exact`: Llama, Qwen2 and Qwen3 with one key off its default (`config_values.py`), and as
+               proof that the key counts, the same engine against a trainer with the key at its default
+    families   `off` and `linears`, each causal language model of transformers
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from config_values import KEYS, LEVELS, REFUSED_VALUES, ROTARY, small_config
 
+from qarl.align.config_keys import FAMILIES
+from qarl.checkpoint.json_file import write_json
+from qarl.checks.layers import meta_model
 from qarl.checks.model import check_model
 from qarl.errors import UserError
-from qarl.metrics.tracker import write_json
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import make_batch
 from qarl.trainer.policy import Policy
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3"
-LEVELS = ("off", "linears", "model", "exact")
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROTARY: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "llama3": LLAMA3 | {"original_max_position_embeddings": 128},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": YARN,
-    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
-    "yarn, attention_factor": YARN | {"attention_factor": 1.0},
-}
-FAMILIES = (
-    *("llama", "qwen2", "qwen3", "mistral", "granite", "gemma", "gemma2", "gemma3_text", "cohere", "seed_oss"),
-    *("ernie4_5", "arcee", "stablelm", "nemotron", "exaone4", "ministral3", "apertus", "cwm", "opt", "phi", "gpt2"),
-)
-
-
-def small_config(model_type: str, **keys: Any) -> Any:
-    """A config of `model_type` with those of `SIZES` that the family has."""
-    from transformers import CONFIG_MAPPING
-
-    default = CONFIG_MAPPING[model_type]()
-    sizes = {key: value for key, value in SIZES.items() if hasattr(default, key)}
-    return CONFIG_MAPPING[model_type](**sizes, **keys)
+LARGEST = 200_000_000
+"""Parameters of a model that is measured."""
+Case = tuple[str, Any, Any]
+"""Name, config, and the config of the other trainer that is to disagree, or None."""
 
 
 def save_model(config: Any, folder: Path) -> None:
@@ -75,7 +51,12 @@ def save_model(config: Any, folder: Path) -> None:
 
     torch.manual_seed(0)
     config.initializer_range = 0.08
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
     for file in TOKENIZER.glob("tokenizer*"):  # vLLM asks for one, though prompts are given as tokens
         shutil.copy(file, folder)
 
@@ -87,76 +68,168 @@ def policy(folder: Path, scheme: str, level: str) -> Policy:
     return Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level)
 
 
-@torch.no_grad()
-def measure(config: Any, scheme: str, responses: int, tokens: int, *, checked: bool = True) -> dict[str, Any]:
-    """Of each level mean and largest |δ| and the level that applied; or why the config is refused."""
-    config.architectures = None
-    try:
-        if checked:
-            check_model(config)
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent)
-            save_model(config, folder)
-            return _levels(folder, scheme, responses, tokens)
-    except UserError as error:
-        return {"refused": " ".join(str(error).split())}
+class Measurement:
+    """How configs are measured; see `measure`."""
+
+    def __init__(self, levels: Sequence[str], responses: int, tokens: int, *, checked: bool = True) -> None:
+        self.levels, self.responses, self.tokens, self.checked = tuple(levels), responses, tokens, checked
+
+    @torch.no_grad()
+    def measure(self, config: Any, scheme: str, other: Any = None) -> dict[str, Any]:
+        """Of each level mean and largest |δ| and the level that applied, or why the config is refused.
+
+        `other`: a config; "other" is then the same of a trainer that reads the weights with it, or why it cannot.
+        """
+        config.architectures = None
+        try:
+            if self.checked:
+                check_model(config)
+            if (size := sum(parameter.numel() for parameter in meta_model(config).parameters())) > LARGEST:
+                raise UserError(f"not measured: {size / 1e6:.0f} million parameters with the sizes of config_values.py")
+            with tempfile.TemporaryDirectory() as parent:
+                folder = Path(parent) / "model"
+                save_model(config, folder)
+                batch = self.rollout(folder, scheme)
+                found = self.against(batch, folder, scheme)
+                if other is not None:
+                    found["other"] = self.against_other(batch, folder, scheme, other)
+                return found
+        except UserError as error:
+            return {"refused": " ".join(str(error).split())}
+
+    def rollout(self, folder: Path, scheme: str) -> Any:
+        count, tokens = self.responses, self.tokens
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, 256, (40 - i % 7,), generator=generator).tolist() for i in range(count)]
+        quantized = get_scheme(scheme, group_size=32)
+        settings = EngineConfig(str(folder), quantized, ("lm_head",), 40 + tokens, kv_cache_gib=0.1)
+        with RolloutEngine(settings) as engine:
+            engine.publish(policy(folder, scheme, "linears").quantize(), version=1)
+            rollout = engine.generate(prompts, SamplingConfig(tokens, ignore_eos=True), seeds=list(range(count)))
+        return make_batch(rollout, torch.zeros(count), torch.zeros(count), pad_token_id=0)
+
+    def against(self, batch: Any, folder: Path, scheme: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for level in self.levels:
+            trainer = policy(folder, scheme, level)
+            parts = [trainer.response_log_probs(batch, rows, temperature=1.0) for rows in batch.micro_batches(8)]
+            delta = (torch.cat(parts) - batch.rollout_log_probs)[batch.response_mask].abs()
+            found[level] = {"mean": float(delta.mean()), "max": float(delta.max()), "applied": trainer.align}
+        return found
+
+    def against_other(self, batch: Any, folder: Path, scheme: str, other: Any) -> dict[str, Any] | str:
+        changed = folder.with_name("other")
+        shutil.copytree(folder, changed)
+        other.save_pretrained(changed)
+        try:
+            return self.against(batch, changed, scheme)
+        except RuntimeError as error:
+            if "size" not in str(error) and "shape" not in str(error):
+                raise
+            return "the shapes differ"
 
 
-def _levels(folder: Path, scheme: str, responses: int, tokens: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 256, (40 - i % 7,), generator=generator).tolist() for i in range(responses)]
-    settings = EngineConfig(str(folder), get_scheme(scheme, group_size=32), ("lm_head",), 40 + tokens, kv_cache_gib=0.1)
-    with RolloutEngine(settings) as engine:
-        engine.publish(policy(folder, scheme, "linears").quantize(), version=1)
-        rollout = engine.generate(prompts, SamplingConfig(tokens, ignore_eos=True), seeds=list(range(responses)))
-    batch = make_batch(rollout, torch.zeros(responses), torch.zeros(responses), pad_token_id=0)
-    found: dict[str, Any] = {}
-    for level in LEVELS:
-        trainer = policy(folder, scheme, level)
-        parts = [trainer.response_log_probs(batch, rows, temperature=1.0) for rows in batch.micro_batches(8)]
-        delta = (torch.cat(parts) - batch.rollout_log_probs)[batch.response_mask].abs()
-        found[level] = {"mean": float(delta.mean()), "max": float(delta.max()), "applied": trainer.align}
-    return found
+def rotary_cases() -> Iterator[Case]:
+    for name, rope in ROTARY.items():
+        yield name, small_config("llama", rope_parameters={"rope_theta": 10000.0} | rope), None
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    rows = ["| config | scheme | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * 6 + "|"]
+def key_cases() -> Iterator[Case]:
+    """A row without a changed key first, then each key, then those that are refused."""
+    for family in FAMILIES:
+        yield f"{family} defaults", small_config(family), None
+        for key, (families, changes) in KEYS.items():
+            if family in families:
+                yield f"{family} {key}", small_config(family, **changes), small_config(family)
+        for key, (families, value) in REFUSED_VALUES.items():
+            if family in families:
+                config = small_config(family)
+                setattr(config, key, value)
+                yield f"{family} {key}", config, None
+
+
+def family_cases() -> Iterator[Case]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            yield name, small_config(name), None
+        except Exception as error:  # a config with parts or rules that `SIZES` does not know
+            yield name, error, None
+
+
+CASES: dict[str, tuple[Callable[[], Iterator[Case]], tuple[str, ...]]] = {
+    "rotary": (rotary_cases, LEVELS),
+    "keys": (key_cases, ("model", "exact")),
+    "families": (family_cases, ("off", "linears")),
+}
+
+
+def table(results: dict[str, dict[str, Any]], levels: Sequence[str]) -> str:
+    others = any("other" in found for found in results.values())
+    heads = ["config", "scheme", *(f"`{level}`" for level in levels), *(["key at its default"] if others else [])]
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for key, found in results.items():
         name, _, scheme = key.rpartition(" ")
-        cells = [f"refused: {found['refused'][:90]}"] + [""] * 3 if "refused" in found else []
-        for level in LEVELS if not cells else ():
-            cell, applied = found[level], found[level]["applied"]
-            figures = f"{cell['mean']:.1e} ({cell['max']:.1g})" if cell["max"] else "0"
-            cells.append(figures if applied == level else f"is `{applied}`")
+        if "refused" in found:
+            cells = [f"refused: {found['refused'][:90]}"] + [""] * (len(levels) - 1 + others)
+        else:
+            cells = [cell(found[level], level) for level in levels]
+            other = found.get("other", "")
+            cells += [other if isinstance(other, str) else cell(other[levels[0]], levels[0])] if others else []
         rows.append("| " + " | ".join([name, scheme, *cells]) + " |")
     return "\n".join(rows)
 
 
+def cell(found: dict[str, Any], level: str) -> str:
+    figures = f"{found['mean']:.1e} ({found['max']:.1g})" if found["max"] else "0"
+    return figures if found["applied"] == level else f"is `{found['applied']}`"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rotary", "families"))
+    parser.add_argument("what", choices=CASES)
     parser.add_argument("--schemes", nargs="+", default=["w4a16", "bf16"])
-    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--only", nargs="+", default=[], help="names of rows")
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--unchecked", action="store_true")
+    parser.add_argument("--unchecked", action="store_true", help="run what would be refused")
+    parser.add_argument("--vector-kernels", action="store_true", help="tell vLLM that this CPU has no AMX tiles")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows, and do not measure them again")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    make_cases, levels = CASES[args.what]
+    measurement = Measurement(levels, args.responses, args.tokens, checked=not args.unchecked)
+    amx = torch.cpu._is_amx_tile_supported() and not args.vector_kernels
+    setting = f"random models of 2 layers, {args.responses} responses of {args.tokens} tokens after prompts of 34 to 40"
     results: dict[str, dict[str, Any]] = {}
-    for name in args.only or (ROTARY if args.what == "rotary" else FAMILIES):
-        for scheme in args.schemes:
-            rope = {"rope_parameters": {"rope_theta": 10000.0} | ROTARY[name]} if args.what == "rotary" else {}
-            config = small_config("llama" if args.what == "rotary" else name, **rope)
-            try:
-                found = measure(config, scheme, args.responses, args.tokens, checked=not args.unchecked)
-            except Exception as error:  # a family may fail anywhere: that is the finding
-                found = {"refused": f"NOT REFUSED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-            results[f"{name} {scheme}"] = found
-            print(name, scheme, json.dumps(found), flush=True)
-            if args.output:
-                write_json(args.output, results)
-    print(table(results))
+    if args.keep and args.output and args.output.is_file():
+        results = json.loads(args.output.read_text())["results"]
+    with contextlib.ExitStack() as stack:
+        if args.vector_kernels:
+            stack.enter_context(mock.patch("torch.cpu._is_amx_tile_supported", lambda: False))
+        for name, config, other in make_cases():
+            for scheme in args.schemes if not args.only or name in args.only else ():
+                if (key := f"{name} {scheme}") in results:
+                    continue
+                # A kernel may end the process: then this is the finding, and --keep starts after it.
+                for found in ({"refused": "NOT REFUSED: the process ended"}, None):
+                    results[key] = found or attempt(measurement, config, scheme, other)
+                    if args.output:
+                        write_json(args.output, {"amx_tiles": amx, "setting": setting, "results": results})
+                print(key, json.dumps(results[key]), flush=True)
+    print(table(results, levels))
+
+
+def attempt(measurement: Measurement, config: Any, scheme: str, other: Any) -> dict[str, Any]:
+    """`measure`, where a family may fail anywhere: that is the finding."""
+    try:
+        if isinstance(config, Exception):
+            raise config
+        return measurement.measure(config, scheme, other)
+    except Exception as error:
+        return {"refused": f"NOT REFUSED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 
 from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.config import Config, load_config
 from qarl.diagnose.diagnosis import with_quant
-from qarl.export import export, read_request
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.local import train
+from qarl.trainer.loop import train
 from qarl.trainer.policy import Policy
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
@@ -128,8 +128,8 @@ def check(scheme: str, prompts: int) -> dict[str, Any]:
 
 
 def prompt_tokens(config: Config, count: int) -> list[list[int]]:
+    from qarl.checks.model_folder import load_tokenizer
     from qarl.data import load_prompts
-    from qarl.trainer.setup import load_tokenizer
 
     tokenizer, _ = load_tokenizer(config.model.path)
     found = load_prompts(config.data.val_files, tokenizer=tokenizer, max_prompt_length=32, limit=count)

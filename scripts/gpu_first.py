@@ -164,7 +164,8 @@ def vllm_experts(device: torch.device) -> str:
     from qarl.bench.arguments import Arguments
     from qarl.bench.grouped import ExpertLayer, experts
     from qarl.bench.shapes import Experts
-    from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsShape
+    from qarl.kernels.experts.fused import EXPERTS_KERNELS
+    from qarl.kernels.experts.grouped import ExpertsShape
 
     shape = Experts(experts=16, top_k=4, hidden=2048, intermediate=768)
     kernels = {kernel for kernels in EXPERTS_KERNELS.values() for kernel in kernels if kernel.name.startswith("vllm")}

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.folder import Checkpoint, list_checkpoints, open_checkpoint
+from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import file_sha256
-from qarl.metrics.tracker import METRICS_FILE, read_metrics
+from qarl.metrics.tracker import read_metrics
 
 # Seconds, and what only one of two equal runs has.
 NOT_COMPARED = ("timing_s/", "startup/", "resume/", "checkpoint/")

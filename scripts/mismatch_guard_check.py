@@ -6,6 +6,9 @@ Healthy: the quickstart's first step for every scheme and level, start-up probe 
 response at level `model`, past the end-of-text, for every scheme. Mistakes: configurations that only one side honours,
 with whatever refuses them today switched off in this process, at `model` in BF16 and W4A16. Exit code 1 where the guard
 is wrong.
+
+The file is written after each case. --keep leaves its rows of other cases as they are, so that a slow scheme can be
+measured by itself: FP8 takes minutes a case on a CPU without FP8 instructions.
 """
 
 from __future__ import annotations
@@ -24,22 +27,23 @@ from unittest import mock
 
 import torch
 
+from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
 from qarl.kernels.kept import Truncation
 from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.metrics.tracker import write_json
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
+from qarl.trainer.probe import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.setup import prepare_run
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = ("off", "linears", "model", "exact")
+CASES = ("quickstart", "long", "mistakes")
 IGNORE = ("lm_head",)
 TINY = Path("models/tiny-qwen3")
 
@@ -214,47 +218,62 @@ def mistakes(parent: Path, scheme: str) -> Iterator[Callable[[], Row]]:
     yield lambda: direct("top_p 0.5", model, scheme, tokens=60, engine=nucleus, trainer=SamplingConfig(60))
 
 
-def cases(parent: Path, schemes: Sequence[str], tokens: int) -> Iterator[Row]:
-    for scheme in schemes:
-        for level in LEVELS:
+def cases(
+    parent: Path, kinds: Sequence[str], schemes: Sequence[str], levels: Sequence[str], tokens: int
+) -> Iterator[Row]:
+    for scheme in schemes if "quickstart" in kinds else ():
+        for level in levels:
             yield quickstart_step(scheme, level)
-    for scheme in schemes:
+    for scheme in schemes if "long" in kinds else ():
         model = extended(TINY, parent / f"long-{scheme}", tokens + 64)
         few = 2 if scheme == "fp8" else 8  # vLLM's FP8 kernel for CPUs takes half a second a token
         yield direct(f"{tokens} tokens", model, scheme, tokens=tokens, responses=few)
-    for scheme in ("bf16", "w4a16"):
+    for scheme in ("bf16", "w4a16") if "mistakes" in kinds else ():
         with repairs_off():
             for case in mistakes(parent, scheme):
                 yield replace(case(), should_fire=True)
 
 
+def merged(rows: Sequence[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
+    """`rows` with `row` in the place of the one of the same case, or at the end."""
+    new = asdict(row)
+    same = [i for i, old in enumerate(rows) if all(old[key] == new[key] for key in ("case", "scheme", "asked"))]
+    return [new if i in same else old for i, old in enumerate(rows)] + ([] if same else [new])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), help="of the healthy runs")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="of the healthy runs")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="of the quickstart's runs")
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", action="store_true", help="keep the other cases of the file")
     parser.add_argument("--vector-kernels", action="store_true", help="tell vLLM that this CPU has no AMX tiles")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     amx = torch.cpu._is_amx_tile_supported() and not args.vector_kernels
-    rows: list[Row] = []
+    wrong = 0
+    if args.json and not args.keep:
+        args.json.unlink(missing_ok=True)
     print("| case | scheme | asked | level | tokens | mean |δ| | max | limit | guard |")
     print("|---" * 9 + "|")
     with contextlib.ExitStack() as stack:
         if args.vector_kernels:
             stack.enter_context(mock.patch("torch.cpu._is_amx_tile_supported", lambda: False))
         parent = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for row in cases(parent, args.schemes, args.tokens):
-            rows.append(row)
+        for row in cases(parent, args.cases, args.schemes, args.levels, args.tokens):
+            wrong += row.fired != row.should_fire
             verdict = ("fires" if row.fired else "silent") + ("" if row.fired == row.should_fire else " (WRONG)")
             print(
                 f"| {row.case} | {row.scheme} | `{row.asked}` | `{row.level}` | {row.tokens} | {row.abs_mean:.1e} | "
                 f"{row.abs_max:.1e} | {row.limit:.1e} | {verdict} |",
                 flush=True,
             )
-    if args.json:
-        write_json(args.json, {"amx_tiles": amx, "rows": [asdict(row) for row in rows]})
-    return int(any(row.fired != row.should_fire for row in rows))
+            if args.json:
+                old = json.loads(args.json.read_text())["rows"] if args.json.is_file() else []
+                write_json(args.json, {"amx_tiles": amx, "rows": merged(old, row)})
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class Runner:
         finally:
             path.write_text(original, encoding="utf-8")
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
+        first = re.search(r"^(?:FAILED|ERROR) (\S+\.py\S*)", output, flags=re.MULTILINE)
         by = f"over {self.limit:.0f} s" if code is None else first[1] if first else f"exit code {code}"
         if code is None:
             status = "killed" if mutant.hangs else "slow"

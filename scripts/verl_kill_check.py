@@ -31,7 +31,9 @@ from typing import Any
 
 import psutil
 
-from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
+from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.metrics.tracker import read_metrics
 
 NAME = "verl_kill_check"
 VICTIMS = {"engine": "EngineCore", "server": "vLLMHttpServer"}

@@ -30,7 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
+from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.metrics.tracker import read_metrics
 
 SAVE_FREQ, LAST = 2, 8
 _VERIFIED = re.compile(r"rank (\d+): resumed state equals the saved one by checksum: (\d+) parts, (\w+)")

@@ -92,6 +92,7 @@ def test_vllms_warnings_that_change_results_are_seen_and_its_noise_is_not() -> N
 def test_a_logging_level_that_the_user_set_stays(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VLLM_NOISE:
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.delenv("QARL_CHOSE_VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
     configure_vllm_process()
     assert os.environ["VLLM_LOGGING_LEVEL"] == level
@@ -99,4 +100,7 @@ def test_a_logging_level_that_the_user_set_stays(level: str, monkeypatch: pytest
     monkeypatch.delenv("VLLM_LOGGING_LEVEL")
     configure_vllm_process()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+    for name in VLLM_NOISE:  # a process that this one starts has these variables, and no filter yet
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    configure_vllm_process()
     assert all(logging.getLogger(name).filters for name in VLLM_NOISE)

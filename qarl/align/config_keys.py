@@ -51,6 +51,10 @@ def _head_size_of_hidden(value: Any, config: Any) -> bool:
     return value is None or value * config.num_attention_heads == config.hidden_size
 
 
+def _no_window(value: Any, config: Any) -> bool:
+    return not value or bool(getattr(config, "layer_types", None)) or value >= config.max_position_embeddings
+
+
 REFUSED: dict[str, Refusal] = {
     "bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k, v and o_proj, transformers makes none"),
     "qkv_bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k and v_proj, transformers makes none"),
@@ -65,6 +69,9 @@ REFUSED: dict[str, Refusal] = {
     "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class has no other activation than silu"),
     "is_causal": Refusal(FAMILIES, _is(True), "vLLM would see the whole row at once; a policy is causal"),
     "use_bidirectional_attention": Refusal(FAMILIES, _unset, "vLLM's rows would not be causal; a policy is"),
+    "sliding_window": Refusal(
+        ("llama",), _no_window, "vLLM gives each layer this window, transformers' Llama attends to all tokens"
+    ),
     "layer_types": Refusal(FAMILIES, _full_attention, "the two sides do not agree which layers have windows"),
     "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM sizes its cache by chunks that transformers does not make"),
     "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),

@@ -25,8 +25,8 @@ from qarl.bench.competitors import FP8_ERROR, PRODUCT_ERROR, Competitor
 from qarl.bench.shapes import Experts
 from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsShape, ReferenceExperts, TritonExperts
-from qarl.kernels.experts.grouped import Routing, Tensors, combine, route
+from qarl.kernels.experts.fused import EXPERTS_KERNELS, ReferenceExperts, TritonExperts
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route
 from qarl.kernels.reference import grouped_linear as loop
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, write_model
+from qarl.checkpoint.json_file import json_safe
 from qarl.checkpoint.storage import StorageError, file_sha256, remove_folder, whole_folder
 from qarl.errors import UserError
-from qarl.metrics.tracker import json_safe
 from qarl.quant.scheme import get_scheme
 
 STATE_FILE = "state.json"

@@ -4,6 +4,8 @@ verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a 
 rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger` does
 the same for whole models in memory and rounds to BF16; here the files are mapped, and one tensor at a time is put
 together, in FP32, and compared with the checksums that QaRL's engine records beside the files.
+
+verl itself unpickles whatever a file holds. `refuse_code` looks first.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import logging
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
@@ -65,6 +69,40 @@ def list_torn(checkpoints: Path) -> dict[int, str]:
     return {step: problem for step, problem in found.items() if step and problem is not None}
 
 
+def load_part(file: Path) -> dict[str, Any]:
+    """The content of one of verl's files, tensors mapped; no code is run. Errors: as `load_dict` of a checkpoint."""
+    log = logging.getLogger("torch.distributed.device_mesh")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that there is no process group, and none is needed
+    try:
+        with torch.serialization.safe_globals(_numpy_arrays()):
+            return load_dict(file, mmap=True)
+    finally:
+        log.setLevel(level)
+
+
+def _numpy_arrays() -> list[Any]:
+    """What NumPy's random-number state is pickled as: plain arrays, under the names of NumPy 1 and 2."""
+    make = np.ndarray((0,)).__reduce__()[0]
+    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+    return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
+
+
+def refuse_code(files: Iterable[Path]) -> None:
+    """UserError that names the first of verl's files that holds more than tensors and plain values."""
+    for file in files:
+        try:
+            load_part(file)
+        except UserError as error:
+            raise UserError(
+                "a file of the checkpoint cannot be used, and verl would run whatever is in it",
+                where=str(file),
+                why=error.why,
+                fix="copy the checkpoint again from where it was made, or resume from another one "
+                "(trainer.resume_mode=resume_path)",
+            ) from error
+
+
 @dataclass(frozen=True)
 class Rank:
     """One rank's tensors and, where QaRL's engine wrote one, the record of their checksums."""
@@ -75,11 +113,8 @@ class Rank:
 
     @classmethod
     def open(cls, file: Path) -> Rank:
-        log = logging.getLogger("torch.distributed.device_mesh")
-        level = log.level
-        log.setLevel(logging.ERROR)  # it warns that there is no process group, and none is needed
         try:
-            tensors = load_dict(file, mmap=True)
+            tensors = load_part(file)
             if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
                 raise UserError(f"{file.name} cannot be used", where=str(file), why=f"holds no tensor {wrong[0]}")
         except UserError as error:
@@ -89,8 +124,6 @@ class Rank:
                 why=f"{file.name} {error.why}",
                 fix="copy the file again, or export another step",
             ) from error
-        finally:
-            log.setLevel(level)
         record = file.with_name(file.name.replace("model_", "qarl_state_", 1)).with_suffix(".json")
         return cls(file, tensors, _read_record(record))
 

@@ -6,20 +6,14 @@ out of the quantization come late, with a traceback, and name none of our keys.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import math
-import os
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from qarl.checks.memory import GIB, ModelSize, readable
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
@@ -27,107 +21,12 @@ from qarl.quant import meta
 from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
-W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
-CPU_FLAGS = {
-    "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
-    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and of PyTorch are not exact, nor alike"),
-}
-"""Schemes that not every CPU can run: the instruction sets they need, and why."""
 W4A16_CPU_MULTIPLE = 32
-KV_BLOCK = 128
-"""Tokens of a block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
 # vLLM loads these as one layer, in every model family that QaRL trains.
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 Shapes = dict[str, tuple[int, int]]
 """Names of linears and their [N, K]: output and input features."""
-
-
-def check_engine_installed() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "vLLM, which makes the rollouts, is not installed",
-            where=f"the Python environment {sys.prefix}",
-            fix="make setup (requirements/cpu.lock), or make setup STACK=gpu",
-        )
-
-
-def cpu_flags() -> set[str]:
-    """The instruction sets of this CPU as Linux spells them; empty where it does not say (other systems, ARM)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-def check_cpu(config: Config) -> None:
-    """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
-    scheme = config.quant.scheme
-    if not runs_on_cpu(config.backend):
-        return
-    if scheme == "w4a8":
-        raise UserError(
-            "vLLM does not run w4a8 on a CPU",
-            where="quant.scheme",
-            why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
-            fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
-        )
-    if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
-        raise UserError(
-            "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
-            where="quant.scheme=w4a16",
-            why="vLLM would round the activations to int8 and multiply integers, which the trainer does not",
-            fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
-        )
-    needed, why = CPU_FLAGS.get(scheme, ((), ""))
-    if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
-        raise UserError(
-            f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
-            where="quant.scheme",
-            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
-            fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
-        )
-
-
-def check_kv_cache(config: Config, hf_config: Any) -> None:
-    """Whether vLLM's KV cache on a CPU holds one sequence of full length, without which vLLM does not start.
-
-    Its own message asks for gpu_memory_utilization, which has no effect here.
-    """
-    if not runs_on_cpu(config.backend):
-        return
-    try:
-        size = ModelSize.from_config(hf_config)
-    except KeyError:  # of another architecture: vLLM judges
-        return
-    length = config.data.max_prompt_length + config.data.max_response_length
-    blocks = -(-length // KV_BLOCK) + 1
-    needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
-    given = config.rollout.cpu_kvcache_space_gib
-    if int(given * GIB) < needed:
-        raise UserError(
-            f"rollout.cpu_kvcache_space_gib={given:g} does not hold one sequence of {length} tokens",
-            where="rollout.cpu_kvcache_space_gib",
-            why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
-            f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
-            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for one sequence, and to as many times "
-            "that as are to be decoded together",
-        )
-
-
-def check_not_quantized(config: Config, hf_config: Any) -> None:
-    """Training starts from high-precision masters."""
-    found = getattr(hf_config, "quantization_config", None)
-    if found is None:
-        return
-    found = found if isinstance(found, Mapping) else found.to_dict()
-    raise UserError(
-        f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
-        where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
-        fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
-    )
 
 
 def check_linears(config: Config, hf_config: Any) -> None:
@@ -276,20 +175,3 @@ def _ranges(numbers: list[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(items) for _, items in runs)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
-
-
-def check_weight_files(path: str) -> None:
-    """Every safetensors file of a local model can be opened: its header is read, its weights are not."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"cannot read the weights in {file}",
-                where="model.path",
-                why=str(error).splitlines()[0],
-                fix="download or write the file again; it may be cut short",
-            ) from error

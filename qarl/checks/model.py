@@ -5,12 +5,14 @@ One function for every way in: the set-up of a run, verl's launcher, the doctor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from qarl.align.config_keys import FAMILIES, check_config_keys
 from qarl.checks.layers import FUSED_LAYERS, meta_model
+from qarl.config import Config
 from qarl.errors import UserError
 from qarl.rollout import vllm_rules
 
@@ -91,3 +93,17 @@ def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
             "other families have them, and lets vLLM fuse them",
             fix=f"train a model of another family; those of {', '.join(FAMILIES)} are tested",
         )
+
+
+def check_not_quantized(config: Config, hf_config: Any) -> None:
+    """Training starts from high-precision masters."""
+    found = getattr(hf_config, "quantization_config", None)
+    if found is None:
+        return
+    found = found if isinstance(found, Mapping) else found.to_dict()
+    raise UserError(
+        f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
+        where="model.path: quantization_config in its config.json",
+        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
+        fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
+    )

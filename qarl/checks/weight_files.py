@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from qarl.checkpoint.compressed_tensors import header_shapes
 from qarl.checks.layers import meta_model
 from qarl.errors import UserError
@@ -75,3 +77,18 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
         why = f"{len(wrong)} tensors have another shape than config.json says: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
+
+
+def check_weight_files(path: str) -> None:
+    """Every safetensors file of a local model can be opened: its header is read, its weights are not."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"cannot read the weights in {file}",
+                where="model.path",
+                why=str(error).splitlines()[0],
+                fix="download or write the file again; it may be cut short",
+            ) from error

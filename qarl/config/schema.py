@@ -38,6 +38,9 @@ from qarl.config.types import (
     as_list,
     held_integer,
 )
+from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
+
+_TBPO = TBPOConfig()
 
 
 class Section(BaseModel):
@@ -191,25 +194,25 @@ class ActorConfig(Section):
     loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
     """How token losses are averaged. TBPO's ratio belongs to a whole sequence: other averages would not be TBPO."""
 
-    seq_clip_ratio_high: Above = 4e-4
+    seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
     """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
 
-    seq_clip_ratio_low: Below = 3e-4
+    seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
     """Positive advantage, at positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
 
-    neg_seq_clip_ratio_low: Below = 3e-4
+    neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
     """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
 
-    neg_seq_clip_ratio_high: Above = 7e-4
+    neg_seq_clip_ratio_high: Above = _TBPO.neg_seq_clip_ratio_high
     """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
 
-    seq_tis_imp_ratio_cap: float = Field(default=2.0, ge=1, le=1e6)
+    seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
     """C: the trainer/rollout weight of a sequence is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
 
-    mismatch_outside_cap: Literal["truncate", "drop"] = "truncate"
+    mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """A sequence whose weight is outside [1/C, C]: `truncate` to the nearer end, or `drop` (zero loss, counted)."""
 
-    positive_band: Literal["upper", "two_sided"] = "upper"
+    positive_band: PositiveBand = _TBPO.positive_band
     """Band for positive advantages: `upper` bound only, as in the paper's text, or `two_sided`, as its table allows."""
 
 

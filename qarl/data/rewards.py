@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qarl.data import Prompt
+from qarl.data.prompts import Prompt
 from qarl.data.time_limit import OutOfTimeError, call_within, preserved_alarm
 from qarl.errors import UserError
 

@@ -11,22 +11,22 @@ import sys
 from collections.abc import Sequence
 
 from qarl.config import load_config
-from qarl.errors import UserError
+from qarl.console import run_command
 from qarl.process import limit_threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Diagnose the config that `argv` describes; returns the exit code."""
-    try:
-        config = load_config(sys.argv[1:] if argv is None else list(argv))
-        limit_threads(config.trainer.num_threads)
-        from qarl.diagnose.diagnosis import diagnose
+    return run_command(_main, argv)
 
-        diagnose(config)
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+def _main(argv: list[str]) -> int:
+    config = load_config(argv)
+    limit_threads(config.trainer.num_threads)
+    from qarl.diagnose.diagnosis import diagnose
+
+    diagnose(config)
+    return 0
 
 
 if __name__ == "__main__":

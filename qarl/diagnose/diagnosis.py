@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from qarl.checkpoint.json_file import write_json
+from qarl.checks.sampling import truncation
 from qarl.config import Config
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.metrics.tracker import write_json, write_versions
+from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch
-from qarl.trainer.guard import truncation
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run

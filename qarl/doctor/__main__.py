@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qarl.config import load_config
+from qarl.console import run_command
 from qarl.doctor.target import find_target, split_arguments
 from qarl.errors import UserError
 from qarl.process import limit_threads
@@ -24,27 +25,27 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine the run that `argv` describes; returns the exit code."""
-    try:
-        arguments = split_arguments(sys.argv[1:] if argv is None else list(argv))
-        config = load_config(arguments.run)
-        threads_given = os.environ.get("OMP_NUM_THREADS")
-        limit_threads(config.trainer.num_threads)
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        from qarl.doctor.run import run_checks
+    return run_command(_main, argv)
 
-        report = run_checks(config, find_target(arguments.options, config.backend), threads_given=threads_given)
-        print(report)
-        if path := arguments.options.get("json"):
-            write_report(path, report)
-        return report.exit_code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+def _main(argv: list[str]) -> int:
+    arguments = split_arguments(argv)
+    config = load_config(arguments.run)
+    threads_given = os.environ.get("OMP_NUM_THREADS")
+    limit_threads(config.trainer.num_threads)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from qarl.doctor.run import run_checks
+
+    report = run_checks(config, find_target(arguments.options, config.backend), threads_given=threads_given)
+    print(report)
+    if path := arguments.options.get("json"):
+        write_report(path, report)
+    return report.exit_code
 
 
 def write_report(path: str, report: Report) -> None:
     """The findings as JSON; UserError where they cannot be written."""
-    from qarl.metrics.tracker import write_json
+    from qarl.checkpoint.json_file import write_json
 
     why = None
     if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):

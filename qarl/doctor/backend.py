@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qarl.checks.memory import ranks
+from qarl.checks.verl_plugin import refuse_hidden_code
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
@@ -74,6 +75,12 @@ def check_ranks(context: Context, topic: Topic) -> None:
             )
 
 
+def check_hidden_code(context: Context, topic: Topic) -> None:
+    """Whether verl would run Python code of the model's folder."""
+    if context.config.backend == "verl":
+        refuse_hidden_code(context.config, context.tokenizer.get(), context.hf_config.get())
+
+
 def check_muon(context: Context, topic: Topic) -> None:
     """Whether the optimizer is built for this many ranks."""
     if context.config.optim.name == "muon" and ranks(context.config) > 1:
@@ -100,4 +107,4 @@ def check_experts(context: Context, topic: Topic) -> None:
     )
 
 
-CHECKS = (check_backend, check_ranks, check_muon, check_experts)
+CHECKS = (check_backend, check_ranks, check_hidden_code, check_muon, check_experts)

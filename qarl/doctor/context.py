@@ -16,15 +16,14 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from qarl.align.model import resolve_level
-from qarl.checks import layers as checks
+from qarl.checks import layers, model_folder
 from qarl.checks.memory import ModelSize
 from qarl.config import Config
-from qarl.data import PromptDataset
+from qarl.data import PromptDataset, run_prompts
 from qarl.doctor.target import Target
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.trainer import setup
 
 Value = TypeVar("Value")
 
@@ -98,7 +97,7 @@ class Context:
     @cached_property
     def hf_config(self) -> Part[Any]:
         def load() -> Any:
-            hf_config, self.no_model = setup.hf_config_or_carried(self.model_path, self.trust_remote_code)
+            hf_config, self.no_model = model_folder.hf_config_or_carried(self.model_path, self.trust_remote_code)
             return hf_config
 
         return Part("the model's config", load)
@@ -121,7 +120,7 @@ class Context:
             self.hf_config.get()
             if self.no_model is not None:
                 raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
-            return setup.load_tokenizer(self.model_path, self.trust_remote_code)[0]
+            return model_folder.load_tokenizer(self.model_path, self.trust_remote_code)[0]
 
         return Part("the tokenizer", load)
 
@@ -130,24 +129,24 @@ class Context:
         """The trainer's model without storage."""
 
         def build() -> nn.Module:
-            return checks.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
+            return layers.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
 
         return Part("the model's layers", build)
 
     @cached_property
-    def linears(self) -> Part[checks.Shapes]:
+    def linears(self) -> Part[layers.Shapes]:
         """[N, K] of every linear of the trainer's model."""
 
-        def read() -> checks.Shapes:
+        def read() -> layers.Shapes:
             modules = self.model.get().named_modules()
             return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
 
         return Part("the model's layers", read)
 
     @cached_property
-    def quantized(self) -> Part[checks.Shapes]:
+    def quantized(self) -> Part[layers.Shapes]:
         """[N, K] of the linears that `quant` selects."""
-        return Part("layers to quantize", lambda: checks.select_shapes(self.linears.get(), self.scheme, self.ignore))
+        return Part("layers to quantize", lambda: layers.select_shapes(self.linears.get(), self.scheme, self.ignore))
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
@@ -169,8 +168,8 @@ class Context:
 
     @cached_property
     def train_prompts(self) -> Part[PromptDataset]:
-        return Part("the training prompts", lambda: setup.load_train_prompts(self.config, self.tokenizer.get()))
+        return Part("the training prompts", lambda: run_prompts.load_train_prompts(self.config, self.tokenizer.get()))
 
     @cached_property
     def val_prompts(self) -> Part[PromptDataset | list[Any]]:
-        return Part("the evaluation prompts", lambda: setup.load_val_prompts(self.config, self.tokenizer.get()))
+        return Part("the evaluation prompts", lambda: run_prompts.load_val_prompts(self.config, self.tokenizer.get()))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.data import Prompt, check_disjoint
+from qarl.data import Prompt, check_disjoint, run_prompts
 from qarl.data.rewards import check_reward_fn, get_reward_fn
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.trainer import setup
 
 
 def check_train(context: Context, topic: Topic) -> None:
@@ -21,7 +20,7 @@ def check_train(context: Context, topic: Topic) -> None:
             f"{prompts.num_filtered} training prompts over data.max_prompt_length are left out",
             fix="raise data.max_prompt_length to train on them",
         )
-    sampler = setup.prompt_sampler(context.config, prompts)
+    sampler = run_prompts.prompt_sampler(context.config, prompts)
     steps = context.config.trainer.total_training_steps
     topic.ok(
         f"{len(prompts)} training prompts of {_longest(prompts)} of {context.config.data.max_prompt_length} tokens "

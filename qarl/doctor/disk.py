@@ -7,11 +7,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from qarl.checkpoint import run_folder
 from qarl.checks.memory import checkpoint_bytes, readable
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 from qarl.errors import UserError
-from qarl.trainer import setup
 from qarl.trainer.resume import check_free, find_start
 from qarl.verl.resume import find_verl_start
 
@@ -53,9 +53,9 @@ def check_start(context: Context, topic: Topic) -> None:
             topic.note(note, fix="nothing, if that is what you want")
     if step:
         topic.ok(f"the run goes on from step {step}, {origin}")
-    elif not setup.holds_a_run(run_dir):
+    elif not run_folder.holds_a_run(run_dir):
         topic.ok("the run starts anew")
-    if not stays and setup.holds_a_run(run_dir):
+    if not stays and run_folder.holds_a_run(run_dir):
         topic.note(
             f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",
             fix="nothing, or choose another name=...",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from qarl.checks import layers as checks
+from qarl.checks import layers
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.quant.matcher import is_ignored, resolve_ignored
@@ -17,7 +17,7 @@ ROUTERS = ("gate",)
 def check_fused(context: Context, topic: Topic) -> None:
     """Whether the list leaves fused layers whole."""
     if context.scheme.quantized:
-        checks.check_fused_layers(context.linears.get(), context.ignore)
+        layers.check_fused_layers(context.linears.get(), context.ignore)
 
 
 def check_resolved(context: Context, topic: Topic) -> None:
@@ -47,13 +47,13 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
     if why_not := vllm_rules.unavailable():
         raise NotCheckedError(why_not, "make setup")
     linears = context.linears.get()
-    groups = checks.fused_groups(linears)
+    groups = layers.fused_groups(linears)
     only_ours: list[str] = []
     only_theirs: list[str] = []
     for fused, members in groups.items():
         ours = all(is_ignored(name, context.ignore) for name in members)
         try:
-            theirs = vllm_rules.leaves_unquantized(fused, context.ignore, checks.FUSED_LAYERS)
+            theirs = vllm_rules.leaves_unquantized(fused, context.ignore, layers.FUSED_LAYERS)
         except ValueError:
             continue  # a split group, which check_fused has reported
         if ours != theirs:
@@ -97,7 +97,7 @@ def _router_entries(context: Context) -> list[str]:
 
 
 def _named(names: Iterable[str]) -> str:
-    return checks.name_layers(names) or "none"
+    return layers.name_layers(names) or "none"
 
 
 CHECKS = (check_fused, check_resolved, check_engine_agrees, check_routers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qarl.checks import layers as checks
+from qarl.checks import layers, sampling
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.doctor.shapes import ROW_PARALLEL
@@ -55,11 +55,11 @@ def check_engine(context: Context, topic: Topic) -> None:
         raise NotCheckedError(why_not, "make setup")
     parallel = context.config.rollout.tensor_model_parallel_size
     shapes = context.quantized.get()
-    parts: checks.Shapes = {}
+    parts: layers.Shapes = {}
     served: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     answers: dict[tuple[int, ...], tuple[bool, str]] = {}
-    for fused, members in checks.fused_groups(shapes).items():
+    for fused, members in layers.fused_groups(shapes).items():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
         parts[fused] = (n, k // parallel) if fused.endswith(ROW_PARALLEL) else (n // parallel, k)
         key = (n, k, *parts[fused])
@@ -75,18 +75,18 @@ def check_engine(context: Context, topic: Topic) -> None:
     for reason, names in refused.items():
         topic.error(
             f"vLLM has no kernel for {len(names)} layers",
-            where=checks.name_layers(names),
+            where=layers.name_layers(names),
             why=reason,
             fix="add these layers to quant.ignore, or choose another quant.scheme or quant.group_size",
         )
 
 
-def layer_lines(names: Sequence[str], shapes: checks.Shapes) -> list[str]:
+def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> list[str]:
     """A line for layers that differ in number alone: name and [N, K]."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name in names:
         by_shape.setdefault(shapes[name], []).append(name)
-    named = {shape: checks.name_layers(alike).split(", ") for shape, alike in by_shape.items()}
+    named = {shape: layers.name_layers(alike).split(", ") for shape, alike in by_shape.items()}
     return [f"{name}  {list(shape)}" for shape, names in named.items() for name in names]
 
 
@@ -110,4 +110,16 @@ def check_alignment(context: Context, topic: Topic) -> None:
         topic.ok(f"quant.align={level} applies")
 
 
-CHECKS = (check_trainer, check_engine, check_alignment)
+def check_sampling(context: Context, topic: Topic) -> None:
+    """Whether the trainer's log-probs describe how the engine samples."""
+    if why_not := vllm_rules.unavailable():
+        raise NotCheckedError(why_not, "make setup")
+    level, _ = context.align_level()
+    sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)
+    rollout = context.config.rollout
+    topic.ok(
+        f"the trainer follows temperature {rollout.temperature:g}, top_p {rollout.top_p:g} and top_k {rollout.top_k}"
+    )
+
+
+CHECKS = (check_trainer, check_engine, check_alignment, check_sampling)

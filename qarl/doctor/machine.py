@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from qarl.checks import layers as checks
+from qarl.checks import machine
 from qarl.checks.memory import GIB
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
@@ -25,9 +25,9 @@ def check_cpu(context: Context, topic: Topic) -> None:
     """Whether this CPU has the instructions that the scheme needs."""
     if context.target.device != "cpu":
         return
-    if topic.passes(checks.check_cpu, context.config):
+    if topic.passes(machine.check_cpu, context.config):
         wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-        found = [flag for flag in wanted if flag in checks.cpu_flags()]
+        found = [flag for flag in wanted if flag in machine.cpu_flags()]
         topic.ok(f"this CPU can run quant.scheme={context.config.quant.scheme} ({', '.join(found) or 'flags unknown'})")
     if torch.cpu._is_amx_tile_supported():
         topic.note(

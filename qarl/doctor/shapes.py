@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from qarl.checks import layers as checks
+from qarl.checks import layers
 from qarl.checks.memory import ModelSize
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
@@ -28,7 +28,7 @@ def check_groups(context: Context, topic: Topic) -> None:
         topic.ok("scheme bf16: no groups")
         return
     shapes = _all_quantized(context)
-    checks.check_group_size(shapes, scheme)
+    layers.check_group_size(shapes, scheme)
     if scheme.group_size:
         topic.ok(f"quant.group_size={scheme.group_size} divides the inputs of all {len(shapes)} quantized layers")
     else:
@@ -38,7 +38,7 @@ def check_groups(context: Context, topic: Topic) -> None:
 def check_engine_kernel(context: Context, topic: Topic) -> None:
     """Whether sizes are such that vLLM's W4A16 kernel for CPUs takes them."""
     if context.target.device == "cpu" and context.scheme.name == "w4a16":
-        checks.check_engine_shapes(context.quantized.get())
+        layers.check_engine_shapes(context.quantized.get())
 
 
 def check_tensor_parallel(context: Context, topic: Topic) -> None:
@@ -66,7 +66,7 @@ def check_tensor_parallel(context: Context, topic: Topic) -> None:
         )
 
 
-def _all_quantized(context: Context) -> checks.Shapes:
+def _all_quantized(context: Context) -> layers.Shapes:
     """The linears to quantize; of a mixture of experts also the experts', which the trainer has stacked."""
     size, shapes = context.size.get(), dict(context.quantized.get())
     if size.experts:
@@ -108,7 +108,7 @@ def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> l
         return []
     n, k = shapes[bad[0]]
     sizes = f"{k if bad[0].endswith(ROW_PARALLEL) else n}"
-    return [(f"a width of {sizes} does not split in {len(bad)} layers", checks.name_layers(bad), "parts are equal")]
+    return [(f"a width of {sizes} does not split in {len(bad)} layers", layers.name_layers(bad), "parts are equal")]
 
 
 def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
@@ -123,7 +123,7 @@ def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | N
     why = f"a GPU gets {', '.join(map(str, parts))} inputs, which are no whole groups of {group}: a scale would be cut"
     # The experts of a layer are alike: one name stands for them.
     stacks = dict.fromkeys(re.sub(r"[.]experts[.].*", ".experts", name) for name in bad)
-    return [(f"{len(bad)} layers cannot be split along their inputs", checks.name_layers(stacks), why)]
+    return [(f"{len(bad)} layers cannot be split along their inputs", layers.name_layers(stacks), why)]
 
 
 def _working_sizes(context: Context, size: ModelSize) -> str:

@@ -60,8 +60,11 @@ def check_mismatch(
     level: str,
     before_first_update: bool,
     response_length: float | None = None,
+    source: str | None = None,
 ) -> str | None:
     """None where the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
+
+    `source`: how the text says where the limit comes from; None for the level, or for `quant.mismatch_limit`.
 
     Raises:
         MismatchError: it is over the limit and `before_first_update`, when no weight has moved yet.
@@ -70,7 +73,7 @@ def check_mismatch(
     if not over_limit(abs_mean, allowed):
         return None
     found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats a token, over the {allowed:.2g}"
-    source = f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit"
+    source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")
     if not before_first_update:
         return f"{found} {source}; the trainer may be learning from another policy than the one that samples"
     raise MismatchError(

@@ -12,7 +12,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import subprocess
@@ -23,11 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from qarl.checkpoint.storage import StorageError, write_text, writing
+from qarl.checkpoint.json_file import json_safe, number, write_json
+from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.checkpoint.storage import StorageError, writing
 from qarl.console import say
 from qarl.errors import UserError
 
-METRICS_FILE = "metrics.jsonl"
 LOGGERS = ("console", "tensorboard", "wandb")
 
 # Label, key and format of what the console shows.
@@ -102,7 +102,7 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write the metrics of one step: Python or NumPy numbers or one-element tensors; call it once a step."""
-        values = {name: _number(value) for name, value in metrics.items()}
+        values = {name: number(value) for name, value in metrics.items()}
         self._record.log(values, step)
         for name in list(self._views):
             self._try(name, lambda view: view.log(values, step))
@@ -196,32 +196,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all. StorageError where the disk does not take it."""
-    write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
-
-
 def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
     """Write `summary.json`, atomically; returns its path."""
     path = Path(run_dir) / "summary.json"
     write_json(path, summary)
     return path
-
-
-def _number(value: Any) -> float:
-    return value.item() if hasattr(value, "item") else value
-
-
-def json_safe(value: Any) -> Any:
-    """`value` with what JSON cannot say made sayable: non-finite floats, tensors and NumPy scalars, paths."""
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    value = _number(value)
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _JsonLines:

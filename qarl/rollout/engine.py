@@ -29,6 +29,7 @@ from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.vllm_versions.refusals import is_refusal
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class RolloutEngine:
         try:
             return call()
         except Exception as error:
-            if _is_refusal(error):
+            if is_refusal(error):
                 raise
             reason = f"vLLM failed: {type(error).__name__}: {error}"
             self.mark_stale(reason)
@@ -277,7 +278,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             ignore_eos=sampling.ignore_eos,
         )
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             raise
         why = " ".join(str(error).split())
         raise UserError("vLLM refuses to sample like this", where=where, why=why, fix="change that key") from error
@@ -289,14 +290,9 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
             "vLLM would sample in another way",
             where=where,
             why="it takes " + ", ".join(f"{name}={found}" for name, found in changed.items()) + " instead",
-            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()) + " or more",
+            fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
         )
     return params
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM raised `error` about a request, and works on: a ValueError, in newer releases a VLLMClientError."""
-    return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}
 
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:

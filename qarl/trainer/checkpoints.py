@@ -34,13 +34,14 @@ from qarl.checkpoint.folder import (
     tensor_digest,
     tensors_digest,
 )
+from qarl.checkpoint.run_folder import METRICS_FILE, checkpoints_dir
 from qarl.checkpoint.storage import StorageError
 from qarl.data import Prompt
 from qarl.errors import UserError
-from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics
+from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.quant.convert import tied_names
 from qarl.trainer.policy import Policy
-from qarl.trainer.resume import changed_keys, checkpoints_dir, make_newest
+from qarl.trainer.resume import changed_keys, make_newest
 
 if TYPE_CHECKING:
     from qarl.trainer.local import LocalTrainer

@@ -12,14 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.checkpoint.run_folder import EXPORT, checkpoints_dir
 from qarl.checkpoint.storage import StorageError
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.plots import plot_run
 from qarl.metrics.tracker import write_summary
-
-EXPORT = "export"
-"""Folder of the final model in the run folder."""
 
 
 class Ending:
@@ -110,7 +108,6 @@ def _plot(run_dir: Path) -> None:
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
     """The error of a run whose model the disk did not take: it says what there still is of the training."""
     from qarl.checkpoint.folder import list_checkpoints
-    from qarl.trainer.resume import checkpoints_dir
 
     saved = list_checkpoints(checkpoints_dir(run_dir))
     again = "the same command then resumes from the checkpoint and exports at its end"

@@ -16,24 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from qarl.checkpoint.folder import Checkpoint
-from qarl.checkpoint.storage import check_room
+from qarl.checks.sampling import sampling_config, truncation
 from qarl.config import Config
 from qarl.data import Prompt
 from qarl.data.rewards import score_responses
-from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
-from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
@@ -43,12 +36,10 @@ from qarl.rollout.publish.writers import ReloadFailed
 from qarl.tbpo import reduce_metrics, tbpo_loss
 from qarl.trainer.advantages import grpo_advantages
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.checkpoints import Checkpoints
-from qarl.trainer.ending import EXPORT, finish_run
-from qarl.trainer.guard import PROBE_RESPONSES, PROBE_STEP, probe, sampling_config, truncation, watch
+from qarl.trainer.guard import watch
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import RunParts, engine_config, prepare_run, tbpo_config
+from qarl.trainer.setup import RunParts, engine_config, tbpo_config
 
 _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 
@@ -90,7 +81,9 @@ class LocalTrainer:
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
         metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
-        watched, self.warnings = watch(self, batch, metrics)
+        watched, self.warnings = watch(
+            self.config, self.policy.align, batch, metrics, before_first_update=not self.updated
+        )
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
@@ -239,10 +232,6 @@ class LocalTrainer:
             self.publish()
             return self.engine.generate(prompts, sampling, seeds)
 
-    def probe(self) -> str:
-        """Compare a few log-probs of both sides before anything is trained: see `qarl.trainer.guard.probe`."""
-        return probe(self, [request_seed(self.config.seed, PROBE_STEP, i) for i in range(PROBE_RESPONSES)])
-
     def rebuild_engine(self, error: Exception) -> None:
         """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
         if not self.config.rollout.rebuild_on_failure:
@@ -283,139 +272,3 @@ def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> d
     """
     metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}
-
-
-def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-    """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds.
-
-    `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count. `checkpoint`:
-    what to go on from, see `qarl.trainer.resume.open_run`.
-    """
-    start = time.perf_counter() if started is None else started
-    parts = prepare_run(config)
-    run_dir = config.run_dir
-    write_versions(run_dir)
-    trainer = LocalTrainer(config, parts)
-    with trainer.engine, finish_step_on_interrupt() as stop:
-        return run_and_keep(trainer, Checkpoints(trainer, checkpoint), stop, start)
-
-
-def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[bool], start: float) -> dict[str, Any]:
-    """First publish and training; then, also after an error, summary, plots and the final checkpoint are written."""
-    config, run_dir = trainer.config, trainer.config.run_dir
-    failure: BaseException | None = None
-    report = trainer.publish()
-    if config.trainer.save_final:
-        # The export holds what was published; without room for it there is no use in training.
-        check_room(run_dir / EXPORT, report.bytes)
-    total, start_step = config.trainer.total_training_steps, trainer.step
-    config_dict = config.model_dump()
-    with Tracker(run_dir, config.trainer.logger, total, config_dict, start_step=start_step) as tracker:
-        tracker.message(trainer.policy.report)
-        checkpoints.resumed(tracker)
-        try:
-            tracker.message(trainer.probe())
-            run_steps(trainer, checkpoints, tracker, stop, start)
-        except BaseException as error:
-            failure = error
-    try:
-        history = read_metrics(run_dir)
-    except UserError as error:
-        history, failure = [], failure or error
-    summary = summarize(history) | {
-        "quant_scheme": config.quant.scheme,
-        "quant_align": trainer.policy.align,
-        "interrupted": bool(stop),
-        "quantized_ratio": report.quantized_ratio,
-        "seconds": time.perf_counter() - start,
-    }
-    return finish_run(
-        run_dir,
-        summary,
-        failure,
-        tracker.problem,
-        step=trainer.step,
-        total=total,
-        save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer)) if config.trainer.save_final else None,
-        plots=config.trainer.plots,
-    )
-
-
-def run_steps(
-    trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: list[bool], start: float
-) -> None:
-    """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled."""
-    settings = trainer.config.trainer
-    test_freq, total = settings.test_freq, settings.total_training_steps
-    if settings.val_before_train and not trainer.step:
-        tracker.log(trainer.evaluate(), step=0)
-    trainer.timer.pop()
-    while trainer.step < total and not stop:
-        metrics = trainer.train_step()
-        if trainer.step == 1:
-            metrics["startup/seconds_to_first_step"] = time.perf_counter() - start
-        last = trainer.step == total or bool(stop)
-        if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
-            metrics |= trainer.evaluate()
-        metrics |= trainer.timer.pop()
-        # Ctrl-C may have come during the evaluation.
-        metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
-        tracker.log(metrics, step=trainer.step)
-        for text in trainer.warnings:
-            tracker.message(f"step {trainer.step}: {text}")
-        if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
-            tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
-        if metrics["actor/skipped_steps"]:
-            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {_SKIPPED}")
-
-
-_BANDS_TOO_NARROW = (
-    "over 80% of the responses are outside their band after the first mini-batch and teach nothing; "
-    "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need more than the paper's) "
-    "or lower optim.lr"
-)
-
-_SKIPPED = "their gradient was NaN or Inf; if it goes on, lower optim.lr or look at mismatch/abs_max"
-
-
-@contextmanager
-def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """The first Ctrl-C fills the yielded list, so that the running step ends; the second one interrupts at once."""
-    stop: list[bool] = []
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        if stop:
-            raise KeyboardInterrupt
-        stop.append(True)
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The run in a few numbers; `history` is its metrics, a mapping a step; means are over the training steps."""
-
-    def values(key: str) -> list[float]:
-        return [metrics[key] for metrics in history if key in metrics]
-
-    def mean(key: str) -> float | None:
-        return sum(values(key)) / len(values(key)) if values(key) else None
-
-    accuracies = values("val/accuracy")
-    return {
-        "steps": len(values("timing_s/step")),
-        "accuracy_before": accuracies[0] if history and "timing_s/step" not in history[0] else None,
-        "accuracy_after": accuracies[-1] if accuracies else None,
-        "mismatch_k3_mean": mean("mismatch/k3"),
-        "mismatch_abs_mean": mean("mismatch/abs_mean"),
-        "mismatch_abs_max": max(values("mismatch/abs_max"), default=None),
-        "inside_band_frac_after_first_mean": mean("actor/inside_band_frac_after_first"),
-        "skipped_optimizer_steps": sum(values("actor/skipped_steps")),
-        "failed_checkpoints": sum(values("checkpoint/failed")),
-        "seconds_to_first_step": mean("startup/seconds_to_first_step"),
-        "seconds_per_step": mean("timing_s/step"),
-        "publish_seconds_per_step": mean("timing_s/publish"),
-    }

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, newest_good, open_checkpoint
+from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir
 from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
 from qarl.errors import UserError
-from qarl.trainer.setup import fresh_run_dir
 
 # What a resume may change without a word about the bits: length and output of the run.
 _FREE = frozenset(
@@ -139,10 +139,6 @@ def check_free(run_dir: Path) -> None:
         raise _busy(run_dir) from error
     except OSError:
         pass
-
-
-def checkpoints_dir(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
 
 
 def is_finished(run_dir: Path) -> bool:

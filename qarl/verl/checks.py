@@ -37,6 +37,7 @@ def validate(composed: Any) -> None:
     refuse_corrections(composed)
     refuse_one_checkpoint(composed)
     refuse_other_reward(composed)
+    refuse_bad_time_limit(composed)
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -127,6 +128,16 @@ def refuse_other_reward(composed: Any) -> None:
             why="it would get neither the checks before the run nor reward.timeout_s",
             fix="set reward.function to it",
         )
+
+
+def refuse_bad_time_limit(composed: Any) -> None:
+    """UserError for a time limit of publishes that the first publish would refuse, minutes later."""
+    from omegaconf import OmegaConf
+
+    from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout
+
+    variables = OmegaConf.select(composed, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    publish_timeout(str(variables.get(TIMEOUT_VARIABLE) or ""))
 
 
 def refuse_no_export(config: Config, composed: Any) -> None:

@@ -89,7 +89,7 @@ class MetricsFollower:
 
         A lost line of metrics is an error, too, though training went on meanwhile.
         """
-        from qarl.trainer.local import summarize
+        from qarl.trainer.loop import summarize
 
         config = self.config
         interrupted = isinstance(failure, KeyboardInterrupt)

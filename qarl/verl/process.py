@@ -4,10 +4,8 @@ the local backend that need no weights.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from pathlib import Path
-from typing import Any
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -29,6 +27,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOG_STATS_INTERVAL": "600",  # a line every ten seconds otherwise
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -72,97 +71,13 @@ def local_path(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def check_plugin_installed() -> None:
-    """UserError where verl would not find QaRL: it looks for an entry point, which an installed package has."""
-    found = importlib.metadata.entry_points(group="verl.plugins")
-    if any(point.value.startswith("qarl.verl.plugin") for point in found):
-        return
-    raise UserError(
-        "verl does not find QaRL's plugin",
-        where="entry points of group verl.plugins in this Python environment",
-        why="QaRL is run without being installed, or the metadata of an older installation are in front of its own (a "
-        "folder qarl.egg-info in the working directory is)",
-        fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
-    )
-
-
-def preflight(config: Config) -> None:
-    """What would fail minutes later in a Ray worker, checked here: the checks of the local backend but the weights."""
-    from qarl.checks.layers import (
-        check_cpu,
-        check_engine_installed,
-        check_kv_cache,
-        check_linears,
-        check_not_quantized,
-        check_weight_files,
-    )
-    from qarl.checks.model import check_model
-    from qarl.data import check_vocabulary
-    from qarl.data.rewards import check_reward_fn, get_reward_fn
-    from qarl.metrics.tracker import check_loggers
-    from qarl.trainer.setup import (
-        check_length,
-        load_tokenizer,
-        load_train_prompts,
-        prompt_sampler,
-        report_data,
-        report_stops,
-    )
-
-    check_loggers(config.trainer.logger)
-    check_engine_installed()
-    check_plugin_installed()
-    check_cpu(config)
-    tokenizer, hf_config = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    check_not_quantized(config, hf_config)
-    check_model(hf_config)
-    check_vocabulary(tokenizer, hf_config.vocab_size, max_unused=hf_config.vocab_size // 100)
-    refuse_hidden_code(config, tokenizer, hf_config)
-    report_stops(config, tokenizer, hf_config)
-    check_length(config, hf_config)
-    check_kv_cache(config, hf_config)
-    check_linears(config, hf_config)
-    train_prompts = load_train_prompts(config, tokenizer)
-    prompt_sampler(config, train_prompts)
-    report_data(train_prompts, load_val_prompts(config, tokenizer))
-    reward_fn = get_reward_fn(config.reward.function)
-    check_reward_fn(reward_fn, train_prompts, timeout_s=config.reward.timeout_s)
-    check_weight_files(config.model.path)
-
-
-def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
-    """UserError where verl would run a model's code unasked.
-
-    Its reward workers load the tokenizer with `trust_remote_code=True`, whatever the config says (reward_loop.py of
-    0.9.1). Code that a folder names but transformers has no need of would run there, and only there.
-    """
-    named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
-    if any(named) and not config.model.trust_remote_code:
-        raise UserError(
-            f"the model in {config.model.path!r} contains Python code, which verl would run",
-            where="model.trust_remote_code=false",
-            why="verl's reward workers load the tokenizer with trust_remote_code=True, whatever its config says",
-            fix="take auto_map out of config.json and tokenizer_config.json; or read the code, and set "
-            "model.trust_remote_code=true; or backend=local",
-        )
-
-
-def load_val_prompts(config: Config, tokenizer: Any) -> Any:
-    """All evaluation prompts: verl reads the files even where nothing is evaluated."""
-    from qarl.data import load_prompts
-    from qarl.trainer.setup import prompt_options
-
-    files = config.data.val_files
-    return load_prompts(files, **prompt_options(config, tokenizer)) if files else []
-
-
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """The memory that one rank is expected to take, a line a part; for 80 GB where there is no GPU to ask."""
     import torch
 
     from qarl.align.model import resolve_level
     from qarl.checks.memory import ModelSize, estimate, readable
-    from qarl.trainer.setup import hf_config_or_carried
+    from qarl.checks.model_folder import hf_config_or_carried
 
     device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
     if not on_cpu and torch.cuda.is_available():

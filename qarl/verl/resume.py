@@ -2,7 +2,8 @@
 
 verl goes on from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts anew where
 it names nothing; without data.pt it silently begins the data again. Here the config is compared with that of the run
-that wrote the checkpoint, half a checkpoint is no checkpoint, and the file is made to name the newest whole one.
+that wrote the checkpoint, half a checkpoint is no checkpoint, and the file is made to name the newest whole one. verl
+unpickles what it loads: a checkpoint that could run code is refused.
 Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 
 import yaml
 
+from qarl.checkpoint.run_folder import fresh_run_dir
 from qarl.checkpoint.storage import set_aside
-from qarl.checkpoint.verl_shards import step_of, what_is_missing
+from qarl.checkpoint.verl_shards import refuse_code, step_of, what_is_missing
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.trainer.resume import check_changes, is_finished, lock_run
-from qarl.trainer.setup import fresh_run_dir
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that decide where and how fast, not what is trained.
@@ -36,8 +37,8 @@ def open_verl_run(config: Config) -> Iterator[int]:
     A run that is in the way is moved aside.
 
     Raises:
-        UserError: another process has the run; there is no whole checkpoint where one is asked for; the config changes
-            what is trained.
+        UserError: another process has the run; there is no whole checkpoint where one is asked for, or one that could
+            run code; the config changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
@@ -101,6 +102,7 @@ def _choose(config: Config) -> Path | None:
         folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
     if folder is not None:
         _check_config(config, folder)
+        refuse_code(sorted(folder.rglob("*.pt")))
     return folder
 
 

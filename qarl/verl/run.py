@@ -14,17 +14,20 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
+from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
 from qarl.verl.checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.process import local_path, memory_lines, preflight, set_environment, worker_environment
+from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 
 PLUGIN = "qarl.verl.plugin"
@@ -38,7 +41,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     on_cpu = runs_on_cpu(config.backend)
     refuse_unsupported(config)
     set_environment(config, on_cpu)
-    preflight(config)
+    check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
     for note in differences(config, on_cpu):
         print(f"note: {note}", file=sys.stderr)
@@ -81,9 +84,9 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
     """
-    from qarl.export import ExportRequest, export
+    from qarl.checkpoint.export import ExportRequest, export
+    from qarl.checkpoint.run_folder import EXPORT
     from qarl.metrics.tracker import write_summary
-    from qarl.trainer.ending import EXPORT
 
     output = config.run_dir / EXPORT
     try:
@@ -248,15 +251,7 @@ def model_keys(config: Config, on_cpu: bool) -> Keys:
 
 def actor_keys(config: Config) -> Keys:
     actor, keys = config.actor, {}
-    bands = (
-        "seq_clip_ratio_high",
-        "seq_clip_ratio_low",
-        "neg_seq_clip_ratio_low",
-        "neg_seq_clip_ratio_high",
-        "seq_tis_imp_ratio_cap",
-        "mismatch_outside_cap",
-        "positive_band",
-    )
+    bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
     root = "actor_rollout_ref.actor"
     keys = {
         f"{root}.strategy": "fsdp2",
@@ -312,6 +307,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.max_model_len": longest,
         f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
         f"{root}.load_format": "dummy",
+        f"{root}.disable_log_stats": False,  # preemptions are counted there
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,

@@ -13,7 +13,7 @@ import transformers
 from checkout import ROOT
 
 from qarl.align import align_model
-from qarl.align.config_keys import FAMILIES, REFUSED, TABLE, check_config_keys, verdict
+from qarl.align.config_keys import BOTH, FAMILIES, REFUSED, TABLE, check_config_keys, verdict
 from qarl.align.model import resolve_level
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.model import check_architecture, check_model
@@ -22,6 +22,7 @@ from qarl.kernels.cpu import rotary as vllm_rotary
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
+from config_values import KEYS, NO_NUMBERS, REFUSED_VALUES
 
 needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
 CONFIGS: dict[str, Any] = {
@@ -29,6 +30,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
 }
+SCHEMES = ("w4a16", "bf16")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -78,37 +80,61 @@ rope_parameters["e"]; rope_parameters.get("f"); "g" in rope_parameters; config.g
     assert found - {"_i"} == {"a", "b", "c", "d", *(f"rope_parameters.{key}" for key in "efgjk")}
 
 
-BAD_VALUES: dict[str, Any] = {
-    "bias": True,
-    "qkv_bias": True,
-    "logit_scale": 0.5,
-    "attention_bias": True,
-    "qk_norm": True,
-    "head_dim": 64,
-    "hidden_act": "gelu",
-    "is_causal": False,
-    "use_bidirectional_attention": True,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "attention_chunk_size": 16,
-    "dual_chunk_attention_config": {"chunk_size": 16, "local_size": 8},
-    "head_dtype": "float32",
-}
-
-
 @pytest.mark.parametrize(("family", "key"), [(f, k) for k, refusal in REFUSED.items() for f in refusal.families])
 def test_a_key_that_one_side_alone_honours_is_refused_by_name(family, key):
     config = make(family)
     check_config_keys(config)
-    setattr(config, key, BAD_VALUES[key])
+    setattr(config, key, REFUSED_VALUES[key][1])
     with pytest.raises(UserError, match=rf"{key}=.* in a config of {family} is refused"):
         check_config_keys(config)
     with pytest.raises(UserError, match=key):
         check_model(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(make(family), dtype=torch.bfloat16)
-    setattr(model.config, key, BAD_VALUES[key])
+    setattr(model.config, key, REFUSED_VALUES[key][1])
     with pytest.raises(UserError, match=key):
         align_model(model, "linears", device=torch.device("cpu"))
+
+
+def test_every_key_that_counts_has_a_measured_row():
+    """And one that is refused a value that is."""
+    table = json.loads(TABLE.read_text())["families"]
+    read = {key: {family for family in FAMILIES if all(key in side for side in table[family].values())} for key in BOTH}
+    missing = [(f, key) for key, families in read.items() for f in families if f not in KEYS.get(key, ((),))[0]]
+    assert [(f, key) for f, key in missing if key not in REFUSED or f not in REFUSED[key].families] == []
+    assert {key: set(families) for key, (families, _) in REFUSED_VALUES.items()} == {
+        key: set(refusal.families) for key, refusal in REFUSED.items()
+    }
+
+
+def test_the_measured_mismatch_of_each_key():
+    """Written by scripts/config_mismatch.py keys: δ as with the defaults, and large for a trainer without the key."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "config_keys_cpu.json").read_text())["results"]
+    expected = [f"{f} {key} {scheme}" for key, (families, _) in KEYS.items() for f in families for scheme in SCHEMES]
+    refused = [
+        f"{f} {key} {scheme}" for key, (families, _) in REFUSED_VALUES.items() for f in families for scheme in SCHEMES
+    ]
+    defaults = [f"{family} defaults {scheme}" for family in FAMILIES for scheme in SCHEMES]
+    assert set(found) == {*expected, *refused, *defaults}
+    for row in refused:
+        assert f"{row.split()[1]}=" in found[row]["refused"] and "NOT REFUSED" not in found[row]["refused"], row
+    for row in expected + defaults:
+        assert found[row]["exact"]["max"] == 0 and found[row]["exact"]["applied"] == "exact", row
+        assert found[row]["model"]["mean"] < 1e-3 and found[row]["model"]["applied"] == "model", row
+    for row in expected:
+        other = found[row]["other"]
+        if row.split()[1] in NO_NUMBERS:
+            assert other["exact"]["max"] == 0, row
+        else:
+            assert other == "the shapes differ" or other["exact"]["mean"] > 0.01, row
+
+
+def test_sliding_windows_of_a_llama_are_refused():
+    """vLLM gives each layer of a model without `layer_types` the window; transformers' Llama has none."""
+    with pytest.raises(UserError, match=r"sliding_window=8 in a config of llama is refused"):
+        check_model(make("llama", sliding_window=8))
+    for harmless in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 512}):
+        check_model(make("llama", **harmless))
 
 
 def test_sliding_windows_on_some_layers_are_refused():
@@ -245,11 +271,11 @@ def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
 
 
 def test_int8_activations_for_w4a16_are_refused(monkeypatch):
-    from qarl.checks.layers import check_cpu
+    from qarl.checks.machine import check_cpu
     from qarl.config import load_config
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr("qarl.checks.layers.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
+    monkeypatch.setattr("qarl.checks.machine.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
     config = load_config(["config=quickstart.yaml", "quant.scheme=w4a16"])
     monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "1")
     with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):

@@ -18,6 +18,7 @@ from engine_helpers import config
 from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
+from qarl.checks.sampling import check_sampling
 from qarl.config import checks as config_checks
 from qarl.errors import UserError
 from qarl.metrics.guard import MismatchError
@@ -25,9 +26,10 @@ from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
 from qarl.trainer.batch import Batch
-from qarl.trainer.guard import PROBE_RESPONSES, check_sampling, probe, watch
+from qarl.trainer.guard import watch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
+from qarl.trainer.probe import PROBE_RESPONSES, probe
 from qarl.trainer.setup import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
@@ -97,6 +99,7 @@ def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trai
             assert torch.equal(new.detach(), old[rows])
     found = trainer.update(batch, old)
     assert found["actor/skipped_steps"] == 0 and math.isfinite(found["actor/grad_norm"])
+    assert found["actor/seq_ratio_abs_dev_max"] == 0
     again = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=trainer.config.rollout.temperature)
     assert torch.equal(again.detach(), old)
 

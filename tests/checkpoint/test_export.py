@@ -27,10 +27,11 @@ from qarl.checkpoint.compressed_tensors import (
     tensor_shapes,
     weight_files,
 )
+from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.export import export, main, read_request
+from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 from qarl.trainer.optim import MasterOptimizer
 

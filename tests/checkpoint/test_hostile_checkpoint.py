@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_state import reseal, whole_state, write_bare
+from checkpoint_state import Malicious, reseal, whole_state, write_bare
 from engine_helpers import config as run_config
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
@@ -23,25 +23,15 @@ from safetensors.torch import load_file, save_file
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import CheckpointError, load_dict, newest_good, open_checkpoint, prune, save_checkpoint
 from qarl.checkpoint.storage import recover, remove_folder
+from qarl.checks.model_folder import load_tokenizer
 from qarl.data import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
-from qarl.trainer import setup
-from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, training_state
+from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
-
-
-class Malicious:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.path),))
 
 
 def prompts(answer: str = "1") -> list[Prompt]:
@@ -61,7 +51,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
         parts=parts,
         engine=SimpleNamespace(weight_version=3),
         step=0,
-        tokenizer=setup.load_tokenizer(str(folder))[0],
+        tokenizer=load_tokenizer(str(folder))[0],
     )
     for name, value in changes.items():
         setattr(trainer.parts, name, value)
@@ -343,6 +333,50 @@ def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: 
 def test_other_prompts_are_refused(model_folder: Path, folder: Path, other: list[Prompt]) -> None:
     with pytest.raises(UserError, match="training prompts are not those of the checkpoint"):
         restored(model_folder, folder, train_prompts=other)
+
+
+def test_weights_that_lack_a_tensor_are_of_another_model(model_folder: Path, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reseal(folder)
+    with pytest.raises(UserError, match=r"(?s)checkpoint is of another model.*model\.norm\.weight"):
+        restored(model_folder, folder)
+
+
+@pytest.fixture
+def resumed(model_folder: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+    """A function that takes the first step after a resume with a k3: its metrics, and what was said."""
+    before = rng_state()
+
+    def resume(k3: float) -> tuple[dict[str, float], str]:
+        checkpoints = Checkpoints(make_trainer(model_folder, folder.parent), open_checkpoint(folder))
+        capfd.readouterr()
+        with Tracker(folder.parent / "run", ["console"], 9, {}) as tracker:
+            checkpoints.resumed(tracker)
+            metrics = checkpoints.after_step({"mismatch/k3": k3}, tracker, last=False)
+        captured = capfd.readouterr()
+        return metrics, captured.out + captured.err
+
+    yield resume
+    set_rng_state(before)
+
+
+def test_published_tensors_that_are_not_the_checkpoints_are_named(resumed: Any, folder: Path) -> None:
+    metrics, said = resumed(1e-4)
+    assert metrics["resume/published_equal"] == 1 and "warning" not in said
+    published = open_checkpoint(folder).state["published"]
+    reseal(folder, published=published | {"model.norm.weight": "0" * 64})
+    metrics, said = resumed(1e-4)
+    assert metrics["resume/published_equal"] == 0
+    assert "warning: 1 published tensors are not the checkpoint's: ['model.norm.weight']" in said
+
+
+@pytest.mark.parametrize(("k3", "warned"), [(9e-4, False), (2e-3, True)])
+def test_a_mismatch_ten_times_that_of_the_step_before_is_said(resumed: Any, k3: float, warned: bool) -> None:
+    metrics, said = resumed(k3)
+    assert metrics["resume/k3_before"] == 1e-4 and metrics["resume/k3"] == k3
+    assert ("over ten times as much as before" in said) == warned
 
 
 # Links.

@@ -36,12 +36,13 @@ from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
 from qarl import process
-from qarl.checks import layers as checks
+from qarl.checkpoint.run_folder import fresh_run_dir
+from qarl.checks import layers, lengths, machine
+from qarl.checks.model_folder import load_hf_config
 from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.train import main
-from qarl.trainer.setup import fresh_run_dir, load_hf_config
 from qarl.verl import run as verl
 
 pytestmark = pytest.mark.usefixtures("startable_run")
@@ -182,7 +183,7 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPat
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     hf_config = load_hf_config("model")
-    spec = FullAttentionSpec(block_size=checks.KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(block_size=lengths.KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     layers = {f"layer{i}": spec for i in range(2)}
     for response in (1, 112, 113, 300):
         vllm_config = fake_vllm_config(16 + response)
@@ -190,9 +191,9 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPat
             gib = f"rollout.cpu_kvcache_space_gib={size / 2**30!r}"
             config = load_config(["config=run.yaml", f"data.max_response_length={response}", gib])
             theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, layers, size), ValueError)  # noqa: B023  at once
-            assert refuses(lambda: checks.check_kv_cache(config, hf_config), UserError) == theirs  # noqa: B023  called at once
-    monkeypatch.setattr(checks, "runs_on_cpu", lambda backend: False)
-    checks.check_kv_cache(config, hf_config)
+            assert refuses(lambda: lengths.check_kv_cache(config, hf_config), UserError) == theirs  # noqa: B023  called at once
+    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: False)
+    lengths.check_kv_cache(config, hf_config)
 
 
 def fake_vllm_config(max_model_len: int) -> Any:
@@ -204,7 +205,7 @@ def fake_vllm_config(max_model_len: int) -> Any:
         model_config=SimpleNamespace(max_model_len=max_model_len),
         parallel_config=parallel,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        cache_config=SimpleNamespace(block_size=checks.KV_BLOCK, num_gpu_blocks_override=None),
+        cache_config=SimpleNamespace(block_size=lengths.KV_BLOCK, num_gpu_blocks_override=None),
     )
 
 
@@ -256,25 +257,25 @@ def test_sizes_that_the_engines_kernel_refuses(refusal: Refusal, sizes: dict[str
 def test_cpu_without_the_kernels_instructions(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
-    flags = {"avx2", *checks.W4A16_CPU_FLAGS} - set(missing)
-    monkeypatch.setattr(checks, "cpu_flags", lambda: flags)
+    flags = {"avx2", *machine.W4A16_CPU_FLAGS} - set(missing)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
     refusal(words=["quant.scheme", f"lacks {' and '.join(missing)}", "quant.scheme=bf16"])
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml", "quant.scheme=bf16"])
-    monkeypatch.setattr(checks, "runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: False)
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml"])
 
 
 def test_each_scheme_asks_for_what_it_needs(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal("quant.scheme=w4a8", words=["quant.scheme", "leave the activations in BF16", "quant.scheme=w8a8"])
-    monkeypatch.setattr(checks, "W4A16_CPU_MULTIPLE", 1000)
+    monkeypatch.setattr(layers, "W4A16_CPU_MULTIPLE", 1000)
     refusal("quant.scheme=w4a16", words=["multiples of 1000"])
-    monkeypatch.setattr(checks, "cpu_flags", lambda: {"avx512_vnni"})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512_vnni"})
     for scheme in ("w8a8", "fp8"):
         with pytest.raises(EngineConstructed):
             main(["config=run.yaml", f"quant.scheme={scheme}"])
-    monkeypatch.setattr(checks, "cpu_flags", lambda: {"avx512f"})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512f"})
     refusal("quant.scheme=w8a8", words=["lacks avx512_vnni", "int8 products"])
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml", "quant.scheme=fp8"])
@@ -307,7 +308,7 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
     from vllm.platforms import current_platform
 
-    fused_layers = {fused: list(parts) for fused, parts in checks.FUSED_LAYERS.items()}
+    fused_layers = {fused: list(parts) for fused, parts in layers.FUSED_LAYERS.items()}
     for family in (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
         assert family.packed_modules_mapping == fused_layers
 
@@ -317,7 +318,7 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
             engine = functools.partial(
                 should_ignore_layer, "model.layers.0.self_attn.qkv_proj", ignore, fused_mapping=fused_layers
             )
-            ours = functools.partial(checks.check_fused_layers, parts, ignore)
+            ours = functools.partial(layers.check_fused_layers, parts, ignore)
             assert refuses(ours, UserError) == refuses(engine, ValueError), ignore
 
     if not current_platform.is_cpu():
@@ -329,13 +330,13 @@ def test_the_checks_refuse_what_vllm_refuses() -> None:
 
     for n, k in itertools.product((16, 32, 40, 64, 96), repeat=2):
         layer = MPLinearLayerConfig((k, n), (k, n), scalar_types.uint4b8, torch.bfloat16, 8, False, False)
-        ours = functools.partial(checks.check_engine_shapes, {"down_proj": (n, k)})
+        ours = functools.partial(layers.check_engine_shapes, {"down_proj": (n, k)})
         assert refuses(ours, UserError) != CPUWNA16LinearKernel.can_implement(layer)[0], (n, k)
 
 
 def test_layers_are_named_by_ranges_of_their_numbers() -> None:
     names = [f"model.layers.{i}.mlp.up_proj" for i in (0, 1, 2, 5, 11, 10)] + ["score"]
-    assert checks.name_layers(names) == "model.layers.0-2,5,10-11.mlp.up_proj, score"
+    assert layers.name_layers(names) == "model.layers.0-2,5,10-11.mlp.up_proj, score"
 
 
 # The data.
@@ -501,9 +502,9 @@ def test_the_device_of_a_run(
 ) -> None:
     monkeypatch.setenv("VERL_PLATFORM", platform)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(checks, "runs_on_cpu", process.runs_on_cpu)
-    monkeypatch.setattr(checks, "cpu_flags", set)
+    monkeypatch.setattr(layers, "runs_on_cpu", process.runs_on_cpu)
+    monkeypatch.setattr(machine, "cpu_flags", set)
     assert verl.runs_on_cpu is process.runs_on_cpu
     assert process.runs_on_cpu(backend) == on_cpu
     config = load_config(["config=run.yaml", f"backend={backend}"])
-    assert refuses(lambda: checks.check_cpu(config), UserError) == on_cpu
+    assert refuses(lambda: machine.check_cpu(config), UserError) == on_cpu

@@ -19,7 +19,7 @@ from checkout import ROOT
 from engine_helpers import config as run_config
 
 from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
-from qarl.checks import layers as checks
+from qarl.checks import layers, model_folder
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, _llm_arguments
@@ -92,8 +92,8 @@ def _own_config(folder: Path) -> Any:
 
 
 LOADERS: dict[str, Callable[[Path, bool], Any]] = {
-    "the tokenizer": lambda folder, trust: setup.load_tokenizer(str(folder), trust),
-    "the config": lambda folder, trust: setup.load_hf_config(str(folder), trust),
+    "the tokenizer": lambda folder, trust: model_folder.load_tokenizer(str(folder), trust),
+    "the config": lambda folder, trust: model_folder.load_hf_config(str(folder), trust),
     "the policy": lambda folder, trust: Policy.load(
         run_config(folder, f"model.path={folder}", f"model.trust_remote_code={str(trust).lower()}", "quant.align=off")
     ),
@@ -117,12 +117,12 @@ def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: 
 
 def test_the_error_names_the_key(folder: Path) -> None:
     with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
-        setup.load_tokenizer(str(folder))
+        model_folder.load_tokenizer(str(folder))
 
 
 BUILDERS: dict[str, Callable[[Any, bool], Any]] = {
-    "meta_model": lambda config, trust: checks.meta_model(config, trust_remote_code=trust),
-    "linear_shapes": lambda config, trust: checks.linear_shapes(config, trust_remote_code=trust),
+    "meta_model": lambda config, trust: layers.meta_model(config, trust_remote_code=trust),
+    "linear_shapes": lambda config, trust: layers.linear_shapes(config, trust_remote_code=trust),
     "expected_manifest": lambda config, trust: expected_manifest(
         config, get_scheme("bf16"), (), trust_remote_code=trust
     ),
@@ -156,11 +156,11 @@ def test_verl_would_run_what_nobody_needs(
     pytest.importorskip("verl")
     from verl.utils.tokenizer import hf_tokenizer
 
-    from qarl.verl.process import refuse_hidden_code
+    from qarl.checks.verl_plugin import refuse_hidden_code
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = hostile(pristine_model, tmp_path, "qwen3")
-    loaded = setup.load_tokenizer(str(model))
+    loaded = model_folder.load_tokenizer(str(model))
     assert not (tmp_path / "ran").exists()
     settings = {
         trust: run_config(tmp_path, f"model.path={model}", f"model.trust_remote_code={trust}")
@@ -169,7 +169,7 @@ def test_verl_would_run_what_nobody_needs(
     with pytest.raises(UserError, match=r"which verl would run[\s\S]*auto_map"):
         refuse_hidden_code(settings["false"], *loaded)
     refuse_hidden_code(settings["true"], *loaded)
-    refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(pristine_model)))
+    refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(pristine_model)))
     hf_tokenizer(str(model), trust_remote_code=True)  # as verl's reward workers do
     assert (tmp_path / "ran").exists()
     for name in ("config.json", "tokenizer_config.json"):  # one of the files is enough
@@ -178,7 +178,7 @@ def test_verl_would_run_what_nobody_needs(
         del content["auto_map"]
         (only / name).write_text(json.dumps(content))
         with pytest.raises(UserError, match="which verl would run"):
-            refuse_hidden_code(settings["false"], *setup.load_tokenizer(str(only)))
+            refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
 
 
 def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_the_default_dtype_survives_a_failure(
     monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
     settings = run_config(tmp_path, f"model.path={pristine_model}")
     calls: dict[str, Callable[[], Any]] = {
-        "a meta model": lambda: checks.meta_model(setup.load_hf_config(str(pristine_model))),
+        "a meta model": lambda: layers.meta_model(model_folder.load_hf_config(str(pristine_model))),
         "the policy": lambda: Policy.load(settings),
         "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings)),
     }

@@ -14,17 +14,17 @@ import pytest
 import torch
 from checkpoint_state import CONFIG
 
+from qarl.checkpoint.export import ExportRequest, export
+from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.sources import open_source, read_config
 from qarl.checkpoint.verl_shards import Rank, VerlWeights, list_torn, list_whole
-from qarl.checks import layers as checks
 from qarl.checks import weight_files
+from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.stops import check_stops
 from qarl.data import load_prompts
 from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
-from qarl.export import ExportRequest, export
-from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics
-from qarl.trainer import setup
+from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.trainer.resume import is_finished
 
 DEEP = b"[" * 100_000
@@ -55,7 +55,7 @@ def fill(path: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(pristine_model: Path) -> Any:
-    return setup.load_tokenizer(str(pristine_model))[0]
+    return load_tokenizer(str(pristine_model))[0]
 
 
 def message(content: str = "t3") -> dict[str, str]:
@@ -116,9 +116,9 @@ def test_extra_info_that_is_all_right(tmp_path: Path, tokenizer: Any, extra_info
 
 
 def load_model_files(folder: Path) -> None:
-    tokenizer, hf_config = setup.load_tokenizer(str(folder))
+    tokenizer, hf_config = load_tokenizer(str(folder))
     check_stops(str(folder), tokenizer, hf_config)
-    checks.check_weight_files(str(folder))
+    weight_files.check_weight_files(str(folder))
     weight_files.check_stored_tensors(str(folder), hf_config)
 
 

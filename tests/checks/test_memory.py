@@ -30,6 +30,7 @@ from qarl.checks.memory import (
     wire_bytes,
 )
 from qarl.config import Config, build_config
+from qarl.doctor import memory as preflight_memory
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
@@ -398,3 +399,22 @@ def test_the_table_adds_up() -> None:
 
 def test_readable() -> None:
     assert [readable(size) for size in (2**20, GIB, 3 * GIB // 2)] == ["1.0 MiB", "1.0 GiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("max", "5", 4096), (str(2**30), "5", 4096), ("3000", "1000", 2000), ("3000", None, 4096)],
+)
+def test_a_container_has_what_its_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str | None, expected: int
+) -> None:
+    """Bytes; the machine has 4 KiB."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       9 kB\nMemAvailable:   4 kB\n")
+    (group / "memory.max").write_text(f"{limit}\n")
+    if used is not None:
+        (group / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(preflight_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert preflight_memory.available_memory() == expected

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from random_models import save_random_model
 
+from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.stops import check_stops, model_stops
 from qarl.errors import UserError
-from qarl.trainer.setup import load_tokenizer
 
 
 @pytest.fixture(scope="module")

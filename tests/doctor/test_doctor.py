@@ -10,11 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +29,18 @@ from bad_runs import (
 from checkout import ROOT
 from checkpoint_state import interrupted_run
 from cpu_features import needs_w4a16_cpu
-from doctor_rig import assert_same_diagnosis, examine, said
+from doctor_rig import assert_same_diagnosis, examine, said, topic_of
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
-from qarl.checks import hub
-from qarl.checks import layers as checks
+from qarl.checks import machine
 from qarl.checks.memory import ModelSize, checkpoint_bytes
 from qarl.config import load_config
-from qarl.config.source import available_configs
-from qarl.doctor import disk, memory, packages
+from qarl.doctor import disk, kernels, memory, packages
 from qarl.doctor.__main__ import main
 from qarl.doctor.context import Context
-from qarl.doctor.findings import Finding, Topic
-from qarl.doctor.run import TOPICS, make, run_checks
+from qarl.doctor.findings import Topic
+from qarl.doctor.run import TOPICS, make
 from qarl.doctor.shapes import VOCABULARY_PADDING
 from qarl.doctor.target import GPUS, Target, find_target, this_machine
 from qarl.errors import UserError
@@ -201,6 +195,7 @@ FAULTS: dict[str, Fault] = {
 FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
 FAULTS["a value for a section of verl's"] = (nothing, ["backend=verl", "verl.trainer=1"])
 FAULTS["output folder where none can be made"] = (nothing, ["output_dir=/proc/none/x"])
+FAULTS["code that verl would run"] = (config_is(auto_map={"AutoConfig": "code.Config"}), ["backend=verl"])
 FAULTS["output folder is a link to itself"] = (lambda: Path("out").symlink_to("out"), ["output_dir=out"])
 
 
@@ -216,7 +211,7 @@ def test_the_doctor_finds_what_training_refuses(
 def test_cpu_without_the_instructions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setattr(checks, "cpu_flags", lambda: set(checks.W4A16_CPU_FLAGS) - {missing})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS) - {missing})
     assert_same_diagnosis(capsys)
 
 
@@ -421,6 +416,17 @@ def test_ranks_that_verl_refuses() -> None:
     ]
 
 
+def test_kept_sets_that_do_not_fit() -> None:
+    findings = topic_of("kernels", "rollout.top_p=0.9")
+    assert [finding.status for finding in findings[-1:]] == ["ok"] and "top_p 0.9" in findings[-1].what
+    config = load_config(["config=run.yaml", "rollout.top_p=0.9"])
+    context = Context(config, this_machine())
+    context.hf_config.load().vocab_size = 2**40
+    topic = Topic("kernels")
+    with pytest.raises(UserError, match="GiB, and 4 are allowed"):
+        kernels.check_sampling(context, topic)
+
+
 def test_memory_of_the_gpu_decides() -> None:
     _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "doctor.gpu_memory_gib=24")
     (error,) = [f for f in findings if f["status"] == "error"]
@@ -495,10 +501,7 @@ def test_targets() -> None:
 # Machine, packages, disk, bands.
 
 
-def topic_of(name: str, *arguments: str, target: Target | None = None, threads: str | None = None) -> list[Finding]:
-    config = load_config(["config=run.yaml", *arguments])
-    found = run_checks(config, target or this_machine(), threads_given=threads)
-    return [finding for finding in found.findings if finding.topic == name]
+CORES = str(len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(
@@ -511,6 +514,8 @@ def topic_of(name: str, *arguments: str, target: Target | None = None, threads: 
         (None, [], "ok", "(all cores)"),
         ("4096", ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", "4096 threads (OMP_NUM_THREADS) in each of"),
         (None, ["backend=verl", "trainer.n_gpus_per_node=2"], "ok", "(a worker's share of the cores) in each of 2"),
+        (CORES, [], "ok", f"{CORES} thread"),
+        (CORES, ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", f"{CORES} thread"),
     ],
 )
 def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:
@@ -634,87 +639,3 @@ def test_families_that_were_not_tested_are_said() -> None:
     edit_model_config(model_type="granite", architectures=["GraniteForCausalLM"])
     (finding,) = [finding for finding in topic_of("model") if "were not tested" in finding.what]
     assert finding.status == "warning" and "fresh vLLM" in str(finding.why)
-
-
-# A machine without a network.
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the address of the Hub; the answer is not kept from one test to the next."""
-    from huggingface_hub import constants
-
-    hub.why_unreachable.cache_clear()
-    yield lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
-    hub.why_unreachable.cache_clear()
-
-
-def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]) -> None:
-    from huggingface_hub import constants
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(hub, "SECONDS", 0.3)
-        start = time.perf_counter()
-        assert "0.3 s" in str(hub.why_unreachable()) or "Timeout" in str(hub.why_unreachable())
-        assert hub.loading_options("Qwen/Qwen3-8B") == {"local_files_only": True}
-        assert time.perf_counter() - start < 1
-    hub.why_unreachable.cache_clear()
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501, and that is an answer
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        endpoint(f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(hub, "SECONDS", 5.0)
-        assert hub.why_unreachable() is None
-        assert hub.loading_options("Qwen/Qwen3-8B") == {}
-    hub.why_unreachable.cache_clear()
-    endpoint(f"http://127.0.0.1:{server.server_port}")  # nobody listens there now
-    assert "ConnectError" in str(hub.why_unreachable())
-    hub.why_unreachable.cache_clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert hub.why_unreachable() == "HF_HUB_OFFLINE is set"
-    assert hub.loading_options("model") == {}  # a folder
-
-
-PAPERS = ("qwen2_5_math_1_5b_w4a16", "qwen2_5_math_7b_w4a16", "qwen3_8b_w4a16", "qwen3_30b_w4a16")
-
-
-@pytest.mark.parametrize("device", ["", "h100"])
-@pytest.mark.parametrize("config", PAPERS)
-def test_shipped_configs_are_examined_without_a_network(
-    monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None], config: str, device: str
-) -> None:
-    endpoint("http://127.0.0.1:1")
-    start = time.perf_counter()
-    elsewhere = [f"doctor.device={device}"] if device else []
-    _, findings = examine(*elsewhere, "trainer.nnodes=1", "optim.name=adamw", config=f"{config}.yaml")
-    assert time.perf_counter() - start < 20  # the Hub's own repetitions alone are 23 s
-    (why,) = [f for f in findings if "neither on this machine nor to be had" in f["what"] and f["topic"] == "model"][:1]
-    assert why["status"] == ("note" if device else "error") and "ConnectError" in why["why"]
-    assert any("that comes with QaRL is used instead" in what for what in said(findings, "warning", "model"))
-    for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
-        assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
-    assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]
-    cache = [
-        f["what"] for f in findings if f["topic"] == "memory" and ("of full length" in f["what"] or "KV" in str(f))
-    ]
-    assert len(cache) == 2  # the estimate, whose table has a line for it, and what it holds
-
-
-def test_every_model_of_a_shipped_config_is_carried() -> None:
-    shipped = [load_config([f"config={name}"]) for name in available_configs() if "quickstart" not in name]
-    paths = {config.model.path for config in shipped}
-    assert len(paths) == 4
-    assert all(hub.carried_config(path) for path in paths)
-    assert hub.carried_config("Qwen/../Qwen3-8B") is hub.carried_config("you/Qwen3-8B") is None
-    assert hub.carried_config("Qwen/") is hub.carried_config("Qwen") is None
-    base, instruct = (hub.carried_config(f"Qwen/Qwen3-8B{suffix}") for suffix in ("-Base", ""))
-    assert base and instruct and base[1] != instruct[1] and base[1]["hidden_size"] == instruct[1]["hidden_size"]
-
-
-def test_a_model_of_nobody_is_refused_at_once(
-    capsys: pytest.CaptureFixture[str], endpoint: Callable[[str], None]
-) -> None:
-    endpoint("http://127.0.0.1:1")
-    start = time.perf_counter()
-    assert_same_diagnosis(capsys, "model.path=nobody/nothing")
-    assert time.perf_counter() - start < 10

@@ -10,7 +10,8 @@ from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 
 from qarl.quant import linear
-from qarl.trainer.local import LocalTrainer, train
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.loop import train
 from qarl.trainer.setup import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]

@@ -13,7 +13,8 @@ from engine_helpers import config
 from qarl.checkpoint.folder import list_checkpoints, open_checkpoint
 from qarl.config import Config
 from qarl.metrics.tracker import read_metrics
-from qarl.trainer.local import LocalTrainer, train
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.loop import train
 from qarl.trainer.resume import open_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]

@@ -9,7 +9,8 @@ from expert_cases import exact, exact_weight, make, off, stacked
 from qarl.bench.arguments import Arguments
 from qarl.bench.grouped import BUILDERS, ROUTINGS, ExpertLayer
 from qarl.bench.shapes import Experts
-from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsShape, LowBitExperts, fused_experts
+from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, fused_experts
+from qarl.kernels.experts.grouped import ExpertsShape
 
 pytestmark = pytest.mark.gpu
 SHAPE = ExpertsShape(experts=8, top_k=2, hidden=512, intermediate=256)

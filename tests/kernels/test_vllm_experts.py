@@ -21,15 +21,11 @@ from expert_cases import exact, exact_weight, make, off, stacked
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cuda import vllm_ops as vllm_cuda
 from qarl.kernels.experts import vllm as vllm_experts
-from qarl.kernels.experts.fused import (
-    EXPERTS_KERNELS,
-    ExpertsShape,
-    LowBitExperts,
-    choose_experts_kernel,
-    fused_experts,
-)
+from qarl.kernels.experts.fused import EXPERTS_KERNELS, LowBitExperts, choose_experts_kernel, fused_experts
+from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.int4 import unpack_int4
 from qarl.process import configure_vllm_process
+from qarl.vllm_versions.functions import changed_functions
 
 configure_vllm_process()
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -38,7 +34,7 @@ QWEN3_30B = ExpertsShape(experts=128, top_k=8, hidden=2048, intermediate=768)
 
 
 def test_every_function_takes_what_it_is_given() -> None:
-    assert vllm_cuda.changed_functions(vllm_experts.FUNCTIONS) == ()
+    assert changed_functions(vllm_experts.FUNCTIONS) == ()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def model(folder) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def engine(folder) -> Iterator[RolloutEngine]:
-    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=64, kv_cache_gib=0.25)
+    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25)
     with RolloutEngine(config) as engine:
         yield engine
 
@@ -131,3 +131,21 @@ def test_more_prompt_tokens_than_one_prefill_holds_are_sampled_with_their_seeds(
     batch = published.generate(prompts, SamplingConfig(2), seeds=list(range(128)))
     alone = published.generate(prompts[-1:], SamplingConfig(2), seeds=[127])
     assert batch.response_token_ids[-1:] == alone.response_token_ids
+
+
+def test_the_log_probs_are_the_sampled_tokens_though_the_likeliest_are_asked_for(published):
+    seeds = list(range(16))
+    plain = published.generate(PROMPTS, SamplingConfig(16), seeds)
+    found = published.generate(PROMPTS, SamplingConfig(16, top_tokens=True), seeds)
+    assert found.response_token_ids == plain.response_token_ids and found.top_token_ids != plain.response_token_ids
+    assert found.rollout_log_probs == plain.rollout_log_probs
+
+
+def test_prompts_that_share_a_beginning_are_each_prefilled_whole(published):
+    """Two blocks of vLLM's KV cache on CPU, and a few tokens more."""
+    prompts = [[3 + t % 50 for t in range(256)] + [5, 6 + i] for i in range(2)]
+    for _ in range(2):
+        for prompt in prompts:
+            published.generate([prompt], SamplingConfig(2, temperature=0.0))
+    hits = [metric.value for metric in published.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits"]
+    assert hits == [0]

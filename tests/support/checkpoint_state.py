@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -94,3 +95,13 @@ def save(
         state=whole_state(step=step, metrics={"mismatch/k3": float("nan"), "loss": 0.1}),
     )
     return weights
+
+
+class Malicious:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))

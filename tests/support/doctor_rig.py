@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from qarl.config import load_config
 from qarl.doctor.__main__ import main
+from qarl.doctor.findings import Finding
+from qarl.doctor.run import run_checks
+from qarl.doctor.target import Target, this_machine
 from qarl.train import main as train
 
 
@@ -38,3 +42,9 @@ def assert_same_diagnosis(capsys: pytest.CaptureFixture[str], *arguments: str) -
     same = [f for f in errors if f["what"] == what]
     assert same, f"training says {what!r}, the doctor {[f['what'] for f in errors]}"
     assert wanted <= {f"{key}: {finding.get(key)}" for finding in same for key in ("where", "fix")}
+
+
+def topic_of(name: str, *arguments: str, target: Target | None = None, threads: str | None = None) -> list[Finding]:
+    config = load_config(["config=run.yaml", *arguments])
+    found = run_checks(config, target or this_machine(), threads_given=threads)
+    return [finding for finding in found.findings if finding.topic == name]

@@ -3,9 +3,10 @@
     python verl_engine.py RANK WORLD_SIZE PORT JOBS_FILE OUTPUT_FILE
 
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
-list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` of
-its own if it has any, `remove_padding`, `gradient_checkpointing`, and `engine` with more of verl's FSDP keys. `quant`
-may be None, and `loss` a loss of verl's. `guard`: what the first update answers to these rollout log-probs.
+list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
+`model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`,
+`gradient_checkpointing`, and `engine` with more of verl's FSDP keys. `quant` may be None, and `loss` a loss of verl's.
+`guard`: what the first update answers to these rollout log-probs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 rank, world, port, jobs_file, output_file = sys.argv[1:]
 os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0"}
+os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": port, "RAY_JOB_ID": "01000000"}
 
 import torch  # noqa: E402
 import verl  # noqa: E402, F401
@@ -31,6 +32,7 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import response_from_nested  # noqa: E402
 
 from qarl.errors import UserError  # noqa: E402
+from qarl.rollout.publish.wire import BEGIN, read_record  # noqa: E402
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig  # noqa: E402
 
 
@@ -104,10 +106,10 @@ def make_data(rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove
 
 
 def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    engine, loss = build(content["model"], job)
+    engine, loss = build(job.get("model", content["model"]), job)
     rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
     mine, packed = list(range(int(rank), len(rows["input_ids"]), int(world))), job.get("remove_padding", False)
-    result: dict[str, Any] = {"metrics": []}
+    result: dict[str, Any] = {"metrics": [], "widths": row_widths(engine)}
     if "guard" in job:
         spoilt = make_data(rows | {"rollout_log_probs": job["guard"]}, mine, job["micro"], packed)
         engine.module.train()
@@ -119,30 +121,53 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
                 found = engine.infer_batch(data)["model_output"]["log_probs"]
             padded = response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
             rows["old_log_probs"][mine, : padded.shape[1]] = padded
-        data = make_data(rows, mine, job["micro"], packed)
-        quantized = [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
+        data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed)
+        quantized = generations(engine)
         with engine.train_mode(zero_grad_on_exit=False):
             output = engine.train_batch(data, loss)
-        made = [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
-        result["made"] = [after - before for before, after in zip(quantized, made, strict=True)]
+        engine.lr_scheduler_step()  # as verl's worker does after a training step
+        result["made"] = [after - before for before, after in zip(quantized, generations(engine), strict=True)]
         values = torch.tensor(sum(output["loss"]))
         torch.distributed.all_reduce(values)
         result["loss"] = float(values) / int(world)
         result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
+    result["widths"] = list(result["widths"])  # of the steps alone
     result["gradients"] = {
         name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None
     }
     result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
     result["published"] = publish(engine)
+    before = generations(engine)
+    result["version"], result["made_again"] = published_version(engine), generations(engine) != before
     result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
     if "checkpoint" in job:
         result |= save_change_load(engine, loss, rows, mine, job)
     return result
 
 
+def generations(engine: Any) -> list[int]:
+    """How often each layer was quantized."""
+    return [layer.generation for layer in engine.module.modules() if hasattr(layer, "generation")]
+
+
+def row_widths(engine: Any) -> list[int]:
+    """Fills with the row length of every forward."""
+    widths: list[int] = []
+    embedding = engine.module.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[-1]))
+    return widths
+
+
 def publish(engine: Any) -> dict[str, torch.Tensor]:
     stream, _ = engine.get_per_tensor_param()
     return {name: tensor.clone() for name, tensor in stream if not name.startswith("qarl.")}
+
+
+def published_version(engine: Any) -> int:
+    """What the first record of a publish says."""
+    stream, _ = engine.get_per_tensor_param()
+    (begin,) = [read_record(BEGIN, record) for name, record in stream if name.startswith(BEGIN)]
+    return int(begin["version"])
 
 
 def gathered(text: str) -> list[str]:
@@ -174,13 +199,15 @@ def save_change_load(
     def change() -> dict[str, torch.Tensor]:
         engine.module.train()
         engine.train_batch(make_data(rows, mine, job["micro"]), loss)
+        engine.lr_scheduler_step()
         return publish(engine)
 
     folder, manager = job["checkpoint"], engine.checkpoint_manager
     engine.save_checkpoint(folder, global_step=1)
     changed = change()
+    found: dict[str, Any] = {"changed": changed, "changed_version": published_version(engine)}
     engine.load_checkpoint(folder)
-    found: dict[str, Any] = {"changed": changed, "loaded": publish(engine), "parts": {}}
+    found |= {"loaded": publish(engine), "loaded_version": published_version(engine), "parts": {}}
     for parts in (["model", "extra"], ["model"]):
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = parts
         one = f"{folder}_{'_'.join(parts)}"
@@ -189,7 +216,7 @@ def save_change_load(
         error = refusal(partial(engine.load_checkpoint, one))
         found["parts"]["_".join(parts)] = {"error": error, "tensors": (before, between, publish(engine))}
     manager.checkpoint_load_contents = ["model", "optimizer", "extra"]
-    for what, alter in (("extra_state", draw_random_number), ("model", move_one_bit)):
+    for what, alter in (("extra_state", draw_random_number), ("optim", move_a_moment), ("model", move_one_bit)):
         file = Path(folder) / f"{what}_world_size_{world}_rank_0.pt"
         good = file.read_bytes()
         torch.distributed.barrier()
@@ -215,6 +242,12 @@ def draw_random_number(state: dict[str, Any]) -> None:
 def move_one_bit(state: dict[str, Any]) -> None:
     local = state["model.norm.weight"].to_local()
     local[0] = torch.nextafter(local[0], torch.tensor(torch.inf))
+
+
+def move_a_moment(state: dict[str, Any]) -> None:
+    moments = state["state"]
+    local = moments[min(moments)]["exp_avg"].to_local()
+    local.view(-1)[0] += 1
 
 
 torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(world))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["VERL_PLATFORM"] = "cpu"
+os.environ |= {"VERL_PLATFORM": "cpu", "RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
 
 import torch
 import verl  # noqa: F401

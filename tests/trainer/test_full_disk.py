@@ -22,13 +22,14 @@ from checkout import ROOT
 from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
+from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError
 from qarl.config import write_resolved
 from qarl.errors import UserError
 from qarl.metrics import tracker as tracking
-from qarl.metrics.tracker import METRICS_FILE, Tracker, read_metrics, write_versions
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.trainer import ending
-from qarl.trainer.local import run_and_keep
+from qarl.trainer.loop import run_and_keep
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 

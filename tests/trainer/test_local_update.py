@@ -1,25 +1,33 @@
-"""The local trainer's update by itself, without an engine: NaN gradients, and what the backward multiplies by later."""
+"""The local trainer's stages by themselves, without an engine: NaN gradients, what the backward multiplies by later,
+empty responses, and what an engine is asked for."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from engine_helpers import config
 from random_models import save_random_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qarl.config import OptimConfig
+from qarl.data import Prompt
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant import get_scheme
 from qarl.quant.linear import QuantLinear
-from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.tbpo import TBPOConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 
 class _Config:
@@ -113,3 +121,63 @@ def test_after_an_update_the_backward_multiplies_by_the_new_weight(name, kernel)
         with torch.no_grad():
             layer.weight.copy_(torch.randn(96, 64, generator=generator))
     assert (gradients[1] - gradients[0]).norm() > gradients[0].norm()
+
+
+def test_a_response_without_tokens_does_not_thin_the_gradient(tmp_path):
+    trainer = small_trainer(tmp_path / "model", "fp32")
+    tokens = [[7, 8, 9], [10, 11], [12], []]
+    log_probs = [[-4.0] * len(one) for one in tokens]
+    rollout = RolloutBatch([[5, 6]] * 4, tokens, log_probs, ["stop"] * 3 + ["abort"], weight_version=0)
+    batch = make_batch(rollout, torch.zeros(4), torch.tensor([1.0, -0.5, 2.0, 1.0]), pad_token_id=0)
+    with torch.no_grad():
+        old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    losses, norms = [], []
+    for stop in (3, 4):
+        losses.append(sum(one["sum/loss"] for one in trainer.backward(batch, old, 0, stop)))
+        norms.append(trainer.optimizer.clip_grad_norm(1e9))
+        trainer.optimizer.zero_grad()
+    assert losses[0] != 0 and losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+@pytest.fixture
+def asking(tmp_path) -> Iterator[LocalTrainer]:
+    """A trainer without an engine: `asked` holds what `generate` was called with, `answer` is its weight version."""
+    trainer: Any = object.__new__(LocalTrainer)
+    trainer.config = config(tmp_path, "rollout.n=2", "rollout.temperature=0.7", "actor.ppo_micro_batch_size_per_gpu=4")
+    trainer.timer, trainer.step, trainer.asked, trainer.answer = PhaseTimer(), 3, [], 3
+    prompts = [Prompt(i, "sums", [], [5, 6 + i], "7") for i in range(2)]
+    trainer.parts = SimpleNamespace(
+        train_prompts=prompts,
+        val_prompts=prompts,
+        sampler=iter([[0, 1]] * 2),
+        reward_fn=lambda **_: 0.5,
+        pad_token_id=0,
+    )
+    trainer.policy = SimpleNamespace(device=torch.device("cpu"))
+    trainer.tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids))
+
+    def generate(prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None) -> RolloutBatch:
+        trainer.asked.append((prompts, sampling, seeds))
+        count = len(prompts)
+        return RolloutBatch(prompts, [[7]] * count, [[-1.0]] * count, ["stop"] * count, trainer.answer)
+
+    trainer.generate = generate
+    yield trainer
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_responses_of_other_weights_are_not_trained_on(asking, version):
+    asking.rollout()
+    asking.answer = version
+    with pytest.raises(RuntimeError, match=f"step 3 was sampled from weights of version {version}"):
+        asking.rollout()
+
+
+def test_every_response_is_asked_for_with_a_seed_and_evaluations_are_greedy(asking):
+    asking.rollout()
+    assert asking.evaluate() == {"val/accuracy": 0.5}
+    (prompts, sampling, seeds), (held_out, greedy, _) = asking.asked
+    assert prompts == [[5, 6], [5, 6], [5, 7], [5, 7]] and len(set(seeds)) == 4
+    assert sampling.temperature == 0.7
+    assert held_out == [[5, 6], [5, 7]] and greedy.temperature == 0.0

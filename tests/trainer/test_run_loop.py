@@ -13,7 +13,7 @@ from idle_trainer import Checkpoints, Trainer
 from qarl.checkpoint.storage import StorageError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
-from qarl.trainer.local import run_and_keep, run_steps
+from qarl.trainer.loop import run_and_keep, run_steps
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout")
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from checkout import ROOT
 from random_models import save_random_model
+from verl_runs import quickstart
 
 pytest.importorskip("verl")
 
@@ -20,7 +21,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from qarl.checkpoint.sources import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights
-from qarl.config import Config, build_config, describe_keys, load_config, write_resolved
+from qarl.checks.run import check_run
+from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 from qarl.quant.scheme import SCHEMES, get_scheme
@@ -28,7 +30,6 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.tbpo import TBPOConfig
 from qarl.trainer.optim import lr_scale
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
-from qarl.verl import process as verl_process
 from qarl.verl.checks import refuse_unsupported
 from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
@@ -36,29 +37,11 @@ from qarl.verl.process import worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.run import differences, dry_run, verl_config, verl_keys
 
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 VERL_CONFIGS = sorted(
     path.name for path in (ROOT / "configs").glob("*.yaml") if yaml.safe_load(path.read_text()).get("backend") == "verl"
 )
-
-
-def quickstart(**changes: object) -> Config:
-    values = yaml.safe_load((ROOT / "configs" / "quickstart_verl.yaml").read_text())
-    for dotted, value in changes.items():
-        *sections, leaf = dotted.split(".")
-        node = values
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return build_config(values)
-
-
-@pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -423,6 +406,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for key in ("calculate_log_probs", "disable_log_stats"):
+        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
@@ -517,22 +502,6 @@ def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
     for rank in range(ranks):
         torch.save({}, folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt")
     return folder
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """The step that an interrupted quickstart goes on from, with changes of its config."""
-
-    def start(**changes: object) -> int:
-        with open_verl_run(quickstart(**{"output_dir": str(tmp_path), **changes})) as step:
-            return step
-
-    run = tmp_path / "quickstart_verl"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("")
-    write_resolved(quickstart(output_dir=str(tmp_path)), run / "config.yaml")
-    start.run, start.tracker = run, run / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return start
 
 
 def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):
@@ -649,7 +618,7 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     import pyarrow.parquet as pq
 
     for name in ("check_engine_installed", "check_cpu", "check_linears", "check_weight_files"):
-        monkeypatch.setattr(f"qarl.checks.layers.{name}", lambda *arguments: None)
+        monkeypatch.setattr(f"qarl.checks.run.{name}", lambda *arguments: None)
     row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
     row |= {"data_source": "random", "extra_info": {"index": 0}}
     pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")
@@ -659,8 +628,8 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
         "data.val_files": [str(tmp_path / "gone.parquet")],
     }
     with pytest.raises(UserError, match=r"gone\.parquet"):
-        verl_process.preflight(quickstart(**changes))
+        check_run(quickstart(**changes))
     changes["data.val_files"] = changes["data.train_files"]
-    verl_process.preflight(quickstart(**changes))
+    check_run(quickstart(**changes))
     with pytest.raises(UserError, match="batches of 24 from 12 prompts"):
-        verl_process.preflight(quickstart(**changes, **{"data.train_batch_size": 24}))
+        check_run(quickstart(**changes, **{"data.train_batch_size": 24}))

@@ -12,10 +12,11 @@ import yaml
 from cpu_features import needs_w4a16_cpu
 from fsdp_ranks import BANDS, QUANT, as_batch, load_policy, make_rows, run_engine, short_rows
 from random_models import save_random_model
+from transformers import AutoModelForCausalLM
 
 from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import ExportRequest, export
 from qarl.errors import UserError
-from qarl.export import ExportRequest, export
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.quantize import quantize
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
@@ -65,7 +66,7 @@ SINGLE_RANK_JOBS = {
 
 
 def single(results, name: str) -> dict:
-    return results[1][5 + list(SINGLE_RANK_JOBS).index(name)]
+    return results[1][6 + list(SINGLE_RANK_JOBS).index(name)]
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +92,29 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints, model, rows):
+def padded(model, tmp_path_factory) -> str:
+    """`model` with eight ids that the tokenizer has not, as likely as the eight before."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("padded") / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded.resize_token_embeddings(72, mean_resizing=False)
+    with torch.no_grad():
+        for embedding in (loaded.get_input_embeddings(), loaded.get_output_embeddings()):
+            embedding.weight[64:] = embedding.weight[56:64]
+    loaded.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, model, padded, rows):
     folder = checkpoints[1].parent
     found = {}
     for world in (1, 2):
         checkpoint = {**JOBS[3], "checkpoint": str(checkpoints[world])}
-        short = {**JOBS[2], "rows": short_rows(), "log_prob_micro": 8, "micro": 2}
-        single = SINGLE_RANK_JOBS if world == 1 else {}
-        jobs = [*JOBS[:3], checkpoint, short, *single.values()]
+        short = {**JOBS[2], "rows": (few := short_rows()), "log_prob_micro": 8, "micro": 2}
+        shortest = few["response_lengths"].argsort()[:16].tolist()
+        mini = {**short, "steps": 1, "update": [shortest[rank::world] for rank in range(world)]}
+        single = SINGLE_RANK_JOBS | {"padded": {**JOBS[0], "model": padded}} if world == 1 else {}
+        jobs = [*JOBS[:3], checkpoint, short, mini, *single.values()]
         found[world] = run_engine(folder, world, model, rows, jobs)
     return found
 
@@ -135,9 +151,19 @@ def test_without_learning_the_ratio_stays_one_though_batches_differ(results, wor
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("job", [2, 4, 5])
+def test_every_forward_of_a_step_has_rows_of_one_length(results, world, job):
+    """Of the log-probs and of the update, in micro-batches of other sizes and of other longest rows; job 5 updates with
+    the shortest rows alone."""
+    widths = results[world][job]["widths"]
+    assert len(widths) > 4 and len(set(widths)) == 1 and widths[0] % 8 == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_quantized_once_an_optimizer_step(results, world):
     # Two micro-batches a rank or more: the forward of the first made them.
     assert set(results[world][1]["made"]) == {1}
+    assert not any(found["made_again"] for found in results[world])  # by a second publish
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -171,6 +197,13 @@ def test_a_checkpoint_brings_back_what_was_published(results, world):
     assert found["loaded"].keys() == found["published"].keys()
     for name, tensor in found["published"].items():
         assert torch.equal(found["loaded"][name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_version_counts_training_steps_and_comes_back_with_a_checkpoint(results, world):
+    assert [found["version"] for found in results[world][:5]] == [1, 1, 2, 1, 2]
+    found = results[world][3]
+    assert (found["changed_version"], found["loaded_version"]) == (2, 1)
 
 
 def as_run(folder: Path, checkpoint: Path) -> Path:
@@ -215,10 +248,22 @@ def test_an_export_wants_the_weights_of_every_rank(results, checkpoints, tmp_pat
         assert caught.value.why == "actor/ lacks the weights of at least one rank"
 
 
+def test_files_of_the_wrong_ranks_are_refused(results, checkpoints, tmp_path):
+    """As many files as there are ranks, and not theirs."""
+    run = as_run(tmp_path, checkpoints[2])
+    actor = run / "checkpoints/global_step_1/actor"
+    (actor / "model_world_size_2_rank_1.pt").rename(actor / "model_world_size_2_rank_2.pt")
+    with pytest.raises(UserError, match="lacks the weights of rank 1"):
+        export(ExportRequest(run, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("file", "entry"), [("model", "model.model.norm.weight"), ("extra_state", "rng.cpu")])
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [("model", "model.model.norm.weight"), ("extra_state", "rng.cpu"), ("optim", "optimizer.0.exp_avg")],
+)
 def test_a_checkpoint_with_a_wrong_file_is_refused_with_the_entrys_name(results, world, file, entry):
-    """One bit of one weight; a random-number generator one number further on."""
+    """One bit of one weight; a random-number generator one number further on; one moment."""
     assert entry in results[world][3][f"damaged_{file}"]
 
 
@@ -242,6 +287,12 @@ def test_gradient_checkpointing_changes_no_bit(results):
     plain, found = results[1][0], single(results, "gradient_checkpointing")
     assert found["loss"] == plain["loss"]
     assert all(torch.equal(found["gradients"][name], tensor) for name, tensor in plain["gradients"].items())
+
+
+def test_ids_without_a_token_take_no_probability(results):
+    plain, found = results[1][0], results[1][-1]
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert found["metrics"][0]["mismatch/k3"] == [pytest.approx(plain["metrics"][0]["mismatch/k3"][0], rel=1e-5)]
 
 
 def test_offloading_changes_no_bit_of_an_8_bit_scheme(results):

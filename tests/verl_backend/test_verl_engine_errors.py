@@ -110,6 +110,17 @@ def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
         engine._check_mismatch(float("nan"), 50.0, before_first_update=True)
 
 
+def test_an_actor_without_quantization_has_a_limit(caplog):
+    """Nothing promises it a level, but TBPO cannot repair another model."""
+    engine = object.__new__(QaRLFSDPEngine)
+    with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
+        assert not engine._check_mismatch(0.14, 50.0, before_first_update=True)
+        assert engine._check_mismatch(0.16, 50.0)
+    assert "0.15 that an actor without quant.mismatch_limit may show" in caplog.text
+    with pytest.raises(UserError, match=r"\+qarl=bf16"):
+        engine._check_mismatch(0.16, 50.0, before_first_update=True)
+
+
 def test_servers_that_do_not_answer_are_not_published_to():
     refuse_dead({})
     with pytest.raises(UserError, match="have stopped and cannot be published to: vllm_server_0_0") as caught:

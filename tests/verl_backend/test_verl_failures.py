@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from verl_runs import KWARGS
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
@@ -81,16 +82,6 @@ def test_one_that_is_busy_is_asked_once_and_not_called_dead(actors):
         watch.ask()
         assert watch.dead(0.01) == {}
     assert asked.count("agent_loop_worker_0_ab") == 1 and asked.count("reward_loop_worker_0") == 3
-
-
-KWARGS = {
-    "trainer_mode": "sync",
-    "trainer_config": {},
-    "max_off_policy_threshold": 8,
-    "max_off_policy_strategy": "drop",
-    "sampler_kwargs": {"filter_groups": False, "sync_refill_failed_groups": False},
-    "refill_fn": print,
-}
 
 
 def prompts(**statuses: str) -> dict[str, dict[str, dict]]:

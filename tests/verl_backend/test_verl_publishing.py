@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import gc
 import multiprocessing
+import os
+import signal
 import time
 
 import pytest
@@ -25,6 +27,8 @@ TENSORS = [("model.norm.weight", torch.ones(4))]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "SOCKET_FOLDER", tmp_path)
+    monkeypatch.setenv("RAY_RAYLET_PID", "1")
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
     return tmp_path
 
 
@@ -51,28 +55,46 @@ def test_the_identity_is_that_of_rays_processes(monkeypatch):
     assert len(seen) == 3
 
 
-def publish_as(run: str, folder, events, hold: float) -> None:
+@pytest.mark.parametrize("name", ["RAY_RAYLET_PID", "RAY_JOB_ID"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name, value):
+    """Two of them would take each other's weights."""
+    monkeypatch.setenv(name, "") if value is not None else monkeypatch.delenv(name)
+    with pytest.raises(UserError, match="does not know") as caught:
+        guarded(iter(()))
+    assert name in caught.value.where
+
+
+def publish_as(run: str, folder, events, hold: float, ready, together) -> None:
+    """Ask for the turn once everybody is `ready`; keep it `hold` seconds after all ranks of the run have it."""
     publishing.SOCKET_FOLDER = folder
     publishing.run_identity = lambda: run
+    ready.wait(30)
     held = guarded(iter(()))
     events.put((time.monotonic(), run, "begin"))
+    together.wait(30)
     time.sleep(hold)
     events.put((time.monotonic(), run, "end"))
     del held
 
 
-def start(run: str, folder, events, hold: float):
-    process = multiprocessing.get_context("fork").Process(target=publish_as, args=(run, folder, events, hold))
-    process.start()
-    return process
+def start(*runs: str, folder, hold: float):
+    """A process for each of `runs`, and the queue of what they do."""
+    fork = multiprocessing.get_context("fork")
+    events, ready = fork.Queue(), fork.Barrier(len(runs))
+    together = {run: fork.Barrier(runs.count(run)) for run in runs}
+    arguments = [(run, folder, events, hold, ready, together[run]) for run in runs]
+    processes = [fork.Process(target=publish_as, args=one, daemon=True) for one in arguments]
+    for process in processes:
+        process.start()
+    return processes, events
 
 
 def test_runs_wait_for_each_other_and_ranks_of_one_do_not(folder):
-    events = multiprocessing.get_context("fork").Queue()
-    processes = [start(run, folder, events, 0.4) for run in ("a", "a", "b", "b")]
+    processes, events = start("a", "a", "b", "b", folder=folder, hold=0.2)
+    found = sorted(events.get(timeout=60) for _ in range(8))
     for process in processes:
-        process.join(20)
-    found = sorted(events.get(timeout=5) for _ in range(8))
+        process.join(60)
     runs = [run for _, run, _ in found]
     assert runs == [runs[0]] * 4 + [runs[4]] * 4 and runs[0] != runs[4]
     for ranks in (found[:4], found[4:]):  # of one run at the same time
@@ -80,15 +102,77 @@ def test_runs_wait_for_each_other_and_ranks_of_one_do_not(folder):
 
 
 def test_the_turn_of_a_killed_process_is_free(folder):
-    events = multiprocessing.get_context("fork").Queue()
-    killed = start("a", folder, events, 60.0)
-    assert events.get(timeout=20)[1:] == ("a", "begin")
+    (killed,), events = start("a", folder=folder, hold=600.0)
+    assert events.get(timeout=60)[1:] == ("a", "begin")
     killed.kill()
-    killed.join(20)
-    events = multiprocessing.get_context("fork").Queue()  # the other's locks may have died with it
-    follower = start("b", folder, events, 0.0)
-    assert events.get(timeout=10)[1:] == ("b", "begin")
-    follower.join(20)
+    killed.join(60)
+    (follower,), events = start("b", folder=folder, hold=0.0)
+    assert events.get(timeout=60)[1:] == ("b", "begin")
+    follower.join(60)
+
+
+def keep_guard(run: str, folder, events, hold: float) -> None:
+    (folder / f"qarl-publish-{os.getuid()}").mkdir()
+    with (folder / f"qarl-publish-{os.getuid()}" / "guard").open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        events.put((time.monotonic(), run, "begin"))
+        time.sleep(hold)
+
+
+@pytest.mark.parametrize("what", ["the turn", "the guard of the turns"])
+def test_what_a_stopped_process_keeps_is_an_error_in_time(monkeypatch, folder, what):
+    """Without a limit this process would wait until the other one is continued."""
+    context = multiprocessing.get_context("fork")
+    events = context.Queue()
+    keep = {"the turn": publish_as, "the guard of the turns": keep_guard}[what]
+    more = (context.Barrier(1), context.Barrier(1)) if keep is publish_as else ()
+    stopped = context.Process(target=keep, args=("a", folder, events, 60.0, *more))
+    stopped.start()
+    assert events.get(timeout=20)[1:] == ("a", "begin")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    monkeypatch.setenv("QARL_PUBLISH_TIMEOUT", "0.05")
+    events = context.Queue()  # the other's locks may be held by the stopped process
+    waiting = context.Process(target=refused_publish, args=(events,))
+    waiting.start()
+    try:
+        text = events.get(timeout=20)
+        assert "another run has kept this host's publishes for 0.5 s" in text
+        assert what == "the guard of the turns" or f"process {stopped.pid}" in text
+    finally:
+        for process in (stopped, waiting):
+            process.kill()
+            process.join(20)
+
+
+def refused_publish(events) -> None:
+    context: zmq.Context = zmq.Context.instance()
+    try:
+        guarded(iter(()))
+    except UserError as error:
+        events.put(str(error) if zmq.RCVTIMEO not in context.sockopts else "the sockets keep the time limit")
+
+
+def test_two_publications_of_one_process_do_not_wait_for_each_other(folder):
+    """The first may be alive still: a traceback keeps it."""
+    context = multiprocessing.get_context("fork")
+    events = context.Queue()
+    process = context.Process(target=publish_twice, args=(events,))
+    process.start()
+    try:
+        assert events.get(timeout=20) == (2, 1, 0)
+    finally:
+        process.kill()
+        process.join(20)
+
+
+def publish_twice(events) -> None:
+    counts, kept = [], [guarded(iter(())), guarded(iter(()))]
+    while True:
+        counts.append(len([*publishing.SOCKET_FOLDER.glob("*/*.holder")]))
+        if not kept:
+            break
+        kept.pop()
+    events.put(tuple(counts))
 
 
 def is_held(folder) -> bool:
@@ -131,7 +215,7 @@ def test_a_socket_on_which_nobody_answers_fails_in_time():
     with pytest.raises(zmq.Again):
         socket.recv()
     socket.close()
-    assert 0.1 < time.monotonic() - start < 5
+    assert 0.1 < time.monotonic() - start < 60  # verl's socket would wait without end
     assert zmq.Context.instance().socket(zmq.REP).getsockopt(zmq.RCVTIMEO) == -1
 
 

@@ -20,6 +20,7 @@ import torch
 
 from qarl.bench.steps.arguments import Arguments
 from qarl.bench.steps.meter import Memory, Meter
+from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config, build_config
 from qarl.data import Prompt, PromptDataset, PromptSampler
 from qarl.quant.linear import invalidate_quantized
@@ -27,7 +28,7 @@ from qarl.rollout.engine import RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import RunParts, load_tokenizer
+from qarl.trainer.setup import RunParts
 
 MANY_STEPS = 10**6
 

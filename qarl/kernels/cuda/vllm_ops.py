@@ -8,7 +8,7 @@
 Each prepares weights and calls operators as vLLM's class of that name does (MacheteLinearKernel, MarlinLinearKernel,
 CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/), and serves only
 what vLLM's own chooser gives to that class on this machine. Read in vLLM 0.24.0 and 0.29.0, where the functions called
-here take the same arguments; `changed_functions` refuses a vLLM in which they do not, and this file is the only place
+here take the same arguments; `qarl.vllm_versions` refuses a vLLM in which they do not, and this file is the only place
 to mend.
 
 Three ways left for engine and trainer to differ, none of them visible from here:
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -35,6 +34,7 @@ import torch
 from qarl.kernels.activations import dequantize
 from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process
+from qarl.vllm_versions.functions import why_unusable
 
 _OPS = "vllm._custom_ops"
 _MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
@@ -69,18 +69,6 @@ class PreparedPacked(NamedTuple):
     wire: PackedWeight
 
 
-def changed_functions(functions: Mapping[tuple[str, str], tuple[str, ...]] = FUNCTIONS) -> tuple[str, ...]:
-    """Which of `functions` the installed vLLM lacks or gives other parameters, in words."""
-    found = []
-    for (module, name), parameters in functions.items():
-        function = getattr(importlib.import_module(module), name, None)
-        if function is None:
-            found.append(f"no {name}")
-        elif missing := set(parameters) - inspect.signature(function).parameters.keys():
-            found.append(f"{name} without {', '.join(sorted(missing))}")
-    return tuple(found)
-
-
 @cache
 def _unusable(operator: str) -> str | None:
     """Why the operator cannot be called in this process, or None."""
@@ -90,9 +78,7 @@ def _unusable(operator: str) -> str | None:
     importlib.import_module(_OPS)  # registers torch.ops._C
     if not hasattr(torch.ops._C, operator):
         return f"this vLLM build has no {operator}"
-    if changed := changed_functions():
-        return f"this vLLM is another than the 0.24 to 0.29 that were read: {'; '.join(changed)}"
-    return None
+    return why_unusable(FUNCTIONS)
 
 
 def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:

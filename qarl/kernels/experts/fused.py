@@ -25,18 +25,9 @@ from torch.autograd.function import once_differentiable
 from qarl.errors import UserError
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.grouped import Routing, Tensors, combine, route, scheme_of
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
-
-
-class ExpertsShape(NamedTuple):
-    """`hidden` H, `intermediate` I: gate_up is [E, 2I, H], gate first; down is [E, H, I]."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
 
 
 class ExpertsKernel(Protocol):

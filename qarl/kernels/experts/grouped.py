@@ -100,3 +100,12 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
         return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
     return (tensors["weight"].float() * tensors["weight_scale"]).bfloat16()
+
+
+class ExpertsShape(NamedTuple):
+    """`hidden` H, `intermediate` I: gate_up is [E, 2I, H], gate first; down is [E, H, I]."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int

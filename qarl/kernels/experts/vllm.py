@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from qarl.kernels.cuda.vllm_ops import changed_functions, uint4b8, why_not_here
+from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
+from qarl.vllm_versions.functions import why_unusable
 
 if TYPE_CHECKING:
-    from qarl.kernels.experts.fused import ExpertsShape
+    from qarl.kernels.experts.grouped import ExpertsShape
 
 _OPS = "vllm._custom_ops"
 _UTILS = "vllm.model_executor.layers.quantization.utils"
@@ -81,8 +82,7 @@ def _unusable() -> str | None:
     """Why the functions cannot be called, or None; `why_not_here` has found vLLM and `_C`."""
     if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
         return f"this vLLM build has no {', '.join(missing)}"
-    changed = changed_functions(FUNCTIONS)
-    return f"this vLLM is another than the 0.24 to 0.29 that were read: {'; '.join(changed)}" if changed else None
+    return why_unusable(FUNCTIONS)
 
 
 def _why_not(

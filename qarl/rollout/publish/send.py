@@ -12,20 +12,31 @@ trainer has, even where not one weight was touched.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
 from qarl.rollout.publish.wire import NamedTensor, TransferFailed, encode_publish
 
 if TYPE_CHECKING:
-    from qarl.rollout.engine import RolloutEngine
     from qarl.rollout.publish.receive import WeightReceiver
 
 
+class Engine(Protocol):
+    """The part of `RolloutEngine` that a publish needs."""
+
+    expected: Manifest
+
+    def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def mark_stale(self, reason: str) -> None: ...
+
+
 def publish_weights(
-    engine: RolloutEngine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
+    engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
 ) -> PublishReport:
     """See `RolloutEngine.publish`. The tensors are held together until all are checked: those of a quantized model are
     its own cached ones."""

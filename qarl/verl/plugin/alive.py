@@ -57,6 +57,13 @@ class Watch:
         return found
 
 
+def engine_servers() -> dict[str, Any]:
+    """Ray's actors around an engine, by name: one a replica."""
+    import ray
+
+    return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
+
+
 def _has_engine(name: str) -> bool:
     """Whether an actor is the server of its replica's first node, `vllm_server_REPLICA_0`: the others have none."""
     return name.startswith(SERVER) and name.endswith("_0")

@@ -36,16 +36,16 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
 from qarl.errors import UserError
-from qarl.metrics.guard import check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.linear import invalidate_quantized
 from qarl.quant.scheme import get_scheme
 from qarl.verl.plugin.alive import Watch
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
+from qarl.verl.plugin.guard import mismatch_is_over
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
-from qarl.verl.plugin.state import check_record, save_record
+from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import MiniBatchCounts, StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
 
@@ -78,6 +78,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self.scheme = get_scheme(self.quant.scheme, group_size=self.quant.group_size)
             self.ignore = tuple(self.quant.ignore)
             check_engine_config(model_config, engine_config)
+        if self.quant is not None or get_device_name() == "cpu":
+            publish_timeout()  # a bad one is refused before the model is loaded
         self._statistics = StepStatistics()
         self._servers = Watch(only_servers=True)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -144,6 +146,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             torch.distributed.barrier()
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        if self.quant is not None:
+            check_files(self, local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
             self._weights_changed()
@@ -239,19 +243,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Whether a mean |δ| is over the limit of the level, with a warning; an error before the first update."""
-        if self.quant is None or abs_mean is None:
+        """Whether a mean |δ| is over the actor's limit, with a warning; an error before the first update."""
+        if abs_mean is None:
             return False
-        warning = check_mismatch(
-            abs_mean,
-            limit=self.quant.mismatch_limit,
-            level=self.align,
-            before_first_update=before_first_update,
-            response_length=length,
+        return mismatch_is_over(
+            self.quant, self.align, abs_mean, length=length, before_first_update=before_first_update
         )
-        if warning is not None:
-            _log.warning(warning)
-        return warning is not None
 
     def _count(self, data: Any) -> MiniBatchCounts:
         """Of a mini-batch over all ranks."""

@@ -6,7 +6,7 @@ the other's, and an engine takes whichever weights it is connected to. So runs o
 host (`turn_on_host`), and the first record of a publish names its run (`run_identity`), which the worker compares.
 
 verl's sender and receiver wait for each other without end. Their sockets get a time limit from the context that verl
-makes them with (`socket_timeouts`).
+makes them with (`socket_timeouts`), and waiting for a turn has one, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,27 +30,45 @@ from qarl.rollout.publish.wire import NamedTensor
 
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = 120.0
+TURN_LIMITS = 10
+"""How many of these limits a run waits for the publishes of others: theirs may be whole models in many messages."""
+RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
 """Where verl puts its sockets, whatever TMPDIR says."""
 _POLL_SECONDS = 0.02
 _REPORT_SECONDS = 60.0
 
 _log = logging.getLogger("qarl.verl.plugin")
+_numbers = count()
 
 
 def run_identity() -> str:
     """The same text in all processes of a run on one host, and another one in any other run there.
 
     Sender and receiver of a publish are always on one host: they share memory. The Raylet's process id is that of the
-    run's own Ray; where several runs share a Ray, their job ids differ.
+    run's own Ray; where several runs share a Ray, their job ids differ. Ray sets both variables in its workers, and
+    vLLM's processes inherit them.
+
+    Raises:
+        UserError: one of them is missing. Two runs without them would take each other for one.
     """
-    parts = (socket.gethostname(), os.environ.get("RAY_RAYLET_PID", ""), os.environ.get("RAY_JOB_ID", ""))
-    return "/".join(parts)
+    values = {name: os.environ.get(name, "") for name in RUN_VARIABLES}
+    if missing := [name for name, value in values.items() if not value]:
+        raise UserError(
+            "this process does not know which run it belongs to, so it does not publish",
+            where="the environment variables " + ", ".join(missing),
+            why="Ray sets them in its workers; without them a publish could reach another run's engine unnoticed",
+            fix="start the run through verl's trainer, with Ray's variables left as they are",
+        )
+    return "/".join((socket.gethostname(), *values.values()))
 
 
-def publish_timeout() -> float:
-    """Seconds that one side waits for the next message of the other. UserError for a bad QARL_PUBLISH_TIMEOUT."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
+def publish_timeout(text: str | None = None) -> float:
+    """Seconds that one side waits for the next message of the other. UserError for a bad QARL_PUBLISH_TIMEOUT.
+
+    `text`: its value; None reads the environment.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "") if text is None else text
     if not text:
         return DEFAULT_TIMEOUT
     try:
@@ -83,16 +102,19 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def turn_on_host(run: str, folder: Path | None = None) -> Iterator[None]:
+def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
     """Hold this host's sockets of verl's for `run`: processes of one run share them, those of others wait.
 
     A holder is a locked file; the lock of a process that dies is free. Where the folder cannot be used nothing is held:
     `run_identity` still finds a swap.
+
+    Raises:
+        UserError: the turn did not come in `seconds`: a process of another run is stopped or stuck.
     """
-    folder = folder or SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
+    folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        mine = _wait_for_turn(folder, run.replace("/", "_"))
+        mine = _wait_for_turn(folder, run.replace("/", "_"), seconds)
     except OSError as error:
         _log.warning("publishes of several runs on this host are not kept apart: %s: %s", folder, error)
         yield
@@ -104,35 +126,62 @@ def turn_on_host(run: str, folder: Path | None = None) -> Iterator[None]:
         mine.close()
 
 
-def _wait_for_turn(folder: Path, run: str) -> IO[str]:
-    """This process's locked file in `folder`, once no process of another run has one."""
+def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
+    """A locked file of this process's in `folder`, once no process of another run has one."""
     start = reported = time.monotonic()
     while True:
+        # No waiting for locks: their holder may be a stopped process.
         with (folder / "guard").open("w") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
-            holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
-            if holder is None or _is_abandoned(holder):
+            in_the_way = Path(guard.name)
+            if _lock(guard):
+                holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
                 if holder is None:
-                    mine = (folder / f"{run}.{os.getpid()}.holder").open("w")
-                    fcntl.flock(mine, fcntl.LOCK_EX)
+                    # A number each: this process may still hold an earlier publication of the same run.
+                    mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
+                    _lock(mine)
                     return mine
-                continue
+                if _is_abandoned(holder):
+                    continue
+                in_the_way = holder
         now = time.monotonic()
+        if now - start > seconds:
+            raise _no_turn(in_the_way, seconds)
         if now - reported > _REPORT_SECONDS:
             reported = now
-            _log.warning("this publish has waited %.0f s for one of another run: %s", now - start, holder)
+            _log.warning("this publish has waited %.0f s for one of another run: %s", now - start, in_the_way)
         time.sleep(_POLL_SECONDS)
+
+
+def _no_turn(in_the_way: Path, seconds: float) -> UserError:
+    """The error of a turn that did not come."""
+    parts = in_the_way.name.split(".")
+    who = f"process {parts[-3]} of it" if in_the_way.suffix == ".holder" else "a process of it"
+    return UserError(
+        f"another run has kept this host's publishes for {seconds:g} s",
+        where=str(in_the_way),
+        why=f"{who} is stopped or stuck in a publish, and runs on one host publish one after the other",
+        fix="continue or end that process and start the same command again: it resumes from the last checkpoint; "
+        f"the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
+    )
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether the lock of an open file was free, and is now this process's."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_abandoned(holder: Path) -> bool:
     """Whether nobody holds the file; it is removed then."""
     try:
         with holder.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _lock(file):
+                return False
     except FileNotFoundError:
         return True
-    except BlockingIOError:
-        return False
     holder.unlink(missing_ok=True)
     return True
 
@@ -156,8 +205,13 @@ class Publication:
 
 
 def guarded(stream: Iterator[NamedTensor]) -> Publication:
-    """`stream` as a `Publication` that holds this host's turn and the time limits of the sockets."""
-    held = ExitStack()
-    held.enter_context(socket_timeouts(publish_timeout()))
-    held.enter_context(turn_on_host(run_identity()))
-    return Publication(stream, held)
+    """`stream` as a `Publication` that holds this host's turn and the time limits of the sockets.
+
+    Raises:
+        UserError: as `run_identity`, `publish_timeout` and `turn_on_host`.
+    """
+    seconds = publish_timeout()
+    with ExitStack() as held:
+        held.enter_context(socket_timeouts(seconds))
+        held.enter_context(turn_on_host(run_identity(), seconds=TURN_LIMITS * seconds))
+        return Publication(stream, held.pop_all())

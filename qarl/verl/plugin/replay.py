@@ -6,10 +6,13 @@ a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names a clas
 verl takes a group whose generation failed for a finished one, with the responses that it has. Where an engine dies
 those are the short ones, and the update would be made of them. Here a failed group is an error, as is a process that
 dies while its responses are waited for.
+
+What the sampler returns besides a batch is logged with the step: so it is the sampler that counts preemptions.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -17,13 +20,18 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from qarl.errors import UserError
 from qarl.verl.plugin.alive import Watch
+from qarl.verl.plugin.preemptions import Preemptions
 
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 """How long a process may take to answer once a group has failed."""
 RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
+METRIC = "rollout/preemptions"
 VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which leaves verl's sampler in place"
+
+
+_log = logging.getLogger("qarl.verl.plugin")
 
 
 class PromptReplayBuffer(ReplayBuffer):
@@ -42,6 +50,22 @@ class PromptReplayBuffer(ReplayBuffer):
         super().__init__(**{"poll_interval": POLL_SECONDS, **kwargs})
         self._watch = Watch()
         self._watched = time.monotonic()
+        self._preemptions = Preemptions()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """verl's batch and metrics, and `rollout/preemptions` of a training batch, where the servers say how many."""
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        found = self._preemptions.since_last()  # of an evaluation too, so that the next batch is not charged with its
+        if partition_id == "val" or found is None:
+            return batch, metrics
+        if found:
+            _log.warning(
+                "%d times a response was put off and computed again, because the KV cache is too small: raise "
+                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
+                "or lower max_num_seqs",
+                found,
+            )
+        return batch, metrics | {METRIC: float(found)}
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.verl_shards import load_part, refuse_code
 from qarl.errors import UserError
-from qarl.metrics.tracker import write_json
 from qarl.rollout.publish.checksum import checksums
 
 State = dict[str, str]
@@ -67,9 +68,13 @@ def save_record(engine: Any, folder: str) -> None:
     parts = _parts(engine.checkpoint_manager, "save")
     record = engine_state(engine, parts)
     if "extra" in parts:
-        extra = Path(folder) / f"extra_state_{_shard(engine)}.pt"
-        record |= random_state(torch.load(extra, weights_only=False)["rng"])
+        record |= random_state(load_part(Path(folder) / f"extra_state_{_shard(engine)}.pt")["rng"])
     write_json(_record(engine, folder), record)
+
+
+def check_files(engine: Any, folder: str) -> None:
+    """UserError where one of this rank's files in `folder` could run code: verl unpickles them."""
+    refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
 
 
 def check_record(engine: Any, folder: str) -> str:

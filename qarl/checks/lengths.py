@@ -1,0 +1,52 @@
+"""Lengths: whether prompt and response fit the model's positions and vLLM's KV cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qarl.checks.memory import GIB, ModelSize, readable
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.process import runs_on_cpu
+
+KV_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
+
+
+def check_kv_cache(config: Config, hf_config: Any) -> None:
+    """Whether vLLM's KV cache on a CPU holds one sequence of full length, without which vLLM does not start.
+
+    Its own message asks for gpu_memory_utilization, which has no effect here.
+    """
+    if not runs_on_cpu(config.backend):
+        return
+    try:
+        size = ModelSize.from_config(hf_config)
+    except KeyError:  # of another architecture: vLLM judges
+        return
+    length = config.data.max_prompt_length + config.data.max_response_length
+    blocks = -(-length // KV_BLOCK) + 1
+    needed = blocks * KV_BLOCK * size.kv_bytes_per_token()
+    given = config.rollout.cpu_kvcache_space_gib
+    if int(given * GIB) < needed:
+        raise UserError(
+            f"rollout.cpu_kvcache_space_gib={given:g} does not hold one sequence of {length} tokens",
+            where="rollout.cpu_kvcache_space_gib",
+            why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
+            f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
+            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for one sequence, and to as many times "
+            "that as are to be decoded together",
+        )
+
+
+def check_length(config: Config, hf_config: Any) -> None:
+    """Prompt and response together must fit the model's positions."""
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {wanted} tokens, the model has {limit} positions",
+            where="data.max_prompt_length, data.max_response_length",
+            fix=f"lower them to at most {limit} together",
+        )

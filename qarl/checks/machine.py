@@ -1,0 +1,68 @@
+"""The machine: whether vLLM is installed and this CPU can run what the config asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.process import runs_on_cpu
+
+W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
+CPU_FLAGS = {
+    "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
+    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and of PyTorch are not exact, nor alike"),
+}
+"""Schemes that not every CPU can run: the instruction sets they need, and why."""
+
+
+def check_engine_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "vLLM, which makes the rollouts, is not installed",
+            where=f"the Python environment {sys.prefix}",
+            fix="make setup (requirements/cpu.lock), or make setup STACK=gpu",
+        )
+
+
+def cpu_flags() -> set[str]:
+    """The instruction sets of this CPU as Linux spells them; empty where it does not say (other systems, ARM)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def check_cpu(config: Config) -> None:
+    """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
+    scheme = config.quant.scheme
+    if not runs_on_cpu(config.backend):
+        return
+    if scheme == "w4a8":
+        raise UserError(
+            "vLLM does not run w4a8 on a CPU",
+            where="quant.scheme",
+            why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
+            fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
+        )
+    if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
+        raise UserError(
+            "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
+            where="quant.scheme=w4a16",
+            why="vLLM would round the activations to int8 and multiply integers, which the trainer does not",
+            fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
+        )
+    needed, why = CPU_FLAGS.get(scheme, ((), ""))
+    if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
+        raise UserError(
+            f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
+            where="quant.scheme",
+            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
+            fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
+        )

@@ -1,0 +1,128 @@
+"""A model folder, or a name on the Hub: its config and tokenizer, and clear errors where they cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qarl.checks import hub
+from qarl.errors import UserError
+
+MOST_LAYERS = 10_000
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The tokenizer and the Hugging Face config of a model folder (or a hub name).
+
+    Code that the folder brings along runs with `trust_remote_code` only; transformers would ask on standard input.
+    """
+    from transformers import AutoTokenizer
+
+    check_model_folder(path)
+    check_tokenizer_files(path)
+    try:
+        hf_config = load_hf_config(path, trust_remote_code)
+        options = hub.loading_options(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
+    except UserError:
+        raise
+    except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
+        raise _unreadable(path, error) from error
+
+
+def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face config alone: it needs neither tokenizer nor weights."""
+    from transformers import AutoConfig
+
+    check_model_folder(path)
+    try:
+        _check_layers(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub.loading_options(path))
+    except UserError:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
+    """The model's config and None; without a network the copy that comes with QaRL, and the error that it stands for.
+
+    Good for sizes and checks, not for training.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return load_hf_config(path, trust_remote_code), None
+    except UserError as error:
+        carried = None if Path(path).is_dir() or not hub.why_unreachable() else hub.carried_config(path)
+        if carried is None:
+            raise
+        return AutoConfig.for_model(**carried[1]), error
+
+
+def _check_layers(path: str) -> None:
+    """UserError for a number of layers that no model has: transformers makes a list of them while it reads the file."""
+    file = Path(path) / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    layers = content.get("num_hidden_layers") if isinstance(content, dict) else None
+    if isinstance(layers, int | float) and layers > MOST_LAYERS:
+        raise UserError(
+            f"config.json says {layers:.3g} layers",
+            where=f"model.path: {file}",
+            why=f"no model has more than {MOST_LAYERS}",
+            fix="give a config.json as it was published",
+        )
+
+
+def check_model_folder(path: str) -> None:
+    looks_local = path.startswith((".", "/", "models/")) or (Path(path).parent.is_dir() and path.count("/") != 1)
+    if not Path(path).is_dir() and looks_local:
+        raise UserError(
+            f"there is no model folder {path!r}",
+            where="model.path",
+            fix="give a Hugging Face folder; `make quickstart` makes the quickstart's model in models/tiny-qwen3",
+        )
+
+
+def check_tokenizer_files(path: str) -> None:
+    for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
+        if (Path(path) / name).is_dir():  # transformers takes it for missing
+            raise UserError(f"{name} is a folder", where=path, fix="put the file there")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        # transformers makes an empty tokenizer of the model's family then.
+        raise UserError(
+            f"the model folder {path!r} has no tokenizer",
+            where="model.path",
+            why=f"it has none of {', '.join(TOKENIZER_FILES)}",
+            fix="copy the tokenizer of the model it came from into it: tokenizer.json and tokenizer_config.json",
+        )
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    if "trust_remote_code" in str(error):
+        return needs_code(path)
+    if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
+        return UserError(
+            f"the model {path!r} is neither on this machine nor to be had from the Hub",
+            where="model.path",
+            why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
+            fix="give a folder with config.json and tokenizer.json, or download the model where there is a network",
+        )
+    return UserError(
+        f"config or tokenizer cannot be loaded from {path!r}",
+        where="model.path",
+        why=" ".join(str(error).split())[:400],
+        fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
+    )
+
+
+def needs_code(path: str) -> UserError:
+    return UserError(
+        f"the model in {path!r} contains Python code, which is not run",
+        where="model.trust_remote_code=false",
+        why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class for "
+        "it; such code runs with all your rights",
+        fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
+    )

@@ -1,0 +1,127 @@
+"""The checks of a run that need no weights, in one list, cheapest first.
+
+The local trainer and verl make them all before a run starts (`check_run`). The doctor has more to say about most of
+them, topic by topic, and then makes them too: what stops a run cannot be missing from its findings.
+
+Parts of a run that several checks need (tokenizer, prompts, reward function) are loaded when the first one asks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from qarl.checks.layers import check_linears
+from qarl.checks.lengths import check_kv_cache, check_length
+from qarl.checks.machine import check_cpu, check_engine_installed
+from qarl.checks.model import check_model, check_not_quantized
+from qarl.checks.model_folder import load_tokenizer
+from qarl.checks.sampling import check_sampling
+from qarl.checks.stops import check_stops
+from qarl.checks.verl_plugin import check_plugin_installed, refuse_hidden_code
+from qarl.checks.weight_files import check_weight_files
+from qarl.config import Config
+from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
+from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn
+from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_sampler, report_data
+from qarl.metrics.tracker import check_loggers
+
+
+class RunInputs:
+    """What a run reads before its weights. Every property raises `UserError` if that part is unusable."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cached_property
+    def _tokenizer_and_config(self) -> tuple[Any, Any]:
+        return load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer_and_config[0]
+
+    @property
+    def hf_config(self) -> Any:
+        return self._tokenizer_and_config[1]
+
+    @cached_property
+    def train_prompts(self) -> PromptDataset:
+        return load_train_prompts(self.config, self.tokenizer)
+
+    @cached_property
+    def val_prompts(self) -> PromptDataset | list[Any]:
+        return load_val_prompts(self.config, self.tokenizer)
+
+    @cached_property
+    def sampler(self) -> PromptSampler:
+        return prompt_sampler(self.config, self.train_prompts)
+
+    @cached_property
+    def reward_fn(self) -> RewardFn:
+        return get_reward_fn(self.config.reward.function)
+
+
+class Check(NamedTuple):
+    """`make` raises `UserError` if the run would fail. `backend`: the only one that needs it, or "" for both."""
+
+    name: str
+    make: Callable[[RunInputs], object]
+    backend: str = ""
+
+
+CHECKS = (
+    Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
+    Check("engine installed", lambda run: check_engine_installed()),
+    Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
+    Check("CPU", lambda run: check_cpu(run.config)),
+    Check("config and tokenizer", lambda run: run.tokenizer),
+    Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
+    Check("model", lambda run: check_model(run.hf_config)),
+    Check("vocabulary", lambda run: _check_vocabulary(run)),
+    Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
+    Check("ends of responses", lambda run: check_stops(run.config.model.path, run.tokenizer, run.hf_config)),
+    Check("length", lambda run: check_length(run.config, run.hf_config)),
+    Check("KV cache", lambda run: check_kv_cache(run.config, run.hf_config)),
+    Check("linears", lambda run: check_linears(run.config, run.hf_config)),
+    Check("sampling", lambda run: _check_sampling(run)),
+    Check("reward function", lambda run: run.reward_fn),
+    Check("training prompts", lambda run: run.sampler),
+    Check("evaluation prompts", lambda run: run.val_prompts),
+    Check("reward of a row", lambda run: _check_reward(run)),
+    Check("weight files", lambda run: check_weight_files(run.config.model.path)),
+)
+"""Every check, in the order in which it is made."""
+
+
+def checks_for(backend: str) -> list[Check]:
+    return [check for check in CHECKS if check.backend in ("", backend)]
+
+
+def check_run(config: Config) -> RunInputs:
+    """Make all checks of `config.backend`, say on stderr what is only doubtful, and return what was loaded.
+
+    Raises:
+        UserError: the first thing that is wrong, and what to do about it.
+    """
+    run = RunInputs(config)
+    for check in checks_for(config.backend):
+        check.make(run)
+    for warning in check_stops(config.model.path, run.tokenizer, run.hf_config):
+        print(f"warning: {warning}", file=sys.stderr)
+    report_data(run.train_prompts, run.val_prompts)
+    return run
+
+
+def _check_vocabulary(run: RunInputs) -> None:
+    check_vocabulary(run.tokenizer, run.hf_config.vocab_size, max_unused=run.hf_config.vocab_size // 100)
+
+
+def _check_sampling(run: RunInputs) -> None:
+    check_sampling(run.config, level=run.config.quant.align, vocabulary=run.hf_config.vocab_size)
+
+
+def _check_reward(run: RunInputs) -> None:
+    check_reward_fn(run.reward_fn, run.train_prompts, timeout_s=run.config.reward.timeout_s)

@@ -1,0 +1,55 @@
+"""How responses are sampled, and whether the trainer's log-probs describe it."""
+
+from __future__ import annotations
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.kernels.kept import Truncation, packed_width
+from qarl.rollout.engine import SamplingConfig, sampling_params
+
+KEPT_GIB = 4.0
+"""Most memory for the kept sets of one batch."""
+
+
+def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:
+    """How training responses are sampled."""
+    rollout = config.rollout
+    return SamplingConfig(
+        config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens
+    )
+
+
+def truncation(config: Config) -> Truncation:
+    return Truncation(config.rollout.top_p, config.rollout.top_k)
+
+
+def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
+    """UserError for sampling that the trainer's log-probs would not describe.
+
+    Args:
+        level: the alignment level that is applied, which may be lower than the one asked for.
+        vocabulary: entries of lm_head.
+    """
+    sampling_params(sampling_config(config))
+    if not truncation(config).active:
+        return
+    where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
+    if level not in ("model", "exact"):
+        raise UserError(
+            "the trainer cannot follow the engine's top-p or top-k here",
+            where=where,
+            why=f"quant.align={config.quant.align} fell back to {level}, whose logits are not the engine's: it would "
+            "keep other tokens",
+            fix="set rollout.top_p=1 and rollout.top_k=-1",
+        )
+    responses = config.data.train_batch_size * config.rollout.n
+    gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30
+    if gib > KEPT_GIB:
+        raise UserError(
+            f"the tokens that top-p or top-k keep may take {gib:.1f} GiB, and {KEPT_GIB:.0f} are allowed",
+            where=where,
+            why=f"{responses} responses of up to {config.data.max_response_length} tokens, each with one bit for every "
+            f"one of {vocabulary} tokens of the vocabulary: the sets stay fixed for the whole update",
+            fix="set rollout.top_p=1 and rollout.top_k=-1, or lower data.train_batch_size, rollout.n or "
+            "data.max_response_length",
+        )

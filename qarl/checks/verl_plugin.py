@@ -1,0 +1,40 @@
+"""Whether verl would find QaRL, and whether it would run code that nobody asked for. verl itself is not imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from qarl.config import Config
+from qarl.errors import UserError
+
+
+def check_plugin_installed() -> None:
+    """UserError where verl would not find QaRL: it looks for an entry point, which an installed package has."""
+    found = importlib.metadata.entry_points(group="verl.plugins")
+    if any(point.value.startswith("qarl.verl.plugin") for point in found):
+        return
+    raise UserError(
+        "verl does not find QaRL's plugin",
+        where="entry points of group verl.plugins in this Python environment",
+        why="QaRL is run without being installed, or the metadata of an older installation are in front of its own (a "
+        "folder qarl.egg-info in the working directory is)",
+        fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
+    )
+
+
+def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
+    """UserError where verl would run a model's code unasked.
+
+    Its reward workers load the tokenizer with `trust_remote_code=True`, whatever the config says (reward_loop.py of
+    0.9.1). Code that a folder names but transformers has no need of would run there, and only there.
+    """
+    named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
+    if any(named) and not config.model.trust_remote_code:
+        raise UserError(
+            f"the model in {config.model.path!r} contains Python code, which verl would run",
+            where="model.trust_remote_code=false",
+            why="verl's reward workers load the tokenizer with trust_remote_code=True, whatever its config says",
+            fix="take auto_map out of config.json and tokenizer_config.json; or read the code, and set "
+            "model.trust_remote_code=true; or backend=local",
+        )

@@ -1,0 +1,63 @@
+"""The keys of TBPO with the paper's values (arXiv 2604.07853, appendix B): their one definition.
+
+No torch: the run's config and verl's take their defaults from here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+MismatchOutsideCap = Literal["truncate", "drop"]
+PositiveBand = Literal["upper", "two_sided"]
+
+
+@dataclass(frozen=True)
+class TBPOConfig:
+    """Bands and cap, the defaults being the paper's.
+
+    All are dimensionless: `seq_clip_ratio_*` are distances of the ratio r from 1, for A > 0 and, with `neg_`, for
+    A < 0; `seq_tis_imp_ratio_cap` is C, the largest mismatch weight, 1/C the smallest. A geometric mean over T tokens
+    spreads like 1/sqrt(T), and the paper's bands belong to responses of up to 16384 tokens: short ones need wider.
+
+    Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
+    """
+
+    seq_clip_ratio_high: float = 4e-4
+    seq_clip_ratio_low: float = 3e-4
+    neg_seq_clip_ratio_low: float = 3e-4
+    neg_seq_clip_ratio_high: float = 7e-4
+    seq_tis_imp_ratio_cap: float = 2.0
+    mismatch_outside_cap: MismatchOutsideCap = "truncate"
+    positive_band: PositiveBand = "upper"
+    loss_agg_mode: str = "seq-mean-token-mean"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(field.default, float):
+                continue
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, got {value!r}")
+        for name, lowest, highest, what in (
+            ("seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
+            ("seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
+            ("neg_seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
+            ("neg_seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
+            ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is held to [1/cap, cap]"),
+        ):
+            value = getattr(self, name)
+            if not (lowest <= value <= highest and value > 0):
+                raise ValueError(f"{name} must be positive and in [{lowest}, {highest:g}]: {what}; got {value}")
+        for name, allowed in (
+            ("mismatch_outside_cap", get_args(MismatchOutsideCap)),
+            ("positive_band", get_args(PositiveBand)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if self.loss_agg_mode != "seq-mean-token-mean":
+            raise ValueError(
+                f"loss_agg_mode must be 'seq-mean-token-mean', TBPO's ratio belongs to the whole response; "
+                f"got {self.loss_agg_mode!r}"
+            )

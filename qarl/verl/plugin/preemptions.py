@@ -1,0 +1,74 @@
+"""How often vLLM's KV cache was too small during a generation, from the counter that its servers publish.
+
+verl's trainer sees no engine, and what it calls `num_preempted` is filled by no release of vLLM. Each of its servers
+answers over HTTP at `/metrics`, for Prometheus, where statistics are on: `actor_rollout_ref.rollout.disable_log_stats`
+must be False.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+from qarl.verl.plugin.alive import engine_servers
+
+ANSWER_SECONDS = 10.0
+_COUNTER = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)", re.MULTILINE)
+
+_log = logging.getLogger("qarl.verl.plugin")
+
+
+class Preemptions:
+    """Counts since the last question. The servers are those of this run, and began at 0 with it."""
+
+    def __init__(self) -> None:
+        self._urls: dict[str, str] = {}
+        self._before = 0
+        self._complained = False
+
+    def since_last(self) -> int | None:
+        """Preemptions of all servers since the last answer; None, and once a warning, where one does not say."""
+        try:
+            total = self._total()
+        except Exception as error:  # whatever Ray, urllib or the server have to say, a metric ends no run
+            if not self._complained:
+                self._complained = True
+                _log.warning(
+                    "rollout/preemptions is not known (%s: %s); it needs "
+                    "actor_rollout_ref.rollout.disable_log_stats=False",
+                    type(error).__name__,
+                    error,
+                )
+            return None
+        new, self._before = total - self._before, total
+        return new
+
+    def _total(self) -> int:
+        import ray
+
+        for name, actor in engine_servers().items():
+            if name not in self._urls:
+                address, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_SECONDS)
+                self._urls[name] = f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+        if not self._urls:
+            raise LookupError("there is no server")
+        with ThreadPoolExecutor(min(len(self._urls), 16)) as pool:
+            return sum(pool.map(lambda url: count_in(read(url)), self._urls.values()))
+
+
+def read(url: str) -> str:
+    """The text at `url`, asked without a proxy: servers of a run are in its own network."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=ANSWER_SECONDS) as answer:
+        content: bytes = answer.read()
+    return content.decode()
+
+
+def count_in(metrics: str) -> int:
+    """The counter in a server's answer, over its engines. LookupError where it has none."""
+    counts = _COUNTER.findall(metrics)
+    if not counts:
+        raise LookupError("a server publishes no vllm:num_preemptions_total")
+    return round(sum(map(float, counts)))

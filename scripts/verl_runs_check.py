@@ -1,0 +1,166 @@
+"""Whole verl runs of two steps, one for each thing that is promised of them, and what they logged.
+
+    python scripts/verl_runs_check.py --output benchmarks/results/verl_runs_cpu.json
+
+The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
+engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
+line (`scripts/verl_halves.sh`); and a run whose trainer was given another `rms_norm_eps` than the engine. Checked of
+every step: mean |δ| against the limit of the level, |δ| of every token where the level promises 0, preemptions where
+there must be some. The mismatch guard must end the last run before its first update, and be silent in the others.
+`--cases` runs some of them and leaves the others in the file as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qarl.metrics.guard import resolve_limit
+from qarl.metrics.tracker import METRICS_FILE, read_metrics, write_json
+
+STEPS = 2
+KEPT = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/k3", "mismatch/over_limit", "rollout/preemptions")
+ALSO_KEPT = ("actor/pg_loss", "actor/inside_band_frac", "response_length/mean")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `verl`: keys of verl's own. `half`: one of `scripts/verl_halves.sh`, from verl's own command line."""
+
+    what: str
+    level: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    verl: dict[str, Any] = field(default_factory=dict)
+    half: str | None = None
+    preempts: bool = False
+    refused: bool = False
+
+
+CONFIG = Path("configs/quickstart_verl.yaml")
+FEW_BLOCKS = {"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size": 32}
+OTHER_NORM = {"+actor_rollout_ref.model.override_config.rms_norm_eps": 0.3}
+CASES = {
+    "off": Case("w4a16, one rank", "off"),
+    "linears": Case("w4a16, one rank", "linears"),
+    "model": Case("w4a16, one rank", "model"),
+    "exact": Case("w4a16, one rank", "exact"),
+    "exact_two_ranks": Case("w4a16, two ranks", "exact", {"trainer.n_gpus_per_node": 2}),
+    "exact_preempted": Case(
+        "w4a16, one rank, a KV cache for few responses",
+        "exact",
+        {"rollout.cpu_kvcache_space_gib": 0.002},
+        verl=FEW_BLOCKS,
+        preempts=True,
+    ),
+    "bf16": Case("bf16, one rank", "model", {"quant.scheme": "bf16"}),
+    "tbpo_alone": Case("the TBPO loss on verl's BF16 actor", "linears", half="tbpo"),
+    "quantized_alone": Case("w4a16 with verl's vanilla loss", "model", half="quantized"),
+    "other_norm": Case("w4a16, the trainer's rms_norm_eps set to 0.3", "model", verl=OTHER_NORM, refused=True),
+}
+
+
+def start(name: str, case: Case, root: Path) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, output and the logged steps of a run."""
+    environment, log = os.environ | {"PYTHON": sys.executable, "FOLDER": str(root)}, root / f"{name}.log"
+    if case.half:
+        command = ["bash", "scripts/verl_halves.sh"]
+        environment["HALVES"] = case.half
+    else:
+        settings = {
+            "name": name,
+            "output_dir": root,
+            "quant.align": case.level,
+            "trainer.total_training_steps": STEPS,
+            "trainer.val_before_train": "false",
+            "trainer.test_freq": -1,
+            "trainer.save_final": "false",
+            "trainer.plots": "false",
+            "trainer.logger": "[console]",
+            "trainer.resume_mode": "disable",
+        } | case.settings
+        given = [f"{key}={value}" for key, value in settings.items()]
+        config = root / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(yaml.safe_load(CONFIG.read_text()) | {"verl": case.verl}))
+        command = [sys.executable, "-m", "qarl.train", f"config={config}", *given]
+        shutil.rmtree(root / name, ignore_errors=True)
+    with log.open("wb") as file:
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    steps = logged_by_verl(root / f"{case.half}.jsonl") if case.half else logged_by_us(root / name)
+    return code, log.read_text(encoding="utf-8", errors="replace"), steps
+
+
+def logged_by_us(run_dir: Path) -> list[dict[str, Any]]:
+    entries = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
+    return [entry for entry in entries if "mismatch/abs_mean" in entry]
+
+
+def logged_by_verl(file: Path) -> list[dict[str, Any]]:
+    """With our names, where they are those of verl with `actor/` in front."""
+    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    renamed = [
+        {name.replace("actor/mismatch/", "mismatch/"): value for name, value in entry["data"].items()}
+        | {"step": entry["step"]}
+        for entry in entries
+    ]
+    return [entry for entry in renamed if "mismatch/abs_mean" in entry]
+
+
+def result(name: str, case: Case, root: Path) -> dict[str, Any]:
+    begin = time.monotonic()
+    code, text, logged = start(name, case, root)
+    steps, limits = [], []
+    for entry in logged:
+        kept = {key: entry[key] for key in (*KEPT, *ALSO_KEPT) if key in entry}
+        limits.append(resolve_limit(None, case.level, response_length=entry["response_length/mean"]))
+        steps.append({"step": entry["step"], "limit": limits[-1]} | kept)
+    error = text[text.rfind("\nerror: ") + 1 :].strip().splitlines()[:4] if code else []
+    fired = any("trainer and engine disagree" in line for line in error)
+    within = all(step["mismatch/abs_mean"] <= step["limit"] and not step["mismatch/over_limit"] for step in steps)
+    exact = case.level != "exact" or all(step["mismatch/abs_max"] == 0 for step in steps)
+    preempted = not case.preempts or all(step["rollout/preemptions"] > 0 for step in steps)
+    healthy = code == 0 and not fired and len(steps) == STEPS and within and exact and preempted
+    return {
+        "what": case.what,
+        "level": case.level,
+        "exit_code": code,
+        "seconds": round(time.monotonic() - begin, 1),
+        "steps": steps,
+        "guard_fired": fired,
+        "error": error,
+        "ok": code == 2 and fired and not steps if case.refused else healthy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--root", type=Path, default=Path("runs/verl_runs_check"))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    args.root = args.root.resolve()
+    args.root.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = {}
+    if args.output and args.output.is_file() and set(args.cases) != set(CASES):
+        kept = json.loads(args.output.read_text(encoding="utf-8"))["runs"]
+    for name in args.cases:
+        kept[name] = result(name, CASES[name], args.root)
+        print(name, json.dumps(kept[name], ensure_ascii=False), flush=True)
+        runs = {case: kept[case] for case in CASES if case in kept}
+        ok = len(runs) == len(CASES) and all(one["ok"] for one in runs.values())
+        if args.output:
+            write_json(args.output, {"runs": runs, "ok": ok})
+    sys.exit(0 if all(kept[name]["ok"] for name in args.cases) else 1)
+
+
+if __name__ == "__main__":
+    main()

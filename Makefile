@@ -8,8 +8,11 @@ LOCK := requirements/$(STACK).lock
 # any other work they are tens of times slower. The tests use the cores side by side instead.
 export OMP_NUM_THREADS := 1
 CORES := $(shell nproc)
+# Marks (see pyproject.toml) and folders of tests that `make test-fast` leaves out.
+HEAVY := slow or long or vllm or verl or compiles or gpu
+HEAVY_FOLDERS := e2e gpu verl_backend
 
-.PHONY: setup quickstart model test lint clean
+.PHONY: setup quickstart model test test-fast test-slow lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -34,8 +37,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What needs neither an engine, verl nor a compiler: for a look after every change.
+test-fast: setup
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not ($(HEAVY))" $(addprefix --ignore=tests/,$(HEAVY_FOLDERS))
+
 test: lint model
-	$(BIN)/python -m pytest -n $(CORES) --dist loadfile
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not slow"
+
+# Long proofs, each beside a shorter test of the same promise in `make test`.
+test-slow: model
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m slow
 
 clean:
 	rm -rf $(VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache

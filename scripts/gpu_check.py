@@ -5,7 +5,7 @@
     bench_experts  the same of experts, grouped and fused
     trainer        `qarl.bench trainer`: forward, backward, optimizer and quantization with the kernels chosen here
     end_to_end     two steps of the quickstart with vLLM, from a model that is hardly trained
-    device_tests   pytest on tests/gpu and tests/triton_kernels
+    device_tests   pytest on tests/gpu and tests/kernels/triton_kernels
 
 Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. Results go to
 benchmarks/results/gpu_check_DATE.json and .md. Exit code: 0 all parts passed, or were left out for a reason that is
@@ -130,7 +130,8 @@ def command_of(part: str, *, cpu: bool, folder: Path) -> list[str]:
         pytest = [*python, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider", "-o", "addopts="]
         if importlib.util.find_spec("pytest_timeout") is None:
             pytest += ["-o", "timeout="]
-        return [*pytest, "tests/gpu", "tests/triton_kernels/test_compat.py" if cpu else "tests/triton_kernels"]
+        triton = "tests/kernels/triton_kernels"
+        return [*pytest, "tests/gpu", f"{triton}/test_compat.py" if cpu else triton]
     if part == "end_to_end":
         model, data = folder / "model", folder / "data"
         make = [*python, "scripts/make_tiny_model.py", "--steps", "5", "--output", str(model), "--data", str(data)]

@@ -7,7 +7,7 @@
 
 Mutants are in scripts/mutants/AREA.yaml:
 
-    tests: [tests/test_tbpo.py]     arguments for pytest; green without mutants, and done within the limit
+    tests: [tests/tbpo/test_tbpo.py]     arguments for pytest; green without mutants, and done within the limit
     mutants:
       - id: tbpo-cap-one-sided
         file: qarl/tbpo/loss.py

@@ -1,122 +1,82 @@
-"""Shared fixtures: small random models as Hugging Face folders, and what this CPU can run."""
+"""Fixtures that several folders of tests ask for, and which tests run on this machine."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from bad_runs import CONFIG, EngineConstructed, row, write_rows
+from checkout import ROOT
+from random_models import save_random_model
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return set(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
-
-
-needs_w4a16_cpu = pytest.mark.skipif(
-    not {"avx512f", "avx512_vnni"} <= cpu_flags(),
-    reason="vLLM's W4A16 kernel on CPU needs AVX512 with VNNI",
-)
-
-
-# These run on a GPU or under Triton's interpreter, where test_triton.py runs them.
-_TRITON_RUNS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
-collect_ignore_glob = [] if _TRITON_RUNS else ["triton_kernels/*"]
-
-
-@pytest.fixture(autouse=True)
-def new_tensors_hold_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In tests of kernels `torch.empty` is filled with NaN, or the largest integer: what no kernel wrote is seen."""
-    wanted = request.path.parent.name == "triton_kernels"
-    if wanted:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    if wanted:
-        torch.use_deterministic_algorithms(False)
+FOLDER_MARKS = {"e2e": "vllm", "gpu": "gpu", "verl_backend": "verl"}
+"""Every test in these folders of tests/ has the mark."""
+NOT_FAST = {"slow", "vllm", "verl", "compiles", "gpu"}
+"""`make test-fast` leaves out what has one of these marks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
+        if mark := FOLDER_MARKS.get(item.path.relative_to(ROOT / "tests").parts[0]):
+            item.add_marker(mark)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
 
 
-def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False) -> Path:
-    """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tie,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    if family != "qwen2":
-        sizes["head_dim"] = 32
-    config = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "llama": transformers.LlamaConfig,
-    }[family](**sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.5)
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="t1", pad_token="t2", unk_token="t0"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.fixture(autouse=True)
+def verl_is_imported_by_marked_tests_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Importing verl takes seconds: `make test-fast` does without it only if every test that needs it is marked."""
+    before = "verl" in sys.modules
+    yield
+    if not before and "verl" in sys.modules and not NOT_FAST & {mark.name for mark in request.node.iter_markers()}:
+        pytest.fail("this test imports verl: mark it with pytest.mark.verl")
 
 
-_FRESH_VLLM = """
-import json, os, sys
-os.environ["VLLM_CPU_INT4_W4A8"] = "0"
-import torch
-if torch.cpu._is_amx_tile_supported():
-    torch.cpu._init_amx()  # without it vLLM's kernels end with an illegal instruction
-from vllm import LLM, SamplingParams
-folder, prompts, max_tokens, max_model_len = json.loads(sys.argv[1])
-llm = LLM(model=folder, max_model_len=max_model_len, enforce_eager=True, kv_cache_memory_bytes=2**28)
-params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False)
-outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-completions = [output.outputs[0] for output in outputs]
-tokens = [list(c.token_ids) for c in completions]
-log_probs = [[p[t].logprob for t, p in zip(c.token_ids, c.logprobs)] for c in completions]
-print("RESULT" + json.dumps([tokens, log_probs]))
-"""
+@pytest.fixture(scope="module")
+def in_the_checkout() -> Iterator[None]:
+    """The quickstart's paths are relative to the checkout."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    yield
+    os.chdir(before)
 
 
-def greedy_in_a_fresh_vllm(
-    folder: Path, prompts: list[list[int]], *, max_tokens: int, max_model_len: int
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens and log-probs from a vLLM in a process that knows nothing of QaRL and loads `folder` as it is."""
-    arguments = json.dumps([str(folder), prompts, max_tokens, max_model_len])
-    command = [sys.executable, "-c", _FRESH_VLLM, arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
-    assert line is not None, run.stderr[-3000:]
-    tokens, log_probs = json.loads(line.removeprefix("RESULT"))
-    return tokens, log_probs
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A random Qwen3 that all tests share: read it, or copy it and change the copy."""
+    folder = save_random_model(tmp_path_factory.mktemp("pristine") / "model")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before, "a test wrote to the model that all tests share"
+
+
+@pytest.fixture
+def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: a run that would start, with a model and data of its own, on a CPU with every flag."""
+    from qarl.checks import layers, machine
+    from qarl.rollout.engine import RolloutEngine
+
+    def construct(*args: Any, **kwargs: Any) -> None:
+        raise EngineConstructed
+
+    monkeypatch.setattr(RolloutEngine, "__init__", construct)
+    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: True)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # main sets it; this puts it back
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pristine_model, "model")
+    Path("run.yaml").write_text(CONFIG)
+    write_rows("train.jsonl", [row(f"t3 t{i}") for i in range(8)])
+    write_rows("val.jsonl", [row("t9 t10")])
+    return tmp_path

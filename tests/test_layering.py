@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkout import ROOT
+
 FILES = sorted((ROOT / "qarl").rglob("*.py"))
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_experts import exact, exact_weight, make, off, stacked
+from expert_cases import exact, exact_weight, make, off, stacked
 
 from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.experts import BUILDERS, ROUTINGS, ExpertLayer

@@ -1,0 +1,357 @@
+"""Alignment levels: operator by operator against the engine's own, gradients against float64, fallbacks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import save_random_model
+from torch.nn.modules.module import register_module_forward_hook
+
+from qarl.align import AlignReport, align_model
+from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
+from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
+from qarl.errors import UserError
+from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.registry import Choice
+from qarl.quant import QuantLinear, quantize_model
+
+needs_engine_attention = pytest.mark.skipif(
+    vllm_attention.unavailable("cpu", 32) is not None, reason=str(vllm_attention.unavailable("cpu", 32))
+)
+LEVELS = ["model", pytest.param("exact", marks=needs_engine_attention)]
+FAMILIES = ["qwen2", "qwen3", "llama"]
+
+
+def load(folder: Path, level: str = "linears", *, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    assert align_model(model, level).level == level
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_random_model(root / family, family) for family in FAMILIES}
+
+
+def vllm_layer(make: Any) -> Any:
+    """A layer of vLLM's own outside an engine: its constructors ask for the current config."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        return make()
+
+
+@needs_engine_attention
+@pytest.mark.parametrize(("size", "eps"), [(32, 1e-6), (128, 1e-6), (1000, 1e-6), (128, 1e-5), (128, 0.1)])
+def test_norms_and_residual_equal_the_engines_over_many_additions(size, eps):
+    """`RMSNorm` of vLLM with a residual, fed eight outputs one after the other, as eight half layers would."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    torch.manual_seed(size)
+    theirs = vllm_layer(lambda: RMSNorm(size, eps=eps, dtype=torch.bfloat16))
+    ours = Qwen3RMSNorm(size, eps=eps).bfloat16()
+    ours.weight.data.normal_()
+    theirs.weight.data.copy_(ours.weight.data)
+    align_module(ours, AlignedRMSNorm)
+    residual = torch.randn(40, size).bfloat16()
+    hidden_states: torch.Tensor = residual
+    with torch.no_grad():
+        assert torch.equal(ours(residual), theirs.forward_native(residual.clone()))
+        for i in range(8):
+            output = (torch.randn(40, size) * 4.0 ** (i - 4)).bfloat16()
+            hidden_states = add_residual(output, hidden_states)
+            expected, residual = theirs.forward_native(output.clone(), residual.clone())
+            assert torch.equal(ours(hidden_states), expected)
+            assert torch.equal(hidden_states.bfloat16(), residual)
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("rope_type", ["default", "llama3"])
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_rotary_embedding_equals_the_engines(rope_type, head_dim):
+    """transformers' own formula with the BF16 cosines and sines in FP32, against vLLM's operator and its cache."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    parameters: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 500000.0}
+    if rope_type == "llama3":
+        parameters |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        parameters |= {"original_max_position_embeddings": 1024}
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        rope_parameters=parameters,
+    )
+    torch.manual_seed(0)
+    positions = torch.randperm(8192)[:600]
+    query, key = torch.randn(600, 4, head_dim).bfloat16(), torch.randn(600, 2, head_dim).bfloat16()
+    cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
+    ours = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos.float(), sin.float())
+    rope = vllm_layer(lambda: get_rope(head_dim, 8192, rope_parameters=parameters, dtype=torch.bfloat16))
+    theirs = rope.forward_cpu(positions, query.clone().flatten(1), key.clone().flatten(1))
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.bfloat16()[0].transpose(0, 1).flatten(1), expected)
+
+
+def random_attention(
+    rows: int, length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, *, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as transformers gives them to an attention function: [B, H, T, D], views of [B, T, H, D]."""
+    torch.manual_seed(seed)
+    shapes = [(rows, length, h, head_dim) for h in (heads, kv_heads, kv_heads)]
+    query, key, value = (torch.randn(shape).bfloat16().transpose(1, 2) for shape in shapes)
+    return query * 2, key * 2, value
+
+
+@needs_engine_attention
+@pytest.mark.parametrize("shape", [(3, 1), (5, 72), (2, 300)])
+@pytest.mark.parametrize("heads", [(4, 2, 32), (4, 4, 64), (6, 2, 128)])
+def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, heads):
+    """vLLM's attention backend with the metadata its builder makes for one prompt a time."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, _get_attn_isa
+
+    query, key, value = random_attention(*shape, *heads)
+    num_heads, kv_heads, head_dim = heads
+    length, scale = shape[1], head_dim**-0.5
+    impl = CPUAttentionBackendImpl(num_heads, head_dim, scale, kv_heads, None, None, "auto")
+    exact = engine_attention(torch.nn.Module(), query, key, value, None, scale)[0]
+    close = fp32_attention(torch.nn.Module(), query, key, value, None, scale)[0]
+    for row in range(shape[0]):
+        layer = torch.nn.Module()
+        layer.isa, layer._k_scale_float, layer._v_scale_float = _get_attn_isa(torch.bfloat16, 32, head_dim), 1.0, 1.0
+        q, k, v = (tensor[row].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        kv_cache = torch.zeros(-(-length // 32), kv_heads, 32, 2 * head_dim, dtype=torch.bfloat16)
+        starts, lengths = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            1, num_heads, kv_heads, head_dim, lengths, torch.bfloat16, starts, True, -1, layer.isa, True
+        )
+        table = torch.arange(len(kv_cache), dtype=torch.int32)[None]
+        slots = torch.arange(length)
+        metadata = CPUAttentionMetadata(length, length, starts, length, lengths, table, slots, schedule)
+        impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
+        expected = impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q))
+        assert torch.equal(exact[row], expected)
+        # Vectors: PyTorch's own order, the scale after the product, would leave 4e-4 of them different. Tiles: they
+        # sum neighbours apart, and a weight that rounds otherwise counts; weights in FP32 would leave 1e-1 different.
+        tiles = vllm_attention.uses_tiles("cpu", head_dim)
+        assert (close[row] != expected).float().mean() < (1e-3 if tiles else 2e-4)
+        torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3 if tiles else 1e-6)
+
+
+@needs_engine_attention
+def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it_or_on_what_follows():
+    query, key, value = random_attention(6, 150)
+    for attention in (engine_attention, fp32_attention):
+        whole = attention(torch.nn.Module(), query, key, value, None, 0.2)[0]
+        for rows in (slice(0, 1), slice(1, 4)):
+            part = attention(torch.nn.Module(), query[rows], key[rows], value[rows], None, 0.2)[0]
+            assert torch.equal(part, whole[rows])
+    short = engine_attention(torch.nn.Module(), query[:, :, :70], key[:, :, :70], value[:, :, :70], None, 0.2)[0]
+    assert torch.equal(short, engine_attention(torch.nn.Module(), query, key, value, None, 0.2)[0][:, :70])
+
+
+def unaligned_twin(layer: Any, dtype: torch.dtype) -> Any:
+    """transformers' own unaligned layer in `dtype`, eager attention: its norms compute in FP32 whatever the dtype."""
+    twin = copy.deepcopy(layer).to(dtype)
+    twin.self_attn.config = copy.deepcopy(twin.self_attn.config)
+    twin.self_attn.config._attn_implementation = "eager"
+    return twin
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_an_aligned_layer_match_float64(folders, family, level):
+    """Relative error of each gradient, in norm, at most 2^-6: a few BF16 roundings of relative size 2^-9 each."""
+    model, plain = load(folders[family], level), load(folders[family])
+    truth = unaligned_twin(plain.model.layers[1], torch.float64)
+    torch.manual_seed(3)
+    hidden = torch.randn(2, 40, 128).bfloat16().float().requires_grad_()
+    grad = torch.randn(2, 40, 128).bfloat16()
+    cos, sin = plain.model.rotary_emb(hidden.bfloat16(), torch.arange(40)[None])
+    layer = model.model.layers[1]
+    output = layer(hidden, attention_mask=None, position_embeddings=(cos, sin))
+    output.backward(grad.float())
+    hidden64 = hidden.detach().double().requires_grad_()
+    mask = torch.full((40, 40), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    expected = truth(hidden64, attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
+    expected.backward(grad.double())
+    found = {"output": output, "hidden": hidden.grad} | {n: p.grad for n, p in layer.named_parameters()}
+    wanted = {"output": expected, "hidden": hidden64.grad} | {n: p.grad for n, p in truth.named_parameters()}
+    assert found.keys() == wanted.keys() and len(found) > 10
+    for name, value in wanted.items():
+        assert (found[name].double() - value).norm() <= 2**-6 * value.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_keys_and_class_names_stay(folders, family, level):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.bfloat16)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    classes = [type(module).__name__ for module in model.modules()]
+    keys = list(model.state_dict())
+    report = align_model(model, level)
+    assert report.level == level and sum(report.replaced.values()) == 2 + 5 + 2
+    assert list(model.state_dict()) == keys
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert [type(module).__name__ for module in model.modules()] == classes
+    assert isinstance(model.model.layers[0], type(load(folders[family]).model.layers[0]))
+    model.load_state_dict(load(folders[family]).state_dict())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("align_first", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(folders, level, align_first):
+    from transformers import AutoModelForCausalLM
+
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.bfloat16)
+        quantize_model(model, scheme="w4a16", group_size=32)
+        if align_first:
+            align_model(model, level)
+        model.train(checkpointing)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if not align_first:
+            align_model(model, level)
+        calls = []
+        handle = register_module_forward_hook(
+            lambda module, *_: calls.append(module) if type(module).__name__ == "Qwen3Attention" else None
+        )
+        torch.manual_seed(0)
+        model(input_ids=torch.randint(0, 64, (3, 20)), use_cache=False).logits.float().logsumexp(-1).sum().backward()
+        handle.remove()
+        assert len(calls) == 2 * (1 + checkpointing)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert len(plain) > 20 and all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_aligned_model_stays_the_same_function(folders, family):
+    """Norms, rotary, attention and residual all still there: near transformers' FP32 model, as near as its BF16 one."""
+    tokens = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        truth = load(folders[family], dtype=torch.float32)(input_ids=tokens).logits
+        plain = (load(folders[family])(input_ids=tokens).logits.float() - truth).norm()
+        aligned = (load(folders[family], "model")(input_ids=tokens).logits.float() - truth).norm()
+    assert aligned <= plain < 0.02 * truth.norm()
+
+
+def test_generation_with_a_cache_continues_as_without(folders):
+    model = load(folders["qwen3"], "model")
+    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = model(input_ids=tokens[:, :8], use_cache=True).past_key_values
+        continued = model(input_ids=tokens[:, 8:], past_key_values=cache).logits
+        whole = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(continued, whole[:, 8:], rtol=0, atol=0.02)
+
+
+def test_level_model_takes_attention_masks(folders):
+    """Rows padded on the left, as generate and verl pad prompts, against the same rows alone."""
+    model = load(folders["qwen3"], "model")
+    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+        alone = model(input_ids=tokens[:1, 5:]).logits
+    torch.testing.assert_close(padded[:1, 5:], alone, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("attention", [_sdpa, _TileAttention.apply], ids=["vectors", "tiles"])
+def test_a_query_that_sees_no_key_gets_zeros_and_no_nan(attention, dtype):
+    """Padding on the left: its NaN would be the next layer's values, and 0 * NaN every later token's output."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 6, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    seen[..., :2] = False
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    output = attention(*inputs, mask, 0.2)
+    assert output.shape == (1, 6, 2, 32) and not output[:, :2].any()
+    alone = attention(*(tensor[:, :, 2:] for tensor in inputs), seen[..., 2:, 2:], 0.2)
+    assert torch.equal(output[:, 2:], alone)
+    output.float().square().sum().backward()
+    for tensor in inputs:
+        assert tensor.grad.isfinite().all() and tensor.grad[:, :, 2:].any() and not tensor.grad[:, :, :2].any()
+
+
+@needs_engine_attention
+def test_level_exact_refuses_what_the_engines_operator_would_compute_otherwise(folders):
+    model = load(folders["qwen3"], "exact")
+    mask = torch.ones(1, 6, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match=r"quant\.align=exact takes whole rows"):
+        model(input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=mask)
+    cache = model(input_ids=torch.ones(1, 6, dtype=torch.long), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="key-value"):
+        model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+def tiny(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def test_what_is_not_built_falls_back_and_says_why():
+    import transformers
+
+    def report(config: Any, level: str) -> AlignReport:
+        model = tiny(config)
+        classes = [type(module) for module in model.modules()]
+        found = align_model(model, level)
+        if found.level == "linears":
+            assert [type(module) for module in model.modules()] == classes and found.replaced == {}
+        return found
+
+    found = report(transformers.MistralConfig(**SIZES, **HEADS), "exact")
+    assert (found.asked, found.level) == ("exact", "linears")
+    assert "fell back to linears" in str(found) and "not for mistral" in str(found)
+    found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS)).float(), "model")
+    assert found.level == "linears" and "float32" in str(found)
+    for level in ("off", "linears"):
+        found = report(transformers.LlamaConfig(**SIZES, **HEADS), level)
+        assert found.level == level and found.why_lower == ()
+
+
+@needs_engine_attention
+def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
+    import transformers
+
+    found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS, head_dim=24)), "exact")
+    assert found.level == "model" and "head size 24" in str(found) and "fell back to model" in str(found)
+    model = tiny(transformers.LlamaConfig(**SIZES, **HEADS))
+    quantize_model(model, scheme="w4a16", group_size=32)
+    layer = model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, QuantLinear)
+    layer.choice = Choice(ReferenceW4A16Linear, ())
+    found = align_model(model, "exact")
+    assert found.level == "model" and "reference" in str(found)
+
+
+def test_an_unknown_level_is_refused(folders):
+    with pytest.raises(UserError, match="align=all is no level"):
+        align_model(torch.nn.Module(), "all")

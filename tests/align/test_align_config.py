@@ -1,0 +1,284 @@
+"""What a config may say: the table of keys is true, and what trainer and engine would read otherwise is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkout import ROOT
+
+from qarl.align import align_model
+from qarl.align.config_keys import BOTH, FAMILIES, REFUSED, TABLE, check_config_keys, verdict
+from qarl.align.model import resolve_level
+from qarl.align.rotary import is_plain, match_rotary
+from qarl.checks.model import check_architecture, check_model
+from qarl.errors import UserError
+from qarl.kernels.cpu import rotary as vllm_rotary
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import config_keys
+from config_values import KEYS, NO_NUMBERS, REFUSED_VALUES
+
+needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+SCHEMES = ("w4a16", "bf16")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def make(family: str, **keys: Any) -> Any:
+    return CONFIGS[family](**SIZES | keys)
+
+
+@needs_vllm
+def test_the_table_holds_what_the_installed_packages_read():
+    """After an upgrade: python scripts/config_keys.py --write, and a verdict for each new key."""
+    written, installed = json.loads(TABLE.read_text()), config_keys.table()
+    if written["versions"] != installed["versions"]:
+        pytest.skip(f"the table is of {written['versions']}, and {installed['versions']} are installed")
+    assert installed["families"] == written["families"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_either_side_reads_has_a_verdict(family):
+    table = json.loads(TABLE.read_text())["families"][family]
+    keys = {key for side in table.values() for key in side}
+    assert len(keys) > 100 and {"rms_norm_eps", "rope_parameters.partial_rotary_factor", "layer_types"} <= keys
+    assert [key for key in sorted(keys) if verdict(family, key) is None] == []
+
+
+def test_a_key_without_a_verdict_would_be_seen():
+    assert verdict("llama", "residual_multiplier") is None
+    assert verdict("llama", "logit_scale") != verdict("qwen3", "logit_scale")
+
+
+def test_the_reader_sees_every_way_to_read_a_key():
+    import ast
+
+    source = """
+self.config.a; getattr(config, "b", 1); hasattr(hf_config, "c"); model_config.hf_config.d
+rope_parameters["e"]; rope_parameters.get("f"); "g" in rope_parameters; config.get("h"); config._i
+[k for k in rope_parameters if k in ("j", "k")]
+"""
+    found = set(config_keys.reads_of(ast.parse(source)))
+    assert found - {"_i"} == {"a", "b", "c", "d", *(f"rope_parameters.{key}" for key in "efgjk")}
+
+
+@pytest.mark.parametrize(("family", "key"), [(f, k) for k, refusal in REFUSED.items() for f in refusal.families])
+def test_a_key_that_one_side_alone_honours_is_refused_by_name(family, key):
+    config = make(family)
+    check_config_keys(config)
+    setattr(config, key, REFUSED_VALUES[key][1])
+    with pytest.raises(UserError, match=rf"{key}=.* in a config of {family} is refused"):
+        check_config_keys(config)
+    with pytest.raises(UserError, match=key):
+        check_model(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(make(family), dtype=torch.bfloat16)
+    setattr(model.config, key, REFUSED_VALUES[key][1])
+    with pytest.raises(UserError, match=key):
+        align_model(model, "linears", device=torch.device("cpu"))
+
+
+def test_every_key_that_counts_has_a_measured_row():
+    """And one that is refused a value that is."""
+    table = json.loads(TABLE.read_text())["families"]
+    read = {key: {family for family in FAMILIES if all(key in side for side in table[family].values())} for key in BOTH}
+    missing = [(f, key) for key, families in read.items() for f in families if f not in KEYS.get(key, ((),))[0]]
+    assert [(f, key) for f, key in missing if key not in REFUSED or f not in REFUSED[key].families] == []
+    assert {key: set(families) for key, (families, _) in REFUSED_VALUES.items()} == {
+        key: set(refusal.families) for key, refusal in REFUSED.items()
+    }
+
+
+def test_the_measured_mismatch_of_each_key():
+    """Written by scripts/config_mismatch.py keys: δ as with the defaults, and large for a trainer without the key."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "config_keys_cpu.json").read_text())["results"]
+    expected = [f"{f} {key} {scheme}" for key, (families, _) in KEYS.items() for f in families for scheme in SCHEMES]
+    refused = [
+        f"{f} {key} {scheme}" for key, (families, _) in REFUSED_VALUES.items() for f in families for scheme in SCHEMES
+    ]
+    defaults = [f"{family} defaults {scheme}" for family in FAMILIES for scheme in SCHEMES]
+    assert set(found) == {*expected, *refused, *defaults}
+    for row in refused:
+        assert f"{row.split()[1]}=" in found[row]["refused"] and "NOT REFUSED" not in found[row]["refused"], row
+    for row in expected + defaults:
+        assert found[row]["exact"]["max"] == 0 and found[row]["exact"]["applied"] == "exact", row
+        assert found[row]["model"]["mean"] < 1e-3 and found[row]["model"]["applied"] == "model", row
+    for row in expected:
+        other = found[row]["other"]
+        if row.split()[1] in NO_NUMBERS:
+            assert other["exact"]["max"] == 0, row
+        else:
+            assert other == "the shapes differ" or other["exact"]["mean"] > 0.01, row
+
+
+def test_sliding_windows_of_a_llama_are_refused():
+    """vLLM gives each layer of a model without `layer_types` the window; transformers' Llama has none."""
+    with pytest.raises(UserError, match=r"sliding_window=8 in a config of llama is refused"):
+        check_model(make("llama", sliding_window=8))
+    for harmless in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 512}):
+        check_model(make("llama", **harmless))
+
+
+def test_sliding_windows_on_some_layers_are_refused():
+    config = make("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    with pytest.raises(UserError, match="layer_types"):
+        check_model(config)
+    check_model(make("qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SERVED = {
+    "default": {"rope_type": "default"},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": YARN,
+    "yarn, other betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, not truncated": YARN | {"truncate": False},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+UNLIKE = {
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "partial linear": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    "rope_dim": {"rope_type": "default", "rope_dim": 16},
+    "dynamic alpha": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0},
+    "yarn, the trainer's factor": YARN | {"attention_factor": 1.0},
+    "yarn, the engine's factor": YARN | {"attn_factor": 1.3},
+    "yarn, deepseek's scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+    "yarn, a table that is too short": YARN | {"factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+    },
+    "mrope": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+    "fope": {"rope_type": "default", "use_fope": True},
+    "ntk": {"rope_type": "ntk", "factor": 2.0},
+}
+
+
+def rotary(family: str, parameters: dict[str, Any]) -> Any:
+    return make(family, rope_parameters={"rope_theta": 10000.0} | parameters)
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SERVED)
+def test_rotary_embeddings_that_both_sides_make_are_served_at_level_model(family, name):
+    config = rotary(family, SERVED[name])
+    check_model(config)
+    assert match_rotary(config).equal and match_rotary(config).near
+    assert is_plain(config) == (name in ("default", "llama3"))
+    assert resolve_level(config, "model", device_type="cpu", kernels=set()) == ("model", ())
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokens = torch.arange(300)[None] % 64
+    with torch.no_grad():
+        plain = model(input_ids=tokens).logits.float()
+        assert align_model(model, "model").level == "model"
+        aligned = model(input_ids=tokens).logits.float()
+    assert (aligned - plain).norm() < 0.05 * plain.norm()
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", UNLIKE)
+def test_rotary_embeddings_that_differ_are_refused(name):
+    config = rotary("llama", UNLIKE[name])
+    with pytest.raises(UserError, match=r"(?s)do not make the same rotary embedding.*rope_parameters"):
+        check_model(config)
+
+
+@needs_vllm
+def test_the_architecture_that_the_engine_picks_is_the_trainers():
+    config = make("llama", architectures=["LlamaForCausalLM"])
+    check_architecture(config)
+    config.architectures = ["MistralForCausalLM"]
+    with pytest.raises(UserError, match="the engine would run MistralForCausalLM, the trainer LlamaForCausalLM"):
+        check_architecture(config)
+
+
+def other(model_type: str) -> Any:
+    """A small config of another family."""
+    default = transformers.CONFIG_MAPPING[model_type]()
+    sizes = {key: value for key, value in SIZES.items() if hasattr(default, key)}
+    tokens = {key: 1 for key in ("pad_token_id", "bos_token_id", "eos_token_id") if hasattr(default, key)}
+    return transformers.CONFIG_MAPPING[model_type](**sizes, **tokens)
+
+
+def test_a_config_of_which_no_model_can_be_built_is_refused():
+    config = transformers.CONFIG_MAPPING["mistral"](**SIZES, pad_token_id=999)
+    with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
+        check_model(config)
+
+
+THROUGH_TRANSFORMERS = ("smollm3", "olmo", "olmo2", "olmo3", "starcoder2")
+FUSED = ("phi3", "glm", "glm4")
+NOT_SERVED = ("codegen", "biogpt", "openai-gpt", "xglm")
+LINEARS = ("mistral", "granite", "gemma", "gemma2", "gemma3_text", "cohere", "seed_oss", "ernie4_5", "arcee", "helium")
+
+
+@needs_vllm
+@pytest.mark.parametrize("model_type", THROUGH_TRANSFORMERS)
+def test_models_served_through_transformers_are_refused_by_name(model_type):
+    with pytest.raises(UserError, match=r"ForCausalLM is served by vLLM through transformers, and is refused"):
+        check_model(other(model_type))
+
+
+@needs_vllm
+@pytest.mark.parametrize("model_type", FUSED)
+def test_checkpoints_with_fused_layers_are_refused_for_that_reason(model_type):
+    with pytest.raises(UserError, match=r"their checkpoints hold .*gate_up_proj.* as one layer"):
+        check_model(other(model_type))
+
+
+@needs_vllm
+@pytest.mark.parametrize("model_type", NOT_SERVED)
+def test_models_that_vllm_has_no_class_for_are_refused(model_type):
+    with pytest.raises(UserError, match="vLLM has no class for"):
+        check_model(other(model_type))
+
+
+def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
+    for path in ("qarl/trainer/setup.py", "qarl/doctor/model.py", "qarl/verl/process.py"):
+        assert "check_model(hf_config)" in (ROOT / path).read_text(encoding="utf-8"), path
+
+
+def test_int8_activations_for_w4a16_are_refused(monkeypatch):
+    from qarl.checks.machine import check_cpu
+    from qarl.config import load_config
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr("qarl.checks.machine.cpu_flags", lambda: {"avx512f", "avx512_vnni"})
+    config = load_config(["config=quickstart.yaml", "quant.scheme=w4a16"])
+    monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "1")
+    with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):
+        check_cpu(config)
+    monkeypatch.setitem(os.environ, "VLLM_CPU_INT4_W4A8", "0")
+    check_cpu(config)

@@ -1,0 +1,271 @@
+"""Both sides describe one sampling distribution: temperature, top-p and top-k, with the engine's vector kernels δ = 0.
+
+On a CPU with AMX tiles vLLM takes other kernels, which level `model` does not follow to the bit; here it is told that
+there are none, so that every CPU gives the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import config
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.checks.sampling import check_sampling
+from qarl.config import checks as config_checks
+from qarl.errors import UserError
+from qarl.metrics.guard import MismatchError
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.quant import get_scheme
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
+from qarl.trainer.batch import Batch
+from qarl.trainer.guard import watch
+from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.policy import Policy
+from qarl.trainer.probe import PROBE_RESPONSES, probe
+from qarl.trainer.setup import prepare_run
+
+pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
+
+OVERRIDES = (
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+    "actor.log_prob_micro_batch_size_per_gpu=16",
+    "actor.ppo_epochs=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.logger=[]",
+    "optim.lr=0",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vector_kernels() -> Iterator[None]:
+    with mock.patch("torch.cpu._is_amx_tile_supported", lambda: False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory, vector_kernels: None) -> Iterator[LocalTrainer]:
+    run = config(tmp_path_factory.mktemp("runs"), *OVERRIDES)
+    trainer = LocalTrainer(run, prepare_run(run))
+    with trainer.engine:
+        trainer.publish()
+        yield trainer
+
+
+@pytest.fixture
+def sampled(trainer: LocalTrainer):
+    """A function that sets rollout keys for one test, and samples a batch of the next prompts."""
+    before = trainer.config
+
+    def sample(**rollout: float) -> tuple[Batch, dict[str, float]]:
+        trainer.config = before.model_copy(update={"rollout": before.rollout.model_copy(update=rollout)})
+        return trainer.rollout()
+
+    yield sample
+    trainer.config, trainer.updated = before, False
+
+
+KINDS = {
+    "temperature": {"temperature": 0.7},
+    "top_p 0.5": {"top_p": 0.5},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 20": {"top_k": 20},
+    "top_k 3, which the tiny vocabulary feels": {"top_k": 3},
+    "all three": {"temperature": 0.8, "top_p": 0.9, "top_k": 5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_old_log_probs_are_the_rollouts_and_r_is_1_for_the_whole_update(trainer, sampled, kind):
+    """At learning rate 0, over two epochs of two mini-batches: other batching, other passes, one kept set."""
+    batch, _ = sampled(**KINDS[kind])
+    old = trainer.old_log_probs(batch)
+    metrics = mismatch_metrics(old, batch.rollout_log_probs, batch.response_mask)
+    assert metrics["mismatch/abs_max"] == 0
+    assert batch.outside is None or not batch.outside.any()
+    for size in (5, 8, 32):
+        for rows in batch.micro_batches(size):
+            new = trainer.policy.response_log_probs(batch, rows, temperature=trainer.config.rollout.temperature)
+            assert torch.equal(new.detach(), old[rows])
+    found = trainer.update(batch, old)
+    assert found["actor/skipped_steps"] == 0 and math.isfinite(found["actor/grad_norm"])
+    assert found["actor/seq_ratio_abs_dev_max"] == 0
+    again = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=trainer.config.rollout.temperature)
+    assert torch.equal(again.detach(), old)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "temperature"])
+def test_without_the_kept_set_they_would_differ(trainer, sampled, kind):
+    batch, _ = sampled(**KINDS[kind])
+    temperature = trainer.config.rollout.temperature
+    with torch.no_grad():
+        plain = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=temperature)
+    metrics = mismatch_metrics(plain, batch.rollout_log_probs, batch.response_mask)
+    assert metrics["mismatch/abs_max"] > 0
+    assert kind != "top_p 0.5" or metrics["mismatch/abs_mean"] > 1e-2
+
+
+def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
+    """Every sampled token stays finite and gets a gradient though the nucleus of the new weights may lack it."""
+    batch, _ = sampled(top_p=0.3)
+    trainer.old_log_probs(batch)
+    kept = batch.kept.clone()
+    weight = trainer.policy.model.get_output_embeddings().weight
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(-0.5)  # the likeliest tokens become the least likely
+        log_probs = trainer.policy.response_log_probs(batch, slice(0, 32), temperature=1.0)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    assert log_probs.isfinite().all() and torch.equal(batch.kept, kept)
+    fresh, _ = sampled(top_p=0.3)
+    fresh.responses = torch.where(fresh.response_mask, 7, fresh.responses)  # not what was sampled
+    log_probs = trainer.old_log_probs(fresh)
+    assert log_probs.isfinite().all() and fresh.outside.any()
+    metrics = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
+    found, warnings = watch(trainer, fresh, metrics)
+    assert found["mismatch/outside_kept"] == float(fresh.outside.sum())
+    assert [text for text in warnings if "sampled tokens are outside" in text]
+
+
+def test_the_probe_is_repeatable_and_leaves_the_generators(trainer):
+    seeds = [request_seed(0, -1, i) for i in range(PROBE_RESPONSES)]
+    state = torch.get_rng_state()
+    first = probe(trainer, seeds)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert probe(trainer, seeds) == first
+    torch.set_rng_state(state)
+    assert first.startswith("probe: mean |δ| 0 over")
+
+
+def test_a_broken_agreement_stops_the_run_before_its_first_update_and_warns_later(trainer, sampled):
+    """The trainer's final norm is scaled: what a key that one side ignores does."""
+    norm = trainer.policy.model.model.norm.weight
+    before, step = norm.detach().clone(), trainer.step
+    with torch.no_grad():
+        norm.mul_(0.3)
+    weights = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    try:
+        with pytest.raises(MismatchError, match=r"quant\.align=model allows"):
+            probe(trainer, [1, 2, 3, 4])
+        with pytest.raises(MismatchError, match="disagree"):
+            trainer.train_step()
+        assert trainer.step == step and not trainer.updated
+        assert all(torch.equal(p, weights[name]) for name, p in trainer.policy.model.named_parameters())
+        trainer.updated = True
+        metrics = trainer.train_step()
+        assert metrics["mismatch/over_limit"] == 1
+        assert [text for text in trainer.warnings if "mean |δ| between trainer and engine" in text]
+    finally:
+        with torch.no_grad():
+            norm.copy_(before)
+        trainer.replace_policy(trainer.policy)  # whose masters are copies of the weights
+        trainer.publish()
+    trainer.updated = False
+    assert trainer.train_step()["mismatch/over_limit"] == 0
+    assert trainer.warnings == []
+
+
+def test_preemptions_are_counted(trainer, tmp_path):
+    """Room for 8 blocks of 128 tokens, and six responses that want three or four each."""
+    trainer.engine.close()
+    folder = save_random_model(tmp_path / "model")
+    scheme = get_scheme("bf16")
+    policy = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), scheme, ())
+    prompts = [list(range(3, 60)) for _ in range(6)]
+    with RolloutEngine(EngineConfig(str(folder), scheme, (), max_model_len=420, kv_cache_gib=8 * 2**-14)) as engine:
+        engine.publish(policy.quantize(), version=1)
+        few = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
+        many = engine.generate(prompts, SamplingConfig(300, ignore_eos=True), seeds=list(range(6)))
+        again = engine.generate(prompts[:1], SamplingConfig(300, ignore_eos=True), seeds=[0])
+    assert few.preemptions == again.preemptions == 0 and many.preemptions > 0
+    assert few.response_token_ids[0] == many.response_token_ids[0] == again.response_token_ids[0]
+
+
+def test_preemptions_name_the_keys_that_help():
+    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
+    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None))
+    for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
+        policy = SimpleNamespace(align="model", device=torch.device(device))
+        stub = SimpleNamespace(config=run, policy=policy, updated=False)
+        _, warnings = watch(stub, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0})
+        (text,) = warnings
+        assert text.startswith("3 times") and key in text and "rollout.max_num_seqs" in text
+        assert watch(stub, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0})[1] == []
+
+
+@pytest.mark.parametrize("name", ["temperature", "val_temperature"])
+def test_the_config_knows_vllms_lowest_temperature(name, tmp_path):
+    lowest = config_checks.MIN_TEMPERATURE
+    assert sampling_params(SamplingConfig(4, temperature=lowest)).temperature == lowest
+    with pytest.raises(UserError, match=rf"it takes temperature={lowest} instead"):
+        sampling_params(SamplingConfig(4, temperature=math.nextafter(lowest, 0)))
+    with pytest.raises(UserError, match=f"rollout.{name}"):
+        config(tmp_path, "backend=verl", f"rollout.{name}={math.nextafter(lowest, 0)!r}")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (SamplingConfig(4, temperature=0.005), "rollout.temperature=0.005"),
+        (SamplingConfig(4, temperature=2.5), "refuses to sample"),
+        (SamplingConfig(4, top_p=1.5), "refuses to sample"),
+        (SamplingConfig(4, top_p=0.0), "refuses to sample"),
+    ],
+)
+def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):
+    with pytest.raises(UserError, match=words):
+        sampling_params(sampling)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingConfig(4), (1.0, 1.0, 0)),
+        (SamplingConfig(4, top_k=-1), (1.0, 1.0, 0)),
+        (SamplingConfig(4, top_k=0), (1.0, 1.0, 0)),
+        (SamplingConfig(4, 0.7, 0.9, 20), (0.7, 0.9, 20)),
+        (SamplingConfig(4, temperature=0.0), (0.0, 1.0, 0)),
+    ],
+)
+def test_what_vllm_is_given(sampling, expected):
+    params = sampling_params(sampling, seed=3)
+    assert (params.temperature, params.top_p, params.top_k) == expected and params.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("level", "vocabulary", "words"),
+    [("linears", 100, "fell back to linears"), ("model", 20_000_000, "GiB, and 4 are allowed"), ("model", 100, None)],
+)
+def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, words, tmp_path):
+    for overrides in (["rollout.top_p=0.9"], ["rollout.top_k=20"]):
+        run = config(tmp_path, *OVERRIDES, *overrides)
+        if words is None:
+            check_sampling(run, level=level, vocabulary=vocabulary)
+            continue
+        with pytest.raises(UserError, match=words):
+            check_sampling(run, level=level, vocabulary=vocabulary)
+    check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
+
+
+def test_without_an_update_the_first_batch_after_a_resume_counts_too():
+    """`updated` belongs to the program, not to the run: a resumed trainer is guarded as a new one."""
+    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
+    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None))
+    policy = SimpleNamespace(align="model", device=torch.device("cpu"))
+    resumed = SimpleNamespace(config=run, policy=policy, updated=False, step=40)
+    with pytest.raises(MismatchError):
+        watch(resumed, batch, {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0})

@@ -1,0 +1,310 @@
+"""Checkpoints on disk: saved, loaded, damaged, killed half way, refused by the disk. No engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import ROOT
+from checkpoint_state import save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qarl.checkpoint import storage
+from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.folder import (
+    CheckpointError,
+    _digest,
+    list_checkpoints,
+    newest_good,
+    open_checkpoint,
+    prune,
+    tensor_digest,
+    tensors_digest,
+)
+from qarl.checkpoint.storage import StorageError, check_room, recover, replace_folder, whole_folder
+from qarl.errors import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def small_disk(limit: int) -> Iterator[None]:
+    """Writing past `limit` bytes of a file fails, by the operating system (EFBIG), as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_was_saved_comes_back(pristine_model, tmp_path):
+    weights = save(pristine_model, tmp_path / "step_3")
+    checkpoint = open_checkpoint(tmp_path / "step_3")
+    assert checkpoint.step == 3
+    assert checkpoint.metrics["loss"] == 0.1 and checkpoint.metrics["mismatch/k3"] != checkpoint.metrics["mismatch/k3"]
+    loaded = dict(read_tensors(checkpoint.folder))
+    assert loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)
+    for state in (checkpoint.optimizer(), checkpoint.optimizer(mmap=True)):
+        masters = state["masters"]
+        assert all(torch.equal(masters[name].to(torch.bfloat16), weights[name]) for name in masters)
+    assert torch.equal(checkpoint.rng()["torch"], torch.get_rng_state())
+    assert checkpoint.rng()["python"] == random.getstate()
+
+
+def test_transformers_loads_the_folder_as_it_is(pristine_model, tmp_path):
+    weights = save(pristine_model, tmp_path / "step_3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_3")
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "step_3")) == 64
+
+
+def damage(folder: Path, kind: str) -> None:
+    if kind == "bit":
+        path = folder / "optimizer.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif kind == "cut":
+        os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
+    elif kind == "missing":
+        (folder / "tokenizer.json").unlink()
+    elif kind == "state cut":
+        os.truncate(folder / "state.json", 100)
+    elif kind == "state edited":
+        path = folder / "state.json"
+        path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    elif kind == "state a list":
+        (folder / "state.json").write_text("[]")
+    elif kind == "state unreadable":
+        # Root may read a file of any mode, but not this one: it gives an I/O error.
+        (folder / "state.json").unlink()
+        (folder / "state.json").symlink_to("/proc/self/mem")
+
+
+DAMAGE = {
+    "bit": "the bytes of optimizer.pt",
+    "cut": f"{WEIGHTS} has .* bytes, .* were written",
+    "missing": "tokenizer.json is missing",
+    "state cut": "state.json is cut short",
+    "state edited": "state.json is not as it was written",
+    "state a list": "state.json is cut short or not JSON",
+    "state unreadable": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_and_the_one_before_is_used(pristine_model, tmp_path, kind):
+    save(pristine_model, tmp_path / "step_2", step=2)
+    save(pristine_model, tmp_path / "step_3")
+    damage(tmp_path / "step_3", kind)
+    with pytest.raises(CheckpointError, match=DAMAGE[kind]):
+        open_checkpoint(tmp_path / "step_3")
+    checkpoint, problems = newest_good(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 2 and len(problems) == 1
+
+
+def test_another_format_is_an_error_and_no_damage(pristine_model, tmp_path):
+    save(pristine_model, tmp_path / "step_2", step=2)
+    save(pristine_model, tmp_path / "step_3")
+    path = tmp_path / "step_3" / "state.json"
+    state = json.loads(path.read_text()) | {"format": 9}
+    del state["digest"]
+    path.write_text(json.dumps(state | {"digest": _digest(state)}))
+    with pytest.raises(UserError, match="has format 9") as caught:
+        newest_good(tmp_path)
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_a_folder_that_is_no_checkpoint_says_so(pristine_model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no state\.json"):
+        open_checkpoint(pristine_model)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_checkpoint(tmp_path / "step_9")
+    assert newest_good(tmp_path / "none") == (None, [])
+
+
+def test_only_the_newest_are_kept_by_number(tmp_path):
+    for step in (2, 10, 9, 100):
+        (tmp_path / f"step_{step}").mkdir()
+    (tmp_path / "step_100.damaged").mkdir()
+    (tmp_path / "step_12.partial-1").mkdir()
+    prune(tmp_path, None)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10, 9, 2]
+    prune(tmp_path, 2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [100, 10]
+    assert (tmp_path / "step_100.damaged").is_dir()
+
+
+@pytest.mark.parametrize("limit", [100_000, 600_000], ids=["in the weights", "in the optimizer"])
+def test_a_disk_that_refuses_leaves_nothing_new_and_the_old_ones_whole(pristine_model, tmp_path, limit):
+    save(pristine_model, tmp_path / "step_2", step=2)
+    sizes = {name: part["bytes"] for name, part in open_checkpoint(tmp_path / "step_2").state["files"].items()}
+    assert 100_000 < sizes[WEIGHTS] < 600_000 < sizes["optimizer.pt"]
+    with small_disk(limit), pytest.raises(StorageError, match="step_3 could not be written") as caught:
+        save(pristine_model, tmp_path / "step_3")
+    assert "File too large" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    open_checkpoint(tmp_path / "step_2")
+    save(pristine_model, tmp_path / "step_3")
+    open_checkpoint(tmp_path / "step_3")
+
+
+def test_too_little_room_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(StorageError, match="no room"):
+        check_room(tmp_path / "not" / "there", 10**18)
+    with pytest.raises(StorageError, match="no room"), whole_folder(tmp_path / "new", needed_bytes=10**18):
+        raise AssertionError("not reached")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_keeps_what_was_there(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "model") as partial:
+        (partial / "new").touch()
+        raise ZeroDivisionError
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, replaces):
+    """A rename may reach the disk before the bytes of a file that nobody forced there."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def relative(path: object) -> str:
+        return Path(str(path)).relative_to(tmp_path).as_posix().replace(str(os.getpid()), "PID")
+
+    def recorded_fsync(descriptor: int) -> None:
+        events.append(("fsync", relative(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def recorded_rename(source: Path, target: Path) -> None:
+        events.append(("rename", relative(target)))
+        rename(source, target)
+
+    if replaces:
+        (tmp_path / "new").mkdir()
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    with whole_folder(tmp_path / "new") as partial:
+        (partial / "model.safetensors").write_bytes(b"weights")
+        (partial / "sub").mkdir()
+        (partial / "sub" / "deep").touch()
+        assert events == []
+    first = events.index(("rename", "new.old-PID" if replaces else "new"))
+    inside = ("", "/model.safetensors", "/sub", "/sub/deep")
+    assert sorted(events[:first]) == [("fsync", f"new.partial-PID{name}") for name in inside]
+    assert events[first:] == [("rename", "new.old-PID")] * replaces + [("rename", "new"), ("fsync", ".")]
+
+
+def test_what_killed_processes_left_is_put_in_order(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    ended, running = process.pid, os.getppid()
+    for name in (f"a.partial-{ended}", f"b.old-{ended}", "c", f"c.old-{ended}", f"d.partial-{running}"):
+        (tmp_path / name).mkdir()
+    assert len(recover(tmp_path, "a")) == 1
+    assert len(recover(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", f"d.partial-{running}"]
+
+
+def test_what_a_later_process_of_the_same_number_did_not_make_is_put_in_order(tmp_path, monkeypatch):
+    running = os.getppid()
+    left_over = tmp_path / f"a.partial-{running}"
+    left_over.mkdir()
+    assert recover(tmp_path) == [] and left_over.exists()
+    monkeypatch.setattr(storage, "_started", lambda pid: time.time() + 60)
+    assert len(recover(tmp_path)) == 1 and not left_over.exists()
+    monkeypatch.undo()
+    left_over.mkdir()
+    assert len(recover(tmp_path, alone=True)) == 1 and not left_over.exists()
+
+
+def test_when_a_process_started_is_known():
+    before = time.time()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        started = storage._started(process.pid)
+        process.kill()
+    assert started is not None and abs(started - before) < storage._CLOCK_ERROR
+    assert storage._started(2**22 + 1) is None
+
+
+def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "model", tmp_path / "nothing")
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/old"]
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path):
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "disk" / "model" / "old").touch()
+    (tmp_path / "model").symlink_to(tmp_path / "disk" / "model")
+    with whole_folder(tmp_path / "model") as partial:
+        assert partial.parent == tmp_path / "disk"
+        (partial / "new").touch()
+    assert (tmp_path / "model").is_symlink() and [p.name for p in (tmp_path / "model").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "model", "model", "new"]
+
+
+_SAVE_FOREVER = """
+import itertools, pathlib, sys
+sys.path.insert(0, sys.argv[3])
+from checkpoint_state import save
+for step in itertools.count(1):
+    save(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]) / f"step_{step % 3}", step=step % 3)
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_while_saving_leaves_whole_checkpoints_only(pristine_model, tmp_path):
+    """Checkpoints written over and over, some in place of an older one, and killed at five random moments."""
+    chance = random.Random(0)
+    left_over = 0
+    command = [sys.executable, "-c", _SAVE_FOREVER, str(pristine_model), str(tmp_path), str(ROOT / "tests/support")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    for _ in range(5):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            for _ in range(3):
+                assert process.stdout.readline().strip().isdecimal()
+            time.sleep(chance.uniform(0, 0.2))
+            os.kill(process.pid, signal.SIGKILL)
+        before = {path.name for path in tmp_path.iterdir()}
+        recover(tmp_path)
+        after = {path.name for path in tmp_path.iterdir()}
+        left_over += before != after
+        assert after == {"step_0", "step_1", "step_2"}
+        for _, folder in list_checkpoints(tmp_path):
+            open_checkpoint(folder)
+    assert left_over, "no kill fell into a write: the test shows nothing"
+
+
+def test_digests_tell_bytes_dtype_shape_and_name_apart():
+    zeros = torch.zeros(4, dtype=torch.int32)
+    different = [zeros, zeros.float(), zeros.view(2, 2), -zeros.float(), zeros + 1]
+    assert len({tensor_digest(tensor) for tensor in different}) == 5
+    assert tensor_digest(torch.arange(6).view(2, 3).t()) == tensor_digest(torch.arange(6).view(2, 3).t().contiguous())
+    a, b = ("a", zeros), ("b", zeros + 1)
+    assert tensors_digest([a, b]) == tensors_digest([b, a]) != tensors_digest([("a", b[1]), ("b", a[1])])
+
+
+def test_state_json_is_plain_json_without_nan(pristine_model, tmp_path):
+    save(pristine_model, tmp_path / "step_3")
+    text = (tmp_path / "step_3" / "state.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["step"] == 3

@@ -1,0 +1,249 @@
+"""Python code that a model's folder brings along runs only where the config says so, whoever says yes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from engine_helpers import config as run_config
+
+from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
+from qarl.checks import layers, model_folder
+from qarl.errors import UserError
+from qarl.quant import get_scheme
+from qarl.rollout.engine import EngineConfig, _llm_arguments
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.trainer import setup
+from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path({marker!r}).touch()
+from transformers import {config} as C, {model} as M, PreTrainedTokenizerFast as T
+class OtherConfig(C):
+    model_type = {model_type!r}
+class OtherModel(M):
+    config_class = OtherConfig
+class OtherTokenizer(T):
+    pass
+"""
+AUTO_MAP = {"AutoConfig": "other.OtherConfig", "AutoModelForCausalLM": "other.OtherModel"}
+
+
+@pytest.fixture
+def folder(pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of a family that transformers does not know, with its code; `tmp_path/ran` appears when that runs."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return hostile(pristine_model, tmp_path)
+
+
+def hostile(pristine_model: Path, tmp_path: Path, model_type: str = "other") -> Path:
+    copy = Path(shutil.copytree(pristine_model, tmp_path / "model"))
+    code = CODE.format(
+        marker=str(tmp_path / "ran"), config="Qwen3Config", model="Qwen3ForCausalLM", model_type=model_type
+    )
+    (copy / "other.py").write_text(code)
+    for name, keys in (
+        ("config.json", {"model_type": model_type, "auto_map": AUTO_MAP}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "other.OtherTokenizer"]}}),
+    ):
+        content = json.loads((copy / name).read_text()) | keys
+        (copy / name).write_text(json.dumps(content))
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def _yes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Somebody who says yes to every question."""
+    asked: list[str] = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr(builtins, "input", answer)
+    yield asked
+    assert not asked
+
+
+def _own_config(folder: Path) -> Any:
+    """A config as a native class, which still names code for its model."""
+    from transformers import Qwen3Config
+
+    content = json.loads((folder / "config.json").read_text())
+    config = Qwen3Config(**{key: value for key, value in content.items() if key != "model_type"})
+    config.name_or_path = str(folder)
+    return config
+
+
+LOADERS: dict[str, Callable[[Path, bool], Any]] = {
+    "the tokenizer": lambda folder, trust: model_folder.load_tokenizer(str(folder), trust),
+    "the config": lambda folder, trust: model_folder.load_hf_config(str(folder), trust),
+    "the policy": lambda folder, trust: Policy.load(
+        run_config(folder, f"model.path={folder}", f"model.trust_remote_code={str(trust).lower()}", "quant.align=off")
+    ),
+    "a checkpoint's files": lambda folder, trust: ModelFiles.from_folder(folder, trust_remote_code=trust),
+    "a checkpoint's layers": lambda folder, trust: model_of(folder, trust_remote_code=trust),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_folders_code_is_not_run_unasked(folder: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises((UserError, ValueError), match="code"):
+        LOADERS[name](folder, False)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_it_is_run_where_the_config_says_so(folder: Path, tmp_path: Path, name: str) -> None:
+    LOADERS[name](folder, True)
+    assert (tmp_path / "ran").exists()
+
+
+def test_the_error_names_the_key(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"contains Python code[\s\S]*set model.trust_remote_code=true"):
+        model_folder.load_tokenizer(str(folder))
+
+
+BUILDERS: dict[str, Callable[[Any, bool], Any]] = {
+    "meta_model": lambda config, trust: layers.meta_model(config, trust_remote_code=trust),
+    "linear_shapes": lambda config, trust: layers.linear_shapes(config, trust_remote_code=trust),
+    "expected_manifest": lambda config, trust: expected_manifest(
+        config, get_scheme("bf16"), (), trust_remote_code=trust
+    ),
+}
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_model_class_of_the_folder_behind_a_known_config(
+    folder: Path, tmp_path: Path, name: str, trust: bool
+) -> None:
+    """transformers has its own class for the config, and takes the folder's where it may."""
+    BUILDERS[name](_own_config(folder), trust)
+    assert (tmp_path / "ran").exists() is trust
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_engine_is_told(trust: bool) -> None:
+    settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
+    engine = setup.engine_config(settings)
+    assert engine.trust_remote_code is trust
+    assert _llm_arguments(engine)["trust_remote_code"] is trust
+    assert _llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False
+
+
+@pytest.mark.verl
+def test_verl_would_run_what_nobody_needs(
+    pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known family whose files name code: transformers leaves it alone, verl's reward workers would run it."""
+    pytest.importorskip("verl")
+    from verl.utils.tokenizer import hf_tokenizer
+
+    from qarl.checks.verl_plugin import refuse_hidden_code
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = hostile(pristine_model, tmp_path, "qwen3")
+    loaded = model_folder.load_tokenizer(str(model))
+    assert not (tmp_path / "ran").exists()
+    settings = {
+        trust: run_config(tmp_path, f"model.path={model}", f"model.trust_remote_code={trust}")
+        for trust in ("false", "true")
+    }
+    with pytest.raises(UserError, match=r"which verl would run[\s\S]*auto_map"):
+        refuse_hidden_code(settings["false"], *loaded)
+    refuse_hidden_code(settings["true"], *loaded)
+    refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(pristine_model)))
+    hf_tokenizer(str(model), trust_remote_code=True)  # as verl's reward workers do
+    assert (tmp_path / "ran").exists()
+    for name in ("config.json", "tokenizer_config.json"):  # one of the files is enough
+        only = Path(shutil.copytree(model, tmp_path / name))
+        content = json.loads((only / name).read_text())
+        del content["auto_map"]
+        (only / name).write_text(json.dumps(content))
+        with pytest.raises(UserError, match="which verl would run"):
+            refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
+
+
+def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
+    model = hostile(pristine_model, tmp_path)
+    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"model.path={model}"]
+    done = subprocess.run(
+        [*command, f"output_dir={tmp_path}"], input="y\n" * 20, capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 2 and "contains Python code" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+LOADING = {"from_pretrained", "from_config"}
+NO_CODE = {"GenerationConfig", "ModelSize", "CompressedTensorsConfig"}
+"""Classes whose loaders run no code: a file of numbers, our own sizes, vLLM's reader of a dict."""
+
+
+def calls_without_the_argument(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr not in LOADING or ast.unparse(node.func.value).rpartition(".")[2] in NO_CODE:
+            continue
+        if "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
+            found.append(f"line {node.lineno}: {ast.unparse(node.func)}")
+    return found
+
+
+def test_no_call_leaves_the_question_open() -> None:
+    assert calls_without_the_argument("AutoConfig.from_pretrained(x)\nA.from_config(c, trust_remote_code=t)") == [
+        "line 1: AutoConfig.from_pretrained"
+    ]
+    files = sorted((ROOT / "qarl").rglob("*.py"))
+    found = {path.name: calls_without_the_argument(path.read_text(encoding="utf-8")) for path in files}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize("where", ["a meta model", "the policy", "the engine"])
+def test_the_default_dtype_survives_a_failure(
+    pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As vLLM's loader, which sets the default dtype and does not put it back where the model's class raises."""
+
+    def fails(*arguments: Any, **keys: Any) -> Any:
+        torch.set_default_dtype(torch.bfloat16)
+        raise RuntimeError("made to fail")
+
+    import transformers
+
+    from qarl.rollout import engine
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fails)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=fails))
+    monkeypatch.setattr(engine.RolloutEngine, "close", lambda self: None)
+    settings = run_config(tmp_path, f"model.path={pristine_model}")
+    calls: dict[str, Callable[[], Any]] = {
+        "a meta model": lambda: layers.meta_model(model_folder.load_hf_config(str(pristine_model))),
+        "the policy": lambda: Policy.load(settings),
+        "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings)),
+    }
+    try:
+        with pytest.raises((RuntimeError, UserError), match="made to fail"):
+            calls[where]()
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

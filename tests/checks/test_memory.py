@@ -1,0 +1,420 @@
+"""The memory estimate: numbers worked by hand, and what transformers, autograd and the optimizer really hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkout import ROOT
+from random_models import save_random_model
+from torch import nn
+
+from qarl.align import align_model
+from qarl.checkpoint.compressed_tensors import ModelFiles
+from qarl.checkpoint.folder import save_checkpoint
+from qarl.checks.memory import (
+    ENGINE_WORKSPACE_BYTES,
+    GIB,
+    OWN_INPUT_GRADIENT,
+    RUNTIME_BYTES,
+    MemoryEstimate,
+    ModelSize,
+    checkpoint_bytes,
+    estimate,
+    prepared_bytes,
+    readable,
+    wire_bytes,
+)
+from qarl.config import Config, build_config
+from qarl.doctor import memory as preflight_memory
+from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
+from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import SCHEMES, get_scheme
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.trainer.optim import MasterOptimizer
+
+MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"head_dim": 32}),
+    "llama with biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (transformers.Qwen2Config, {"head_dim": 32, "num_attention_heads": 2}),
+    "qwen3, tied": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4},
+    ),
+    "qwen3-moe, some layers dense": (
+        transformers.Qwen3MoeConfig,
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+}
+SMALL = ModelSize(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=100)
+
+
+def tiny(family: str) -> Any:
+    kind, changes = FAMILIES[family]
+    return kind(**SIZES | changes)
+
+
+def meta(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def run(**changes: Any) -> Config:
+    """A run of the small model: 6 prompts of 2 responses a mini-batch, 20 tokens at most."""
+    values: dict[str, Any] = {
+        "name": "small",
+        "model": {"path": "small"},
+        "data": {
+            "train_files": "train.jsonl",
+            "train_batch_size": 6,
+            "max_prompt_length": 8,
+            "max_response_length": 12,
+        },
+        "rollout": {"n": 2, "cpu_kvcache_space_gib": 0.5},
+        "quant": {"group_size": 32},
+        "actor": {
+            "ppo_mini_batch_size": 6,
+            "ppo_micro_batch_size_per_gpu": 2,
+            "log_prob_micro_batch_size_per_gpu": 4,
+        },
+        "trainer": {"total_training_steps": 1, "val_before_train": False},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})
+        if name:
+            values[section] = values[section] | {name: value}
+        else:
+            values[section] = value
+    return build_config(values)
+
+
+def parts(found: MemoryEstimate) -> dict[str, int]:
+    return {part.name: part.bytes for part in found.parts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_linears_are_those_of_transformers(family: str) -> None:
+    config = tiny(family)
+    size, model = ModelSize.from_config(config), meta(config)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {n: shape for n, shape in size.linears().items() if ".experts." not in n} == {
+        n: shape for n, shape in linears.items() if n != "lm_head"
+    }
+    stacked = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert sum(n * k for name, (n, k) in size.linears().items() if ".experts." in name) == stacked
+
+
+@pytest.mark.parametrize("path", MODELS, ids=[path.parent.name for path in MODELS])
+def test_public_models_have_their_published_size(path: Path) -> None:
+    """In billions, as their model cards say; and as transformers counts them."""
+    published = {
+        "SmolLM2-135M": 0.13,
+        "Qwen2.5-0.5B": 0.49,
+        "Qwen3-0.6B": 0.6,
+        "Qwen2.5-Math-1.5B": 1.54,
+        "Qwen2.5-Math-7B": 7.62,
+        "Qwen3-8B": 8.19,
+        "Qwen3-30B-A3B": 30.53,
+    }
+    size = ModelSize.from_config(json.loads(path.read_text()))
+    assert round(size.parameters / 1e9, 2) == published[path.parent.name]
+    model = meta(transformers.AutoConfig.from_pretrained(path.parent))
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_parameters_by_hand() -> None:
+    # q, o: 64 x 64; k, v: 32 x 64; gate, up, down: 96 x 64.
+    assert SMALL.largest_block == 2 * 4096 + 2 * 2048 + 3 * 6144 == 30720
+    assert SMALL.matrix_parameters == 61440
+    assert SMALL.embedding_parameters == 2 * 6400
+    assert SMALL.parameters == 61440 + 12800 + 5 * 64 == 74560
+    # Keys and values, 2 layers, 2 heads of 16, 2 bytes; one head on each of two GPUs, and still one on each of four.
+    assert [SMALL.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]
+
+
+def test_the_local_trainer_by_hand() -> None:
+    shapes = set(SMALL.linears().values())
+    found = estimate(SMALL, run(), device="cpu", kernels=dict.fromkeys(shapes, "vllm_cpu_wna16"))
+    # Weight, scales and shape: q, o 2048 + 256 + 16; k, v 1024 + 128 + 16; gate, up, down 3072 + 384 + 16.
+    wire = 2 * (2 * 2320 + 2 * 1168 + 3 * 3472)
+    assert parts(found) == {
+        "weights, BF16": 149120,
+        "FP32 masters": 298240,
+        "adamw state, FP32": 596480,
+        "FP32 gradient sums": 298240,
+        "BF16 gradients of a micro-batch": 149120,
+        "low-bit tensors": wire,
+        "low-bit tensors in the kernels' layout": wire - 14 * 16,
+        "dequantized weights for the backward, BF16": 122880,
+        # 16 * 64 + 8 (norms), 4 * 128 (q, k, v in FP32), 6 * 64 + 16 (attention), 8 * 16 (rotary), 8 * 96 (MLP) a token
+        "activations, log-probs": 4 * 20 * 2840,
+        "logits, log-probs": 4 * 12 * 100 * 10,
+        "activations, update": 2 * 20 * 2 * 2840,
+        "logits, update": 2 * 12 * 100 * 12,
+        "vLLM: weights": wire + 2 * 320 + 2 * 12800,
+        "vLLM: KV cache": GIB // 2,
+        "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
+        "libraries and runtime (allowance)": RUNTIME_BYTES,
+    }
+    assert wire == 34784
+    assert found.kv_tokens == 2**29 // 256
+    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
+    assert found.total("rollout") == rollout
+    update = rollout + 298240 + 149120 + 122880 + 227200 + 28800
+    assert found.total("update") == update
+    assert found.peak == ("update", update)
+
+
+def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
+    """One layer's at a time, the largest; where some layers have another kernel, theirs are held."""
+    name = "dequantized weights for the backward, BF16"
+    shapes = set(SMALL.linears().values())
+    for kernel in OWN_INPUT_GRADIENT:
+        found = parts(estimate(SMALL, run(), device="cuda", kernels=dict.fromkeys(shapes, kernel)))
+        assert found[name] == 2 * 96 * 64
+    mixed = dict.fromkeys(shapes, "vllm_marlin") | {(96, 64): "reference"}
+    found = parts(estimate(SMALL, run(), device="cuda", kernels=mixed))
+    assert found[name] == 2 * 2 * 2 * 96 * 64 + 2 * 64 * 96
+    # gate and up in the reference's BF16, the rest repacked
+    assert found["low-bit tensors in the kernels' layout"] == 2 * (2 * 2 * 96 * 64 + 2 * 2304 + 2 * 1152 + 3456)
+
+
+def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
+    kernels = [kernel for kernels in LINEAR_KERNELS.values() for kernel in kernels]
+    assert {kernel.name for kernel in kernels if own_backward_input(kernel)} == OWN_INPUT_GRADIENT
+    assert {kernel.name for kernel in kernels if not own_backward_input(kernel)}.isdisjoint(OWN_INPUT_GRADIENT)
+
+
+def test_what_the_options_change() -> None:
+    base = parts(estimate(SMALL, run(), device="cpu"))
+    assert "low-bit tensors in the kernels' layout" not in base  # no kernel given: one that reads what is published
+    bf16_masters = estimate(SMALL, run(optim__master_dtype="bf16"), device="cpu")
+    assert base.keys() - parts(bf16_masters).keys() == {"FP32 masters"}
+    assert parts(bf16_masters)["FP32 working copy"] == 298240
+    assert bf16_masters.total("step") - bf16_masters.total("rollout") == 298240 + 298240  # gradient sums too
+    unquantized = parts(estimate(SMALL, run(quant__scheme="bf16"), device="cpu"))
+    assert unquantized["vLLM: weights"] == 149120
+    assert not [name for name in unquantized if "low-bit" in name or "dequantized" in name]
+    off = parts(estimate(SMALL, run(quant__align="off"), device="cpu"))
+    assert "low-bit tensors" not in off
+    assert off["activations, update"] == 2 * 20 * 2 * 2200  # 16 * 64 + 8, 2 * 128, 2 * 64 + 16, 8 * 96
+    checkpointed = parts(estimate(SMALL, run(model__gradient_checkpointing=True), device="cpu"))
+    assert checkpointed["activations, update"] == 2 * 20 * (2 * 64 * 4 + 2840)
+    ignored = parts(estimate(SMALL, run(quant__ignore=["lm_head", "re:.*mlp"]), device="cpu"))
+    assert ignored["low-bit tensors"] == 2 * (2 * 2320 + 2 * 1168)
+    muon = parts(estimate(SMALL, run(optim__name="muon"), device="cpu"))
+    assert muon["muon state, FP32"] == 4 * 61440 + 8 * (74560 - 61440)
+    whole = estimate(SMALL, run(actor__ppo_micro_batch_size_per_gpu=12), device="cpu")
+    sums = next(part for part in whole.parts if part.name == "FP32 gradient sums")
+    assert sums.phases == ("step",)  # one micro-batch: nothing is summed while activations live
+
+
+def test_sharded_by_hand() -> None:
+    config = run(backend="verl", trainer__n_gpus_per_node=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
+    found = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
+    weights = (34784 + 640 + 25600) // 2
+    assert found.engine_weights == weights
+    assert found.kv_cache == 4 * GIB - weights - ENGINE_WORKSPACE_BYTES
+    sharded = parts(found)
+    assert sharded["FP32 masters, sharded"] == 74560
+    assert sharded["adamw state, FP32"] == 149120
+    assert sharded["FP32 gradients, sharded"] == 74560
+    assert sharded["gathered weights, BF16"] == 2 * (2 * 30720 + 12800)
+    assert sharded["logits, log-probs"] == 10 * 4 * 20 * 100  # of prompt and response
+    assert sharded["logits, update"] == 12 * 2 * 20 * 100
+    held = 74560 + 149120 + 34784 + RUNTIME_BYTES
+    assert found.total("rollout") == held + 4 * GIB  # vLLM's whole share
+    assert found.total("step") == held + 74560  # vLLM sleeps
+    assert estimate(SMALL, config, device="cpu").total("step") > held + GIB // 2  # on CPU it does not
+    offloaded = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=True)
+    assert offloaded.total("rollout") == found.total("rollout") - 74560 - 149120
+    assert offloaded.total("old_log_prob") == found.total("old_log_prob") - 149120
+    assert offloaded.total("update") == found.total("update")  # verl loads all of it when an update begins
+    assert offloaded.total("step") == found.total("step")
+
+
+def test_no_room_for_a_cache_is_no_negative_memory() -> None:
+    found = estimate(SMALL, run(), device="cuda", gpu_memory_bytes=GIB)
+    assert found.kv_cache < 0
+    assert found.kv_tokens == 0
+    assert "vLLM: KV cache" not in parts(found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
+    for n, k in ((64, 96), (40, 128)):
+        tensors = get_scheme(scheme, group_size=32).wire_tensors(n, k)
+        real = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
+        assert wire_bytes(scheme, 32, (n, k)) == real
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernel"),
+    [
+        ("w4a16", ReferenceW4A16Linear),
+        ("w4a16", VllmCpuWNA16Linear),
+        ("w8a8", TorchInt8Linear),
+        ("fp8", VllmCpuFP8Linear),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
+    weight = torch.randn(96, 128, dtype=torch.bfloat16)
+    prepared = kernel.prepare(quantize(weight, get_scheme(scheme, group_size=32), name="w").tensors)
+    tensors = [prepared] if isinstance(prepared, torch.Tensor) else list(prepared)
+    found = sum(t.nbytes for t in tensors)
+    if kernel is VllmCpuFP8Linear and not _fp32_matmul_equals_scaled_mm(weight.shape[1]):
+        found += 3 * weight.numel()  # kept as e4m3 where FP32 sums have other bits: less than is counted
+    assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == found
+
+
+@pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
+def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
+    """Of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
+    kept = []
+    for layers in (1, 3):
+        config = tiny(family)
+        config.num_hidden_layers = layers
+        config.layer_types = ["full_attention"] * layers
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        if align_model(model, level).level != level:
+            pytest.skip("this machine does not have the level")
+        kept.append(saved_bytes(model, torch.zeros(1, 200, dtype=torch.long)))
+    config, held = tiny(family), (kept[1] - kept[0]) / 2 / 200
+    size = ModelSize.from_config(config)
+    # vLLM's own attention, and ours with its tiles' rounding, keep BF16 operands and no log-sum-exp: 4 bytes a head.
+    if level == "exact" or (level == "model" and vllm_attention.uses_tiles("cpu", config.head_dim)):
+        assert held == size.activation_bytes_per_token("exact") - 4 * config.num_attention_heads
+    else:
+        assert held == size.activation_bytes_per_token(level)
+    assert held <= size.activation_bytes_per_token(level)
+
+
+def saved_bytes(model: nn.Module, input_ids: torch.Tensor) -> int:
+    """Storage that the graph of the decoder holds, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(input_ids=input_ids, use_cache=False)
+    return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_state_is_what_the_optimizer_holds(name: str) -> None:
+    config = run(optim__name=name)
+    model = transformers.AutoModelForCausalLM.from_config(tiny("qwen3, tied"), dtype=torch.bfloat16)
+    optimizer = MasterOptimizer(model.named_parameters(), config.optim, seed=0, total_training_steps=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.accumulate()
+    optimizer.step()
+    state = optimizer.state_dict()
+    moments = [t for entry in state["inner"]["state"].values() for t in entry.values() if torch.is_tensor(t) and t.ndim]
+    size = ModelSize.from_config(tiny("qwen3, tied"))
+    found = parts(estimate(size, config, device="cpu"))
+    assert found[f"{name} state, FP32"] == sum(t.nbytes for t in moments)
+    assert found["FP32 masters"] == sum(t.nbytes for t in state["masters"].values())
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_is_as_large_as_its_folder(tmp_path: Path, name: str, master: str) -> None:
+    config = run(optim__name=name, optim__master_dtype=master)
+    source = save_random_model(tmp_path / "source", vocab_size=2048, tie=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    optimizer = MasterOptimizer(model.named_parameters(), config.optim, seed=0, total_training_steps=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.accumulate()
+    optimizer.step()
+    save_checkpoint(
+        tmp_path / "step_1",
+        files=ModelFiles.of(model, transformers.AutoTokenizer.from_pretrained(source)),
+        weights=[(key, tensor) for key, tensor in model.state_dict().items() if key != "lm_head.weight"],
+        optimizer=optimizer.state_dict(),
+        rng={},
+        state={},
+    )
+    files = ("model.safetensors", "optimizer.pt")
+    real = sum((tmp_path / "step_1" / file).stat().st_size for file in files)
+    expected = checkpoint_bytes(ModelSize.from_config(model.config), config)["resumable"]
+    assert 0 < real - expected < 40_000, "headers of the files are all that is not counted"
+    assert expected > 1_500_000
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_the_export_is_the_manifest(family: str, scheme: str) -> None:
+    config = run(quant__scheme=scheme)
+    manifest = expected_manifest(tiny(family), get_scheme(scheme, group_size=32), ["lm_head"])
+    real = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in manifest.values())
+    assert checkpoint_bytes(ModelSize.from_config(tiny(family)), config)["export"] == real
+
+
+def test_the_table_adds_up() -> None:
+    found = estimate(SMALL, run(), device="cpu")
+    header, *rows, last = found.table()
+    assert header.split() == ["MiB", "rollout", "old_log_prob", "update", "step"]
+    assert len(rows) == len(found.parts)
+    assert last.split() == ["together", *(f"{found.total(p) / 2**20:.1f}" for p in header.split()[1:])]
+    big = estimate(ModelSize.from_config(json.loads(MODELS[0].read_text())), run(quant__group_size=128), device="cpu")
+    assert big.table()[0].startswith("GiB")
+
+
+def test_readable() -> None:
+    assert [readable(size) for size in (2**20, GIB, 3 * GIB // 2)] == ["1.0 MiB", "1.0 GiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("max", "5", 4096), (str(2**30), "5", 4096), ("3000", "1000", 2000), ("3000", None, 4096)],
+)
+def test_a_container_has_what_its_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str | None, expected: int
+) -> None:
+    """Bytes; the machine has 4 KiB."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       9 kB\nMemAvailable:   4 kB\n")
+    (group / "memory.max").write_text(f"{limit}\n")
+    if used is not None:
+        (group / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(preflight_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert preflight_memory.available_memory() == expected

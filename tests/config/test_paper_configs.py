@@ -1,0 +1,340 @@
+"""The paper's configs beside the paper's table of hyperparameters (arXiv 2604.07853, appendix B), line by line.
+
+Each value equals the table's or is one of `DEVIATIONS`; then the YAML says the table's value and why beside the key.
+The rest: memory, every scheme by override, and sizes that divide as verl needs them to. Layer sizes are those of the
+models' public config.json files, written here by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkout import ROOT
+
+from qarl.checks.memory import GIB, ModelSize, estimate
+from qarl.config import Config, ConfigError, build_config, load_config
+from qarl.config.strict_yaml import parse_value
+from qarl.doctor.target import GPUS
+from qarl.quant.matcher import is_ignored
+from qarl.verl.run import verl_keys
+
+# Input widths of the linear layers that tensor parallelism does not split, and of those it does (o_proj, down_proj),
+# the positions the model was trained for, and the public config that the package carries.
+MODELS = {
+    "qwen2_5_math_1_5b_w4a16": ([1536], [12 * 128, 8960], 4096, "Qwen2.5-Math-1.5B"),
+    "qwen2_5_math_7b_w4a16": ([3584], [28 * 128, 18944], 4096, "Qwen2.5-Math-7B"),
+    "qwen3_8b_w4a16": ([4096], [32 * 128, 12288], 32768, "Qwen3-8B"),
+    "qwen3_30b_w4a16": ([2048], [32 * 128, 768], 32768, "Qwen3-30B-A3B"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the paper's table: its key and value, ours, and verl's own key where ours has another meaning."""
+
+    paper: str
+    value: Any
+    ours: str | None
+    verl: str
+
+
+# The table's lines in its order. Its keys are verl's, abridged, but for TBPO's and the optimizer's type.
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TABLE = [
+    Row("trainer.nnodes", 1, "trainer.nnodes", "trainer.nnodes"),
+    Row("trainer.n_gpu_per_node", 8, "trainer.n_gpus_per_node", "trainer.n_gpus_per_node"),
+    Row("data.train_batch_size", 512, "data.train_batch_size", "data.train_batch_size"),
+    Row("data.max_prompt_length", 2048, "data.max_prompt_length", "data.max_prompt_length"),
+    Row("data.max_response_length", 16384, "data.max_response_length", "data.max_response_length"),
+    Row("rollout.n", 8, "rollout.n", f"{ROLLOUT}.n"),
+    Row("rollout.temperature", 1.0, "rollout.temperature", f"{ROLLOUT}.temperature"),
+    Row("rollout.top_p", 1.0, "rollout.top_p", f"{ROLLOUT}.top_p"),
+    Row("val_kwargs.temperature", 0.6, "rollout.val_temperature", f"{ROLLOUT}.val_kwargs.temperature"),
+    Row("actor.ppo_mini_batch_size", 64, "actor.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+    Row(
+        "actor.ppo_max_token_len_per_gpu",
+        22528,
+        "actor.ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    ),
+    Row("optim.opt_type", "Muon", "optim.name", ""),
+    Row("optim.lr", 1e-6, "optim.lr", f"{ACTOR}.optim.lr"),
+    Row("optim.weight_decay", 0.01, "optim.weight_decay", f"{ACTOR}.optim.weight_decay"),
+    Row("actor.use_kl_loss", False, None, f"{ACTOR}.use_kl_loss"),
+    *(
+        Row(f"actor.{name}", value, f"actor.{name}", f"+{ACTOR}.policy_loss.{name}")
+        for name, value in (
+            ("seq_clip_ratio_high", 0.0004),
+            ("seq_clip_ratio_low", 0.0003),
+            ("neg_seq_clip_ratio_high", 0.0007),
+            ("neg_seq_clip_ratio_low", 0.0003),
+            ("seq_tis_imp_ratio_cap", 2),
+        )
+    ),
+]
+BY_TOKENS = "actor.ppo_max_token_len_per_gpu"
+MATH = {
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 3072,
+    "actor.ppo_micro_batch_size_per_gpu": 4,
+    "optim.name": "adamw",
+}
+DEVIATIONS: dict[str, dict[str, Any]] = {
+    "qwen2_5_math_1_5b_w4a16": MATH,
+    "qwen2_5_math_7b_w4a16": MATH,
+    "qwen3_8b_w4a16": {"actor.ppo_micro_batch_size_per_gpu": 1, "optim.name": "adamw"},
+    "qwen3_30b_w4a16": {"actor.ppo_micro_batch_size_per_gpu": 1, "trainer.nnodes": 4},
+}
+REASON = re.compile(r"paper: (?P<value>[^;]+); (?P<why>.+)")
+
+
+def path_of(name: str) -> Path:
+    return ROOT / "configs" / f"{name}.yaml"
+
+
+@pytest.fixture(params=MODELS)
+def config(request: pytest.FixtureRequest) -> Config:
+    return load_config([f"config={path_of(request.param)}"])
+
+
+def comments(text: str) -> dict[str, str]:
+    """Dotted key -> the comment lines right above it and the one behind it, of a YAML of sections and keys."""
+    lines, found = text.splitlines(), {}
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)
+    for section, values in root.value:
+        for key, value in values.value if isinstance(values, yaml.MappingNode) else ():
+            start = key.start_mark.line
+            above = start
+            while lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            behind = lines[value.end_mark.line][value.end_mark.column :] if value.end_mark.line == start else ""
+            parts = [*lines[above:start], behind]
+            comment = " ".join(part.strip().removeprefix("#").strip() for part in parts)
+            found[f"{section.value}.{key.value}"] = comment.strip()
+    return found
+
+
+def value_of(config: Config, row: Row) -> Any:
+    """Our value of a line of the table; without a key of ours, what nobody sets stays at verl's default."""
+    if row.ours is None:
+        assert row.verl not in config.verl
+        return row.value
+    section, key = row.ours.split(".")
+    value = getattr(getattr(config, section), key)
+    return value.capitalize() if value == "muon" else value
+
+
+def problems(name: str, text: str) -> list[str]:
+    """Every line of the table from which this YAML departs without saying so, or says so wrongly."""
+    config, said, found = build_config(parse_value(text)), comments(text), []
+    for row in TABLE:
+        value, allowed = value_of(config, row), DEVIATIONS[name].get(row.ours or "", row.value)
+        comment = said.get(row.ours or "", "")
+        reason = REASON.search(comment)
+        if value != allowed:
+            found.append(f"{row.ours}: {value}, neither the paper's {row.value} nor a known deviation")
+        elif value == row.value:
+            if row.ours and row.ours not in said:
+                found.append(f"{row.ours}: not written out")
+            if "paper:" in comment:
+                found.append(f"{row.ours}: is the paper's, and the comment says otherwise")
+        elif reason is None or len(reason["why"].split()) < 5:
+            found.append(f"{row.ours}: {value} in place of the paper's {row.value}, without a reason")
+        elif parse_value(reason["value"].split()[-1]) != row.value:
+            found.append(f"{row.ours}: the paper has {row.value}, the comment {reason['value']}")
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_line_of_the_papers_table(name: str) -> None:
+    assert problems(name, path_of(name).read_text(encoding="utf-8")) == []
+
+
+# Values within the key's bounds that are not the table's; elsewhere 2.
+OTHER = {
+    "data.train_batch_size": "1024",
+    "rollout.top_p": "0.9",
+    "optim.name": "muon",
+    "actor.seq_clip_ratio_low": "4e-4",
+    "actor.neg_seq_clip_ratio_low": "4e-4",
+    "actor.seq_tis_imp_ratio_cap": "3.0",
+}
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.ours], ids=lambda row: row.paper)
+def test_a_changed_value_is_noticed(row: Row) -> None:
+    name = "qwen3_8b_w4a16"
+    text = path_of(name).read_text(encoding="utf-8")
+    assert row.ours is not None
+    key = row.ours.split(".")[1]
+    other = OTHER.get(row.ours, "2")
+    changed, count = re.subn(rf"(?m)^(  {key}: )\S+", rf"\g<1>{other}", text)
+    assert count == 1
+    try:
+        found = problems(name, changed)
+    except ConfigError as error:  # backend=verl takes no other value
+        found = [f"{problem.key}: " for problem in error.problems]
+    assert [line for line in found if line.startswith(f"{row.ours}: ")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("# paper: Muon; ", "# "),
+        ("# paper: Muon; ", "# paper: AdamW; "),
+        ("# paper: ppo_max_token_len_per_gpu 22528; ", "# paper: ppo_max_token_len_per_gpu 16384; "),
+        (
+            "  train_batch_size: 512",
+            "  # paper: 512; it is the very same value as in the table\n  train_batch_size: 512",
+        ),
+        ("  top_p: 1.0\n", ""),
+    ],
+)
+def test_a_missing_or_wrong_reason_is_noticed(before: str, after: str) -> None:
+    text = path_of("qwen3_8b_w4a16").read_text(encoding="utf-8")
+    assert text.count(before) == 1
+    assert len(problems("qwen3_8b_w4a16", text.replace(before, after))) == 1
+
+
+def test_verl_gets_the_same_values(config: Config) -> None:
+    given = verl_keys(config, on_cpu=False)
+    for row in TABLE:
+        if row.ours == "optim.name":
+            continue  # verl has no such key: a run with Muon is refused
+        assert given.get(row.verl, row.value) == value_of(config, row), row.paper
+        assert (row.verl in given) == (row.ours is not None), row.paper
+
+
+def test_the_page_shows_the_same_table() -> None:
+    """docs/configs.md: the paper's key and value, and each config's, in bold where it is another."""
+    configs = {name: load_config([f"config={path_of(name)}"]) for name in MODELS}
+    expected = [
+        [f"`{row.paper}`", shown(row.value), *(cell(row, value_of(config, row)) for config in configs.values())]
+        for row in TABLE
+    ]
+    assert page_table("the paper's key") == expected
+
+
+def shown(value: Any) -> str:
+    return str(value).replace("e-0", "e-")
+
+
+def cell(row: Row, value: Any) -> str:
+    if row.paper == BY_TOKENS:
+        return f"**{value} response{'s' * (value > 1)}**"
+    return shown(row.value) if value == row.value else f"**{shown(value)}**"
+
+
+def page_table(first: str) -> list[list[str]]:
+    """The rows of the page's table whose first heading is `first`."""
+    page = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+    lines = page.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[text.strip() for text in line.strip().strip("|").split("|")] for line in lines]
+
+
+def test_micro_batches_are_the_largest_within_the_papers_tokens(config: Config) -> None:
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tokens = next(row.value for row in TABLE if row.paper == BY_TOKENS)
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    responses = config.actor.ppo_mini_batch_size * config.rollout.n // gpus
+    fitting = [rows for rows in range(1, responses + 1) if responses % rows == 0 and rows * length <= tokens]
+    assert config.actor.ppo_micro_batch_size_per_gpu == max(fitting)
+    assert config.actor.log_prob_micro_batch_size_per_gpu == max(fitting)
+
+
+def public_size(name: str) -> ModelSize:
+    folder = ROOT / "qarl" / "bench" / "models" / MODELS[name][3]
+    return ModelSize.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def peak_gib(config: Config) -> float:
+    size = public_size(config.name)
+    kernels = dict.fromkeys(size.linears().values(), "triton")
+    found = estimate(
+        size,
+        config,
+        device="cuda",
+        gpu_memory_bytes=int(GPUS["h100"][1] * GIB),
+        align=config.quant.align,
+        kernels=kernels,
+    )
+    return found.peak[1] / GIB
+
+
+def test_a_gpu_of_80_gb_has_room(config: Config) -> None:
+    """By qarl.checks.memory's estimate; the page and the largest config's YAML give its figures."""
+    page = {row[0]: row for row in page_table("model")}
+    model = config.model.path.removeprefix("Qwen/")
+    assert page[model][-1] == f"{peak_gib(config):.0f} GiB"
+    assert peak_gib(config) < GPUS["h100"][1]
+    if config.name == "qwen3_30b_w4a16":
+        one, two = (load_config([f"config={path_of(config.name)}", f"trainer.nnodes={nodes}"]) for nodes in (1, 2))
+        comment = comments(path_of(config.name).read_text(encoding="utf-8"))["trainer.nnodes"]
+        assert f"{peak_gib(one):.0f} GiB of each of 8 GPUs and {peak_gib(config):.0f} GiB of each of 32" in comment
+        assert GPUS["h100"][1] < peak_gib(one) < GPUS["h200"][1]
+        assert GPUS["h100"][1] < peak_gib(two)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "fp8"])
+def test_other_schemes_by_override(config: Config, scheme: str) -> None:
+    assert config.quant.scheme == "w4a16" and config.quant.align == "linears" and config.backend == "verl"
+    given = [f"config={path_of(config.name)}", f"quant.scheme={scheme}", "name=other"]
+    assert load_config(given).quant.scheme == scheme
+
+
+def test_batches_divide_over_the_gpus(config: Config) -> None:
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert gpus % config.rollout.tensor_model_parallel_size == 0
+    responses_per_gpu, rest = divmod(config.actor.ppo_mini_batch_size * config.rollout.n, gpus)
+    assert rest == 0
+    assert responses_per_gpu % config.actor.ppo_micro_batch_size_per_gpu == 0
+    step_per_gpu, rest = divmod(config.data.train_batch_size * config.rollout.n, gpus)
+    assert rest == 0
+    assert step_per_gpu % config.actor.log_prob_micro_batch_size_per_gpu == 0
+
+
+def test_groups_are_whole_on_every_gpu(config: Config) -> None:
+    whole, split, positions, _ = MODELS[config.name]
+    shards = config.rollout.tensor_model_parallel_size
+    assert all(width % config.quant.group_size == 0 for width in whole)
+    assert all(width % (shards * config.quant.group_size) == 0 for width in split)
+    assert config.data.max_prompt_length + config.data.max_response_length <= positions
+
+
+def test_muons_rate_moves_an_element_as_adamw_would(config: Config) -> None:
+    if config.optim.name == "muon":
+        wanted = 0.2 * config.optim.lr * public_size(config.name).hidden ** 0.5
+        assert config.optim.muon_lr == pytest.approx(wanted, rel=0.01)
+
+
+def test_routers_stay_out(config: Config) -> None:
+    gate, up = (f"model.layers.3.mlp.{name}" for name in ("gate", "gate_proj"))
+    assert is_ignored(gate, config.quant.ignore) == (config.name == "qwen3_30b_w4a16")
+    assert not is_ignored(up, config.quant.ignore)
+
+
+def test_files_are_those_the_scripts_write(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    evaluation = importlib.import_module("prepare_math_eval")
+    training = importlib.import_module("prepare_openr1_math")
+    folder = evaluation.parse_arguments([]).output
+    assert config.data.val_files == [str(folder / f"{name}.parquet") for name in evaluation.SETS]
+    assert config.data.train_files == [str(training.parse_arguments([]).output)]
+    assert training.parse_arguments([]).eval == folder
+    # Several responses to a problem are worth having only if they can differ.
+    assert config.rollout.val_temperature > 0
+
+
+def test_the_page_about_them_knows_them_all() -> None:
+    page = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+    assert [name for name in MODELS if f"`{name}.yaml`" not in page] == []
+    shipped = {path.stem for path in (ROOT / "configs").glob("qwen*.yaml")}
+    assert shipped == set(MODELS)

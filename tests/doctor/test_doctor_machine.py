@@ -1,0 +1,41 @@
+"""The doctor on machines that are shared: ranks that divide its memory, GPUs that are too few, vLLM's own names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doctor_rig import topic_of
+
+from qarl.doctor import memory
+from qarl.doctor.target import Target
+
+pytestmark = pytest.mark.usefixtures("startable_run")
+
+
+def test_ranks_on_one_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def compare(topic: Any, found: Any, peak: tuple[str, int], limit: int, where: str) -> None:
+        seen.append((peak[1] // found.peak[1], where))
+
+    monkeypatch.setattr(memory, "_compare", compare)
+    for ranks in (1, 2):
+        topic_of("memory", "backend=verl", f"trainer.n_gpus_per_node={ranks}")
+    assert seen == [(1, "1 rank on this CPU"), (2, "2 ranks on this CPU")]
+
+
+@pytest.mark.parametrize(("there", "missing"), [(1, True), (2, False), (None, False)])
+def test_gpus_that_are_not_there(there: int | None, missing: bool) -> None:
+    target = Target("cuda", "this machine", True, 90, 2**36, gpus=there)
+    found = topic_of("machine", "backend=verl", "trainer.n_gpus_per_node=2", target=target)
+    said = [f for f in found if "trainer.n_gpus_per_node is 2" in f.what]
+    assert [f.status for f in said] == ["error"] * missing
+
+
+@pytest.mark.parametrize(("entry", "differs"), [("qkv_proj", True), ("o_proj", False)])
+def test_a_name_that_vllm_alone_has_is_found(entry: str, differs: bool) -> None:
+    found = topic_of("ignore list", f"quant.ignore=[lm_head, model.layers.0.self_attn.{entry}]")
+    where = [f.where for f in found if "would quantize different layers" in f.what]
+    assert len(where) == differs
+    assert all("only in vLLM: model.layers.0.self_attn" in str(text) for text in where)

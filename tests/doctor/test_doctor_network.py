@@ -1,0 +1,124 @@
+"""The doctor and training on a machine without a network: no waiting, and the configs that come with QaRL."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from doctor_rig import assert_same_diagnosis, examine, said
+
+from qarl.checks import hub
+from qarl.config import load_config
+from qarl.config.source import available_configs
+
+pytestmark = pytest.mark.usefixtures("startable_run")
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the address of the Hub; the answer is not kept from one test to the next."""
+    from huggingface_hub import constants
+
+    hub.why_unreachable.cache_clear()
+    yield lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
+    hub.why_unreachable.cache_clear()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of every `time.sleep` of a second and more, which is how huggingface_hub waits between its requests."""
+    real, found = time.sleep, []
+
+    def sleep(seconds: float) -> None:
+        found.extend([seconds] if seconds >= 1 else [])
+        real(min(seconds, 0.1))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    return found
+
+
+def connections_to(server: socket.socket) -> int:
+    """How many connections wait to be accepted."""
+    server.setblocking(False)
+    accepted: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            accepted.append(server.accept()[0])
+    for connection in accepted:
+        connection.close()
+    return len(accepted)
+
+
+def test_whether_the_hub_can_be_reached(monkeypatch: pytest.MonkeyPatch, endpoint: Callable[[str], None]) -> None:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub, "SECONDS", 0.3)
+        start = time.perf_counter()
+        assert "0.3 s" in str(hub.why_unreachable()) or "Timeout" in str(hub.why_unreachable())
+        assert hub.loading_options("Qwen/Qwen3-8B") == {"local_files_only": True}
+        assert time.perf_counter() - start < 9  # huggingface_hub's own limit is 10 s
+        assert connections_to(silent) == 1
+    hub.why_unreachable.cache_clear()
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501, and that is an answer
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        endpoint(f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(hub, "SECONDS", 60.0)
+        assert hub.why_unreachable() is None
+        assert hub.loading_options("Qwen/Qwen3-8B") == {}
+    hub.why_unreachable.cache_clear()
+    endpoint(f"http://127.0.0.1:{server.server_port}")  # nobody listens there now
+    assert "ConnectError" in str(hub.why_unreachable())
+    hub.why_unreachable.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.why_unreachable() == "HF_HUB_OFFLINE is set"
+    assert hub.loading_options("model") == {}  # a folder
+
+
+PAPERS = ("qwen2_5_math_1_5b_w4a16", "qwen2_5_math_7b_w4a16", "qwen3_8b_w4a16", "qwen3_30b_w4a16")
+
+
+@pytest.mark.parametrize("device", ["", "h100"])
+@pytest.mark.parametrize("config", PAPERS)
+def test_shipped_configs_are_examined_without_a_network(
+    pauses: list[float], endpoint: Callable[[str], None], config: str, device: str
+) -> None:
+    endpoint("http://127.0.0.1:1")
+    elsewhere = [f"doctor.device={device}"] if device else []
+    _, findings = examine(*elsewhere, "trainer.nnodes=1", "optim.name=adamw", config=f"{config}.yaml")
+    assert pauses == []
+    (why,) = [f for f in findings if "neither on this machine nor to be had" in f["what"] and f["topic"] == "model"][:1]
+    assert why["status"] == ("note" if device else "error") and "ConnectError" in why["why"]
+    assert any("that comes with QaRL is used instead" in what for what in said(findings, "warning", "model"))
+    for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
+        assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
+    assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]
+    cache = [
+        f["what"] for f in findings if f["topic"] == "memory" and ("of full length" in f["what"] or "KV" in str(f))
+    ]
+    assert len(cache) == 2  # the estimate, whose table has a line for it, and what it holds
+
+
+def test_every_model_of_a_shipped_config_is_carried() -> None:
+    shipped = [load_config([f"config={name}"]) for name in available_configs() if "quickstart" not in name]
+    paths = {config.model.path for config in shipped}
+    assert len(paths) == 4
+    assert all(hub.carried_config(path) for path in paths)
+    assert hub.carried_config("Qwen/../Qwen3-8B") is hub.carried_config("you/Qwen3-8B") is None
+    assert hub.carried_config("Qwen/") is hub.carried_config("Qwen") is None
+    base, instruct = (hub.carried_config(f"Qwen/Qwen3-8B{suffix}") for suffix in ("-Base", ""))
+    assert base and instruct and base[1] != instruct[1] and base[1]["hidden_size"] == instruct[1]["hidden_size"]
+
+
+def test_a_model_of_nobody_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], pauses: list[float], endpoint: Callable[[str], None]
+) -> None:
+    endpoint("http://127.0.0.1:1")
+    assert_same_diagnosis(capsys, "model.path=nobody/nothing")
+    assert pauses == []

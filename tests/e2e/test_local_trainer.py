@@ -1,0 +1,183 @@
+"""The local backend end to end on the tiny trained model: real vLLM, a few steps."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import config
+from fresh_vllm import greedy_in_a_fresh_vllm
+
+from qarl.rollout.engine import RolloutBatch, SamplingConfig
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import prepare_run
+
+pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory) -> Iterator[LocalTrainer]:
+    """A trainer three steps into the quickstart, with larger steps so that the weights really move."""
+    settings = config(tmp_path_factory.mktemp("runs"), "optim.lr=2e-4", "trainer.val_max_prompts=64")
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        trainer.publish()
+        trainer.metrics = [trainer.train_step() for _ in range(3)]
+        trainer.seconds = trainer.timer.pop()
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def batch(trainer) -> Batch:
+    """The rollout that a fourth step would train on."""
+    return trainer.rollout()[0]
+
+
+def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
+    assert trainer.step == trainer.engine.weight_version == 3
+    for metrics in trainer.metrics:
+        assert 0 <= metrics["mismatch/k3"] < 1e-3
+        assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
+        assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_steps"] == 0
+        # At this learning rate; the model, trained where the test runs, and so the fraction differ between CPU types.
+        assert metrics["actor/inside_band_frac_after_first"] >= 0.5
+    assert trainer.seconds.keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
+
+
+def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(trainer, tmp_path):
+    """After the last publish: the running engine, and a vLLM of its own process on the saved folder, token by token."""
+    start = Policy.load(trainer.config)
+    moved = [
+        name
+        for name, layer in trainer.policy.quantized_layers().items()
+        if not layer.quantized().equals(start.model.get_submodule(name).quantized())
+    ]
+    assert len(moved) == 28
+    folder = trainer.policy.save(tmp_path / "export", trainer.tokenizer)
+    prompts = [prompt.prompt_token_ids for prompt in trainer.parts.val_prompts][:64]
+    running = trainer.engine.generate(prompts, SamplingConfig(80, temperature=0.0))
+    tokens, log_probs = greedy_in_a_fresh_vllm(folder, prompts, max_tokens=80, max_model_len=112)
+    assert tokens == running.response_token_ids
+    assert log_probs == running.rollout_log_probs
+
+
+def test_old_log_probs_do_not_depend_on_the_batching(trainer, batch):
+    """r = 1 before the first update although the passes batch differently: the bands are narrower than kernel noise."""
+    old = trainer.old_log_probs(batch)
+    for size in (5, 16, 48):
+        rows = batch.micro_batches(size)
+        with torch.no_grad():
+            again = torch.cat([trainer.policy.response_log_probs(batch, r, temperature=1.0) for r in rows])
+        lengths = batch.response_mask.sum(1)
+        ratio = ((again - old).sum(1) / lengths).exp()
+        assert (ratio - 1).abs().max() <= 1e-5
+
+
+def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, batch, monkeypatch):
+    old = trainer.old_log_probs(batch)
+    gradients = {}
+    for size in (48, 12):
+        actor = trainer.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": size})
+        monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"actor": actor}))
+        trainer.optimizer.zero_grad()
+        trainer.backward(batch, old, 0, 48)
+        norm = trainer.optimizer.clip_grad_norm(1e9)
+        gradients[size] = norm, {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
+        trainer.optimizer.zero_grad()
+    (norm, whole), (parts_norm, parts) = gradients[48], gradients[12]
+    # Each micro-batch's gradient is rounded to BF16 once before it is summed in FP32.
+    assert abs(norm - parts_norm) <= 2**-8 * norm
+    for name, gradient in whole.items():
+        difference = (gradient - parts[name]).norm()
+        assert difference <= 2**-6 * gradient.norm() + 1e-6, name
+
+
+def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer, batch, monkeypatch):
+    trainer.policy.model.eval()
+    aligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
+    settings = trainer.config.model_copy(update={"quant": trainer.config.quant.model_copy(update={"align": "off"})})
+    plain = Policy.load(settings)
+    plain.model.load_state_dict(trainer.policy.model.state_dict())
+    monkeypatch.setattr(trainer, "policy", plain)
+    unaligned = (trainer.old_log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().mean()
+    assert aligned < unaligned / 3
+
+
+def test_batch_positions_by_hand():
+    """Two responses to prompts of different lengths, padded on the right."""
+    rollout = RolloutBatch(
+        prompt_token_ids=[[10, 11, 12], [20]],
+        response_token_ids=[[13], [21, 22, 23]],
+        rollout_log_probs=[[-0.5], [-1.0, -2.0, -3.0]],
+        finish_reasons=["stop", "length"],
+        weight_version=4,
+    )
+    batch = make_batch(rollout, torch.zeros(2), torch.zeros(2), pad_token_id=0)
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 0, 0, 0, 0], [20, 21, 22, 23, 0, 0, 0, 0]]
+    assert batch.responses.tolist() == [[13, 0, 0], [21, 22, 23]]
+    assert batch.response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert batch.rollout_log_probs.tolist() == [[-0.5, 0, 0], [-1.0, -2.0, -3.0]]
+    assert batch.micro_batches(2, start=1, stop=6) == [slice(1, 3), slice(3, 5), slice(5, 6)]
+
+
+def test_response_log_probs_match_each_row_alone(trainer, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = config(tmp_path, "quant.align=off")
+    policy = Policy.load(settings)
+    plain = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.bfloat16)
+    rollout = RolloutBatch(
+        prompt_token_ids=[[50, 51, 52, 53], [60], [70, 71]],
+        response_token_ids=[[80], [81, 82, 83], []],
+        rollout_log_probs=[[-1.0], [-1.0] * 3, []],
+        finish_reasons=["stop"] * 3,
+        weight_version=0,
+    )
+    batch: Batch = make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=0)
+    with torch.no_grad():
+        ours = policy.response_log_probs(batch, slice(0, 3), temperature=0.7)
+        for i, (prompt, response) in enumerate(zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)):
+            logits = plain(torch.tensor([prompt + response])).logits[0].double() / 0.7
+            expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None].long())
+            torch.testing.assert_close(ours[i, : len(response)].double(), expected[:, 0], rtol=0, atol=0.03)
+            assert (ours[i, len(response) :] == 0).all()
+
+
+def test_request_seeds_differ_and_fit_a_generator():
+    seeds = {request_seed(seed, step, index) for seed in range(2) for step in range(20) for index in range(96)}
+    assert len(seeds) == 2 * 20 * 96
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_ctrl_c_ends_after_the_step_and_keeps_everything(tmp_path):
+    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"output_dir={tmp_path}", "name=stopped"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_training_steps=1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 2/"):
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                break
+        lines += process.stdout.readlines()
+        code = process.wait(timeout=120)
+    output = "".join(lines)
+    assert code == 130, output[-3000:]
+    assert "Traceback" not in output
+    run_dir = tmp_path / "stopped"
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["interrupted"] is True and summary["steps"] == entries[-1]["step"] == len(entries) <= 4
+    assert (run_dir / "export" / "model.safetensors").is_file() and list((run_dir / "plots").glob("*.png"))

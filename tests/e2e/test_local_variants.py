@@ -1,0 +1,88 @@
+"""The local backend's options, each through a step or two with an engine of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import config
+
+from qarl.quant import linear
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.loop import train
+from qarl.trainer.setup import prepare_run
+
+pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["quant.scheme=bf16"],
+        ["quant.align=off"],
+        ["optim.name=muon", "optim.muon_lr=1e-3"],
+        ["optim.master_dtype=bf16", "model.gradient_checkpointing=true"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_variants_take_a_step_and_change_the_weights(tmp_path, overrides):
+    settings = config(tmp_path, "trainer.val_max_prompts=16", *overrides)
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        trainer.publish()
+        before = {name: tensor.clone() for name, tensor in trainer.policy.quantize()}
+        metrics = trainer.train_step()
+        after = dict(trainer.policy.quantize())
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["mismatch/k3"] < (0.05 if "quant.align=off" in overrides else 1e-3)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_layer_is_quantized_once_an_optimizer_step(tmp_path, monkeypatch):
+    """Two mini-batches of two micro-batches each, old log-probs and a publish: 28 layers, two quantizations each."""
+    settings = config(tmp_path, "actor.ppo_micro_batch_size_per_gpu=24", "trainer.val_max_prompts=16")
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    made = []
+    original = linear.quantize
+
+    def counted(weight, scheme, *, name):
+        made.append(name)
+        return original(weight, scheme, name=name)
+
+    with trainer.engine:
+        trainer.publish()
+        monkeypatch.setattr(linear, "quantize", counted)
+        trainer.train_step()
+    assert len(set(made)) == 28 and len(made) == 2 * 28
+    assert trainer.timer.pop()["timing_s/quantize"] > 0
+
+
+def test_with_learning_rate_zero_nothing_moves_though_the_passes_batch_differently(tmp_path):
+    """The ratio of every response stays 1 within 1e-5, in both mini-batches of both steps."""
+    settings = config(tmp_path, "optim.lr=0", "actor.ppo_micro_batch_size_per_gpu=6", "trainer.val_max_prompts=16")
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        trainer.publish()
+        before = [tensor.clone() for _, tensor in trainer.policy.quantize()]
+        steps = [trainer.train_step() for _ in range(2)]
+    assert all(metrics["actor/seq_ratio_abs_dev_max"] <= 1e-5 for metrics in steps)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.policy.quantize(), strict=True))
+
+
+def test_a_failure_in_mid_run_keeps_metrics_summary_and_weights(tmp_path, monkeypatch):
+    settings = config(tmp_path, "name=failing", "trainer.val_max_prompts=16", "trainer.plots=false")
+    original = LocalTrainer.update
+
+    def fail_in_the_second_step(self, batch, old_log_probs):
+        if self.step == 1:
+            raise FloatingPointError("made to fail")
+        return original(self, batch, old_log_probs)
+
+    monkeypatch.setattr(LocalTrainer, "update", fail_in_the_second_step)
+    with pytest.raises(FloatingPointError, match="made to fail"):
+        train(settings)
+    summary = json.loads((settings.run_dir / "summary.json").read_text())
+    assert summary["steps"] == 1 and summary["failed"] == "FloatingPointError: made to fail"
+    assert (settings.run_dir / "export" / "model.safetensors").is_file()

@@ -1,0 +1,341 @@
+"""Every low-bit kernel against float64 and against vLLM's own kernel classes, bit for bit; and the choice of one."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import unpack_from_int32
+from cpu_features import needs_w4a16_cpu
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.cpu import torch_ops as cpu
+from qarl.kernels.cpu import vllm_ops
+from qarl.kernels.reference import ReferenceW4A16Linear
+from qarl.kernels.registry import LINEAR_KERNELS, LinearKernel, choose_linear_kernel
+from qarl.process import configure_vllm_process
+from qarl.quant import QuantizedTensor, get_scheme, quantize
+
+CPU = torch.device("cpu")
+ROWS = [0, 1, 7, 64, 513]
+KERNELS = [
+    pytest.param(scheme, kernel, id=f"{scheme}-{kernel.name}")
+    for scheme, kernels in LINEAR_KERNELS.items()
+    for kernel in kernels
+]
+
+
+def make_weight(scheme: str, shape: tuple[int, int], *, group_size: int = 32, seed: int = 0) -> QuantizedTensor:
+    torch.manual_seed(seed)
+    return quantize(torch.randn(shape).bfloat16(), get_scheme(scheme, group_size))
+
+
+def make_input(rows: int, features: int) -> torch.Tensor:
+    """Rows of different sizes with outliers; the second is all zeros."""
+    x = torch.randn(rows, features) * torch.randn(rows, 1).exp() * torch.randn(features).exp()
+    x[1:2] = 0
+    return x.bfloat16()
+
+
+def available(scheme: str, kernel: type[LinearKernel], shape: tuple[int, int]) -> type[LinearKernel]:
+    if reason := kernel.unavailable(scheme, CPU, shape):
+        pytest.skip(f"{kernel.name}: {reason}")
+    return kernel
+
+
+def exact_weight(q: QuantizedTensor) -> torch.Tensor:
+    """float64 [N, K]; int4 unpacked by compressed-tensors' own function."""
+    tensors = q.tensors
+    if q.scheme.format != "pack-quantized":
+        return tensors["weight"].double() * tensors["weight_scale"].double()
+    codes = unpack_from_int32(tensors["weight_packed"], 4, torch.Size(q.shape)).double()
+    exact = codes * tensors["weight_scale"].double().repeat_interleave(q.scheme.group_size, dim=1)
+    return exact.bfloat16().double() if q.scheme.name == "w4a16" else exact
+
+
+def exact_input(scheme: str, x: torch.Tensor) -> torch.Tensor:
+    """float64 [M, K]: the activations as the scheme rounds them."""
+    if scheme == "w4a16":
+        return x.double()
+    values, scale = (quantize_fp8 if scheme == "fp8" else quantize_int8)(x)
+    return values.double() * scale.double()
+
+
+def rounding_of_activations(kernel: Any, scale: torch.Tensor, q: QuantizedTensor) -> torch.Tensor | float:
+    """How far a product may be off because vLLM's tiles round a few values next to a half the other way: float64."""
+    if kernel.name != "vllm_cpu_int8_tiles":
+        return 0.0
+    return 2 * scale.double() * exact_weight(q).abs().amax(1)
+
+
+def other_code(kernel: Any, x: torch.Tensor) -> torch.Tensor | float:
+    """float64 [M, K]: one step of the scale where `x` is within 1e-5 of the middle of two codes, else 0."""
+    if kernel.name != "vllm_cpu_int8_tiles":
+        return 0.0
+    scale = quantize_int8(x)[1].double()
+    middle = ((x.double().abs() / scale).frac() - 0.5).abs() < 1e-5
+    return torch.where(middle, scale, 0.0)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (33, 96), (75, 47), (96, 1001), (256, 384)])
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_every_kernel_agrees_with_float64(scheme, kernel, shape):
+    group_size = next((size for size in (32, 8) if shape[1] % size == 0), None)
+    if scheme.startswith("w4") and group_size is None:
+        pytest.skip("int4 is packed by eights")
+    q = make_weight(scheme, shape, group_size=group_size or 32)
+    kernel = available(scheme, kernel, shape)
+    prepared, bias = kernel.prepare(q.tensors), torch.randn(shape[0]).bfloat16()
+    for rows in ROWS:
+        x = make_input(rows, shape[1])
+        exact = exact_input(scheme, x) @ exact_weight(q).t()
+        # One BF16 rounding, after FP32 sums whose error is relative to the terms and not to what is left of them.
+        size = exact_input(scheme, x).abs() @ exact_weight(q).abs().t()
+        for b, truth in ((None, exact), (bias, exact + bias.double())):
+            y = kernel.linear(x, prepared, b)
+            assert y.shape == (rows, shape[0]) and y.dtype == torch.bfloat16
+            other_half = rounding_of_activations(kernel, quantize_int8(x)[1], q)
+            allowed = truth.abs() * 2**-8 + size * 1e-6 + other_half
+            assert ((y.double() - truth).abs() <= allowed).all(), (rows, b is None)
+        off = (kernel.dequantized_input(x).double() - exact_input(scheme, x)).abs()
+        assert (off <= x.abs().double() * 2**-7 + other_code(kernel, x)).all()
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_a_row_depends_on_nothing_but_itself(scheme, kernel, uninitialized_memory_is_nan):
+    """Not on how many rows there are, on their strides, or on what the memory held before."""
+    kernel = available(scheme, kernel, (96, 384))
+    prepared = kernel.prepare(make_weight(scheme, (96, 384)).tensors)
+    x = make_input(600, 384)
+    whole = kernel.linear(x, prepared, None)
+    assert whole.isfinite().all() and not whole[1].any()
+    if (scheme, kernel.name) == ("w4a16", "reference"):
+        return  # plain BF16 products: a library's choice of kernel may depend on the number of rows
+    for rows in (1, 2, 7, 16, 17, 64, 257, 513):
+        assert torch.equal(kernel.linear(x[:rows], prepared, None), whole[:rows]), rows
+    assert torch.equal(kernel.linear(x[::2], prepared, None), whole[::2])
+    wide = torch.cat([x, x], dim=1)
+    assert torch.equal(kernel.linear(wide[:, :384], prepared, None), whole)
+    assert torch.equal(kernel.dequantized_input(wide[:, :384]), kernel.dequantized_input(x))
+
+
+def test_activation_quantization_equals_vllms():
+    configure_vllm_process()
+    ops = pytest.importorskip("vllm._custom_ops")
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    layer: Any = SimpleNamespace(
+        static=False, is_group_quant=False, group_shape=GroupShape.PER_TOKEN, num_token_padding=None
+    )
+    for rows, features in ((513, 1001), (64, 4096), (7, 3), (1, 1)):
+        x = make_input(rows, features)
+        x[-1] *= 2.0**-100
+        values, scale = quantize_fp8(x)
+        theirs, their_scale = QuantFP8.forward_native(layer, x)
+        assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(scale, their_scale)
+        if hasattr(torch.ops._C, "dynamic_scaled_int8_quant"):
+            values, scale = quantize_int8(x)
+            theirs, their_scale, _ = ops.onednn_scaled_int8_quant(x)
+            assert torch.equal(values, theirs) and torch.equal(scale, their_scale)
+
+
+def vllm_layer(q: QuantizedTensor) -> nn.Module:
+    layer = nn.Module()
+    for name in ("weight", "weight_scale"):
+        layer.register_parameter(name, nn.Parameter(q.tensors[name].clone(), requires_grad=False))
+    for name in ("input_scale", "input_zero_point", "azp_adj", "bias"):
+        layer.register_parameter(name, None)
+    layer.logical_widths = [q.shape[0]]
+    return layer
+
+
+def vllm_int8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
+    from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+
+    kernel = init_int8_linear_kernel(
+        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="test"
+    )
+    assert type(kernel).__name__ == "CPUInt8ScaledMMLinearKernel"
+    layer, dtype = vllm_layer(q), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # vLLM's loader does: the kernel takes its output dtype from there
+    try:
+        kernel.process_weights_after_loading(layer)
+    finally:
+        torch.set_default_dtype(dtype)
+
+    def apply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        layer.bias_fp32 = None if bias is None else bias.float()  # made at load where the layer has a bias, for tiles
+        return kernel.apply_weights(layer, x, bias)
+
+    return apply
+
+
+def vllm_fp8(q: QuantizedTensor) -> Callable[..., torch.Tensor]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config.compilation import CompilationMode
+    from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+    config = VllmConfig()
+    config.compilation_config.mode = CompilationMode.NONE  # as under enforce_eager
+    with set_current_vllm_config(config):
+        kernel = init_fp8_linear_kernel(
+            kFp8DynamicTokenSym, kFp8StaticChannelSym, torch.bfloat16, torch.bfloat16, q.shape, module_name="test"
+        )
+    assert type(kernel).__name__ == "ChannelWiseTorchFP8ScaledMMLinearKernel"
+    layer = vllm_layer(q)
+    layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
+    return lambda x, bias: kernel.apply_weights(layer, x, bias)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize("shape", [(33, 47), (1, 8), (128, 1001), (1536, 512)])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
+    pytest.importorskip("vllm")
+    configure_vllm_process()
+    q = make_weight(scheme, shape)
+    theirs = {"w8a8": vllm_int8, "fp8": vllm_fp8}[scheme](q)
+    serving = [kernel for kernel in LINEAR_KERNELS[scheme] if kernel.unavailable(scheme, CPU, shape) is None]
+    # On CPUs with AMX one kernel has vLLM's bits; elsewhere all that know them.
+    tiles = [kernel for kernel in serving if kernel is vllm_ops.VllmCpuInt8TilesLinear]
+    kernels = tiles or [kernel for kernel in serving if kernel.name != "reference"]
+    prepared = [kernel.prepare(q.tensors) for kernel in kernels]
+    # vLLM's tile product divides by zero where there are no rows, which an engine never asks for.
+    for rows in (1, 2, 7, 16, 17, 64, 513) if tiles else (0, 1, 2, 7, 16, 17, 64, 513):
+        x = make_input(rows, shape[1])
+        for bias in (None, torch.randn(shape[0]).bfloat16()):
+            # vLLM's tile kernel divides by the number of rows: none of them ends the process.
+            expected = x.new_empty(0, shape[0]) if tiles and not rows else theirs(x, bias)
+            for kernel, tensors in zip(kernels, prepared, strict=True):
+                assert torch.equal(kernel.linear(x, tensors, bias), expected), (kernel.name, rows, bias is None)
+
+
+def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
+    """What serves where an FP32 matmul adds in another order."""
+    assert cpu._fp32_matmul_equals_scaled_mm(320)
+    tensors = make_weight("fp8", (96, 320)).tensors
+    x, bias = make_input(40, 320), torch.randn(96).bfloat16()
+    upcast = cpu.VllmCpuFP8Linear.prepare(tensors)
+    monkeypatch.setattr(cpu, "_fp32_matmul_equals_scaled_mm", lambda features: False)
+    kept = cpu.VllmCpuFP8Linear.prepare(tensors)
+    assert (upcast.weight.dtype, kept.weight.dtype) == (torch.float32, torch.float8_e4m3fn)
+    for rows in (0, 1, 40):
+        expected = cpu.VllmCpuFP8Linear.linear(x[:rows], upcast, bias)
+        assert torch.equal(cpu.VllmCpuFP8Linear.linear(x[:rows], kept, bias), expected)
+
+
+@needs_w4a16_cpu
+def test_the_int8_handler_outlives_the_wire_tensors():
+    """It holds a bare pointer to its scales: freed memory would be multiplied by."""
+    kernel = available("w8a8", vllm_ops.VllmCpuInt8Linear, (256, 256))
+    q, x = make_weight("w8a8", (256, 256)), make_input(5, 256)
+    prepared = kernel.prepare(q.tensors)
+    expected = kernel.linear(x, prepared, None)
+    for tensor in q.tensors.values():
+        tensor.zero_()
+    del q
+    gc.collect()
+    overwrite = [torch.full((256, 1), float("nan")) for _ in range(64)]
+    assert torch.equal(kernel.linear(x, prepared, None), expected) and len(overwrite) == 64
+
+
+@needs_w4a16_cpu
+def test_the_int4_layout_equals_vllms_own_repacking():
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        pack_quantized_values_into_int32,
+        unpack_quantized_values_into_int32,
+    )
+    from vllm.scalar_type import scalar_types
+
+    q = make_weight("w4a16", (64, 96))
+    values = unpack_quantized_values_into_int32(q.tensors["weight_packed"].t(), scalar_types.uint4b8, 0)
+    packed = pack_quantized_values_into_int32(values, scalar_types.uint4b8, 1)
+    expected = packed.view(96, -1, 2).permute(1, 0, 2).reshape(-1, 96 * 2)
+    assert torch.equal(vllm_ops.VllmCpuWNA16Linear.prepare(q.tensors).weight, expected)
+
+
+def test_kernel_choice_names_its_reason():
+    choice = choose_linear_kernel("w4a16", torch.device("meta"), (64, 64))
+    assert choice.kernel is ReferenceW4A16Linear and "runs on cpu" in choice.reason
+    choice = choose_linear_kernel("w4a16", CPU, (48, 64))
+    assert choice.kernel is ReferenceW4A16Linear and "multiples of 32" in choice.reason
+    assert choose_linear_kernel("w4a8", CPU, (64, 64)).reason == "reference"
+    with pytest.raises(UserError, match="no kernel multiplies by fp3 weights"):
+        choose_linear_kernel("fp3", CPU, (64, 64))
+
+
+def test_a_kernel_can_be_forced():
+    assert choose_linear_kernel("w8a8", CPU, (64, 64), force="reference").kernel.name == "reference"
+    with pytest.raises(UserError, match=r"(?s)'vllm_cpu_wna16' does not multiply by w4a16.*multiples of 32"):
+        choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
+    with pytest.raises(UserError, match=r"(?s)'cutlass' does not.*torch_int8, triton, .*, reference"):
+        choose_linear_kernel("w8a8", CPU, (64, 64), force="cutlass")
+    with pytest.raises(UserError, match=r"(?s)'triton' does not.*runs on GPUs, not on cpu"):
+        choose_linear_kernel("w8a8", CPU, (64, 64), force="triton")
+
+
+def test_int8_kernels_follow_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    choice = choose_linear_kernel("w8a8", CPU, (33, 47))
+    assert choice.kernel.name == "reference" and choice.reason.count("VNNI") == 2
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize("tiles", [True, False])
+def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles):
+    layers = pytest.importorskip("vllm.model_executor.layers.utils")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    expected = {True: "vllm_cpu_int8_tiles", False: "vllm_cpu_int8"}
+    for shape in ((64, 64), (72, 64), (64, 48), (16, 32), (33, 47)):
+        served = layers.check_cpu_sgl_kernel(*shape, torch.int8)
+        assert vllm_ops._int8_tiles_serve(shape) == served, shape
+        assert choose_linear_kernel("w8a8", CPU, shape).kernel.name == expected[served], shape
+
+
+def test_the_engine_is_told_to_leave_w4a16_activations_alone(monkeypatch):
+    """With AMX its default is to round them to int8."""
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.delenv("VLLM_CPU_INT4_W4A8", raising=False)
+    configure_vllm_process()
+    assert envs.environment_variables["VLLM_CPU_INT4_W4A8"]() is False
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
+def test_the_first_product_of_a_process_may_be_one_of_tiles():
+    """Linux answers with an illegal instruction where nobody asked for the tiles before."""
+    program = (
+        "import torch; from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear as kernel; "
+        "kernel.unavailable('w4a16', torch.device('cpu'), (32, 32)); "
+        "packed, scale = torch.ones(32, 4, dtype=torch.int32), torch.ones(32, 1).bfloat16(); "
+        "tensors = {'weight_packed': packed, 'weight_scale': scale}; "
+        "print(kernel.linear(torch.ones(1, 32).bfloat16(), kernel.prepare(tensors), None).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "[1, 32]" in run.stdout, run.stderr[-2000:]

@@ -1,0 +1,197 @@
+"""Log-probs in blocks against the path that holds all logits, and both against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from random_models import save_random_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qarl.checks.memory
+from qarl.kernels import logprob
+from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits, rows_at_a_time
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer import policy as policy_module
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.policy import Policy
+
+TOKENS, HIDDEN, VOCABULARY = 300, 96, 1000
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).div(4).bfloat16().to(dtype).requires_grad_()
+    tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden, weight, tokens, torch.randn(TOKENS, generator=generator)
+
+
+def unfused(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, t: float) -> Any:
+    return log_probs_of_logits(F.linear(hidden, weight), tokens, temperature=t)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [64, 70, 299, 300, 4096])
+def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
+    hidden, weight, tokens, grad = operands()
+    expected, expected_top = unfused(hidden, weight, tokens, temperature)
+    expected.backward(grad)
+    mine = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    found, top = chosen_log_probs(*mine, tokens, temperature=temperature, rows=rows)
+    assert found.dtype == torch.float32 and torch.equal(found, expected) and torch.equal(top, expected_top)
+    found.backward(grad)
+    assert torch.equal(mine[0].grad, hidden.grad)
+    assert mine[1].grad.dtype == torch.bfloat16
+    if rows >= TOKENS:
+        assert torch.equal(mine[1].grad, weight.grad)
+
+
+def test_weight_gradient_is_as_near_to_float64() -> None:
+    """Against the exact gradient of the rounded logits: one rounding of the sum, however many blocks."""
+    hidden, weight, tokens, grad = operands()
+    unfused(hidden, weight, tokens, 0.7)[0].backward(grad)
+    blocks = weight.detach().clone().requires_grad_()
+    chosen_log_probs(hidden.detach(), blocks, tokens, temperature=0.7, rows=64)[0].backward(grad)
+    logits = F.linear(hidden, weight).detach().requires_grad_()
+    log_probs_of_logits(logits, tokens, temperature=0.7)[0].backward(grad)
+    exact = logits.grad.double().t() @ hidden.detach().double()
+    error, theirs = ((found.double() - exact).norm() / exact.norm() for found in (blocks.grad, weight.grad))
+    assert error <= 1.001 * theirs < 3e-3
+
+
+def test_against_float64() -> None:
+    """The BF16 rounding of a logit near 4 moves a log-prob by 2**-7 at most on each side; without it, FP32 remains."""
+    hidden, weight, tokens, _ = operands()
+    exact = F.linear(hidden.double(), weight.double()).div(0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    found, _ = chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=64)
+    assert (found.double() - exact).abs().mean() < 0.02
+    logits = F.linear(hidden, weight).double()
+    rounded = logits.div(0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), rounded, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_by_differences() -> None:
+    """In float64 arithmetic the log-probs stay FP32: differences of 1e-3 find the gradient to 1e-3."""
+    hidden, weight, tokens, grad = operands(torch.float64)
+    (chosen_log_probs(hidden, weight, tokens, temperature=1.3, rows=64)[0] * grad).sum().backward()
+    for tensor in (hidden, weight):
+        direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).double()
+        values = []
+        for step in (-1e-3, 1e-3):
+            moved = [tensor.detach() + step * direction if other is tensor else other.detach()
+                     for other in (hidden, weight)]  # fmt: skip
+            exact = F.linear(*moved).div(1.3).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            values.append((exact * grad.double()).sum())
+        expected = (values[1] - values[0]) / 2e-3
+        torch.testing.assert_close((tensor.grad * direction).sum(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_that_nobody_wants_are_not_made() -> None:
+    hidden, weight, tokens, grad = operands()
+    frozen = weight.detach()
+    chosen_log_probs(hidden, frozen, tokens, temperature=1.0, rows=64)[0].backward(grad)
+    assert hidden.grad is not None
+    chosen_log_probs(hidden.detach(), weight, tokens, temperature=1.0, rows=64)[0].backward(grad)
+    assert weight.grad is not None
+    with torch.no_grad():
+        assert not chosen_log_probs(hidden, weight, tokens, temperature=1.0)[0].requires_grad
+
+
+def test_no_tokens() -> None:
+    hidden, weight, tokens, _ = operands()
+    found, top = chosen_log_probs(hidden[:0], weight, tokens[:0], temperature=1.0)
+    found.sum().backward()
+    assert found.shape == top.shape == (0,) and not weight.grad.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_holds_more_than_a_block_of_logits() -> None:
+    hidden, weight, tokens, grad = operands()
+    with LargestTensor() as largest:
+        chosen_log_probs(hidden, weight, tokens, temperature=0.7, rows=100)[0].backward(grad)
+    assert largest.elements == 100 * VOCABULARY < TOKENS * VOCABULARY
+
+
+def test_blocks_are_whole_tiles_within_the_limit() -> None:
+    assert rows_at_a_time(151936) == 832
+    assert rows_at_a_time(10**9) == 64
+    assert qarl.checks.memory.LOGITS_AT_A_TIME == logprob.LOGITS_AT_A_TIME
+
+
+def response_batch() -> Batch:
+    rollout = RolloutBatch(
+        prompt_token_ids=[list(range(3, 9)), [10, 11], [12, 13, 14]],
+        response_token_ids=[list(range(20, 50)), list(range(5, 25)), [40]],
+        rollout_log_probs=[[-1.0] * 30, [-1.0] * 20, [-1.0]],
+        finish_reasons=["stop"] * 3,
+        weight_version=0,
+    )
+    return make_batch(rollout, torch.zeros(3), torch.zeros(3), pad_token_id=2)
+
+
+class OtherLinear(nn.Linear):
+    """A head with its own forward, as one from an adapter library."""
+
+
+HEADS = [
+    *((family, nn.Linear(8, 1000, bias=False), True) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")),
+    *((family, nn.Linear(8, 1000, bias=False), False) for family in ("gemma2", "cohere", "granite", "phi")),
+    ("qwen3", nn.Linear(8, 1000, bias=True), False),
+    ("qwen3", OtherLinear(8, 1000, bias=False), False),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "plain"), HEADS)
+def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str, head: nn.Linear, plain: bool) -> None:
+    """In blocks the logits are hidden states times the head's weight: a cap, a scale or a bias would be lost."""
+    monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 5000)
+    config = SimpleNamespace(model_type=family)
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    policy: Any = SimpleNamespace(model=model)
+    found = [Policy.logits_in_blocks(policy, positions) for positions in (1, 5, 6, 10**6)]
+    assert found == [False, False, plain, plain]
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("align", ["linears", "model"])
+def test_the_policy_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, align: str, tie: bool) -> None:
+    """Past the limit the policy goes in blocks: log-probs, top tokens and gradients of the body keep their bits."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_random_model(tmp_path / "model", tie=tie)
+    results = []
+    for limit in (logprob.LOGITS_AT_A_TIME, 100):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        policy = Policy(model, get_scheme("w4a16", 32), ("lm_head",), align=align)
+        monkeypatch.setattr(logprob, "LOGITS_AT_A_TIME", limit)
+        monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", limit)
+        assert policy.logits_in_blocks(3 * 40) == (limit == 100)
+        log_probs, top = policy.response_log_probs_and_top(response_batch(), slice(0, 3), temperature=0.7)
+        log_probs.sum().backward()
+        results.append((log_probs, top, {name: p.grad for name, p in model.named_parameters()}))
+    (whole, top, grads), (blocks, blocks_top, blocks_grads) = results
+    assert torch.equal(whole, blocks) and torch.equal(top, blocks_top)
+    for name, grad in grads.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            torch.testing.assert_close(blocks_grads[name], grad, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(blocks_grads[name], grad), name

@@ -1,0 +1,34 @@
+"""The Triton kernels on a machine without a GPU: interpreted against PyTorch, and compiled for three targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from triton_rig import KERNEL_TESTS, ROOT, compile_for, entry_kernels, run_interpreted
+
+from qarl.kernels.triton._aot import SHARED_LIMIT
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.mark.parametrize("path", KERNEL_TESTS, ids=lambda path: path.stem)
+def test_under_the_interpreter(path: Path) -> None:
+    run = run_interpreted(path)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("target", SHARED_LIMIT)
+def test_every_kernel_compiles_and_fits(target: int) -> None:
+    report = compile_for(target)
+    assert set(report["kernels"]) == entry_kernels(), "kernels missing from the AOT lists, or listed and gone"
+    compiled = report["targets"][f"sm_{target}"]
+    assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
+    assert {name: found for name, found in compiled.items() if found["stack_bytes"]} == {}, "spilled registers"
+    too_large = {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]}
+    assert too_large == {}
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "triton_aot.json").read_text())
+    assert set(recorded["targets"][f"sm_{target}"]) == set(compiled), (
+        "run python scripts/triton_aot.py --output benchmarks/results/triton_aot.json"
+    )

@@ -1,0 +1,114 @@
+"""Products of many experts against one dense product an expert: empty experts, single rows, several tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_rig import DEVICE, INTERPRETED
+
+from qarl.kernels import int4
+from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.reference import grouped_linear
+from qarl.kernels.triton.grouped import (
+    grouped_scaled_mm,
+    grouped_w4a16_backward_input,
+    grouped_w4a16_linear,
+    row_tiles,
+)
+from qarl.kernels.triton.tables import Tile, architecture, choose
+
+COUNTS = [[3, 0, 1, 17, 0], [0, 0, 5], [40], [0, 0], [1] * 6]
+E4M3_HERE = INTERPRETED or architecture(torch.device(DEVICE)) != "ampere"
+
+
+def ends_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+def make(counts: list[int], n: int, k: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    packed = torch.randint(-(2**31), 2**31, (len(counts), n, k // 8)).to(torch.int32)
+    scale = (torch.rand(len(counts), n, k // group) * 0.05 + 0.01).bfloat16()
+    weight = int4.dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(len(counts), n, k)
+    return packed, scale, weight
+
+
+def assert_one_rounding(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+    exact = grouped_linear(x.double(), weight.double(), ends)
+    size = grouped_linear(x.double().abs(), weight.double().abs(), ends)
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    assert ((found.cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * 1e-6).all()
+
+
+@pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_w4a16(counts: list[int], tile: Tile | None) -> None:
+    packed, scale, weight = make(counts, 33, 96, 32)
+    ends, rows = ends_of(counts), sum(counts)
+    x, grad = torch.randn(rows, 96).bfloat16(), torch.randn(rows, 33).bfloat16()
+    arguments = [tensor.to(DEVICE) for tensor in (packed, scale, ends)]
+    assert_one_rounding(grouped_w4a16_linear(x.to(DEVICE), *arguments, tile=tile), x, weight, ends)
+    tile = tile and Tile(16, 16, 128)
+    dx = grouped_w4a16_backward_input(grad.to(DEVICE), *arguments, tile=tile)
+    assert_one_rounding(dx, grad, weight.mT, ends)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(16, 32, 64)], ids=str)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("k", [64, 47])
+def test_int8_is_exact(k: int, counts: list[int], tile: Tile | None) -> None:
+    torch.manual_seed(0)
+    x, x_scale = quantize_int8(torch.randn(sum(counts), k).bfloat16())
+    weight, weight_scale = quantize_int8(torch.randn(len(counts), 40, k).bfloat16())
+    ends = ends_of(counts)
+    sums = grouped_linear(x.double(), weight.double(), ends).float()
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    expected = ((sums * weight_scale[experts].squeeze(-1)) * x_scale).bfloat16()
+    found = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), tile=tile)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.skipif(not E4M3_HERE, reason="no e4m3 products on this GPU")
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("counts", COUNTS[:2], ids=str)
+def test_fp8(counts: list[int], fast: bool) -> None:
+    torch.manual_seed(0)
+    x, x_scale = quantize_fp8(torch.randn(sum(counts), 96).bfloat16())
+    weight, weight_scale = quantize_fp8(torch.randn(len(counts), 40, 96).bfloat16())
+    ends = ends_of(counts)
+    a, b = x.double() * x_scale.double(), weight.double() * weight_scale.double()
+    exact, size = grouped_linear(a, b, ends), grouped_linear(a.abs(), b.abs(), ends)
+    found = grouped_scaled_mm(*(t.to(DEVICE) for t in (x, x_scale, weight, weight_scale, ends)), fast_accumulation=fast)
+    error = 1e-6 if INTERPRETED else 2**-11
+    assert ((found.cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * error).all()
+
+
+def test_past_the_ridge_experts_are_dequantized() -> None:
+    counts = [1700, 0, 400]
+    assert choose("grouped_w4a16", torch.device(DEVICE), sum(counts) // 3, 32, 64, 32) is None
+    packed, scale, weight = make(counts, 32, 64, 32)
+    ends = ends_of(counts)
+    arguments = [tensor.to(DEVICE) for tensor in (packed, scale, ends)]
+    x, grad = torch.randn(2100, 64).bfloat16(), torch.randn(2100, 32).bfloat16()
+    assert_one_rounding(grouped_w4a16_linear(x.to(DEVICE), *arguments), x, weight, ends)
+    assert_one_rounding(grouped_w4a16_backward_input(grad.to(DEVICE), *arguments), grad, weight.mT, ends)
+
+
+def test_the_grid_covers_every_routing() -> None:
+    for rows, experts, block in ((0, 4, 16), (1, 4, 16), (16, 1, 16), (17, 1, 16), (100, 8, 16), (3, 64, 32)):
+        worst = 0
+        for used in range(1, min(rows, experts) + 1):  # one row each, the rest in one expert
+            worst = max(worst, used - 1 + -(-(rows - used + 1) // block))
+        assert worst <= row_tiles(rows, experts, block) <= -(-rows // block) + min(rows, experts)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed, scale, _ = (tensor.to(DEVICE) for tensor in make([2, 2], 32, 64, 32))
+    x, ends = torch.randn(4, 64, device=DEVICE).bfloat16(), ends_of([2, 2]).to(DEVICE)
+    for bad in (ends.long(), ends[:1]):
+        with pytest.raises(ValueError, match="ends must be"):
+            grouped_w4a16_linear(x, packed, scale, bad)
+    with pytest.raises(ValueError, match=r"\[E, N, K/8\]"):
+        grouped_w4a16_linear(x, packed[0], scale[0], ends)
+    with pytest.raises(ValueError, match=r"expected \[M, 32\]"):
+        grouped_w4a16_backward_input(x, packed, scale, ends)

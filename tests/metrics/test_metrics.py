@@ -1,0 +1,161 @@
+"""Metrics against verl's own functions, FP64 arithmetic and hand-computed numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
+
+
+def make_batch(spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """16 responses of 1 to 40 tokens; δ normal with standard deviation `spread`."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(16, 40, generator=generator) * 3
+    old = rollout + spread * torch.randn(16, 40, generator=generator)
+    lengths = torch.randint(1, 41, (16, 1), generator=generator)
+    return old, rollout, torch.arange(40).expand(16, 40) < lengths
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("spread", [0.02, 0.5])
+def test_definitions_are_verls(spread: float) -> None:
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
+    from verl.utils.debug.metrics import pearson_correlation_coefficient
+
+    old, rollout, mask = make_batch(spread)
+    ours = mismatch_metrics(old, rollout, mask)
+    theirs = compute_offpolicy_metrics(old, rollout, mask)
+    _, weights = compute_rollout_correction_weights(old - rollout, mask, rollout_is="token", rollout_is_threshold=2.0)
+    # verl works in FP32 throughout: k3 near 2e-4 is the difference of numbers near 1, good to 1e-7.
+    assert ours["mismatch/k1"] == pytest.approx(theirs["kl"], rel=1e-5, abs=1e-7)
+    assert ours["mismatch/k3"] == pytest.approx(theirs["k3_kl"], rel=1e-5, abs=2e-8)
+    assert ours["mismatch/ppl_ratio"] == pytest.approx(theirs["ppl_ratio"], rel=1e-6)
+    assert ours["mismatch/ess"] == pytest.approx(weights["rollout_is_eff_sample_size"], rel=1e-6)
+    assert ours["mismatch/pearson"] == pytest.approx(
+        pearson_correlation_coefficient(old.exp(), rollout.exp(), mask), rel=1e-5
+    )
+
+
+def test_absolute_statistics_are_numpys() -> None:
+    old, rollout, mask = make_batch(0.1)
+    metrics = mismatch_metrics(old, rollout, mask)
+    magnitude = (old - rollout).abs()[mask].double().numpy()
+    assert metrics["mismatch/abs_mean"] == pytest.approx(magnitude.mean(), rel=1e-12)
+    assert metrics["mismatch/abs_max"] == magnitude.max()
+    for label, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):
+        assert metrics[f"mismatch/abs_{label}"] == pytest.approx(np.quantile(magnitude, q), rel=1e-12)
+
+
+def test_by_hand() -> None:
+    """Two tokens of one response, δ = ±ln 2; weights 2 and 1/2; the third position is padding."""
+    rollout = torch.tensor([[-1.0, -2.0, 9.0]])
+    old = rollout + torch.tensor([[math.log(2), -math.log(2), 1.0]])
+    metrics = mismatch_metrics(old, rollout, torch.tensor([[1, 1, 0]]))
+    assert metrics["mismatch/k1"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["mismatch/k3"] == pytest.approx((2 + 0.5) / 2 - 1, rel=1e-6)
+    assert metrics["mismatch/ess"] == pytest.approx(1.25**2 / ((4 + 0.25) / 2), rel=1e-6)
+    assert metrics["mismatch/abs_max"] == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics["mismatch/ppl_ratio"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_equal_policies_give_zero_and_small_differences_keep_their_digits() -> None:
+    rollout = torch.full((2, 8), -1.0)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    same = mismatch_metrics(rollout.clone(), rollout, mask)
+    assert same["mismatch/k3"] == same["mismatch/k1"] == same["mismatch/abs_max"] == 0.0
+    assert same["mismatch/ess"] == 1.0
+    step = 2.0**-17
+    close = mismatch_metrics(rollout + step, rollout, mask)
+    assert close["mismatch/k3"] == pytest.approx(step**2 / 2, rel=1e-4)
+
+
+def test_bf16_log_probs_are_subtracted_in_fp32() -> None:
+    old, rollout = torch.tensor([[-4.03125]]).bfloat16(), torch.tensor([[-0.0078125]]).bfloat16()
+    metrics = mismatch_metrics(old, rollout, torch.ones(1, 1))
+    assert metrics["mismatch/abs_max"] == 4.03125 - 0.0078125
+
+
+def test_padding_and_empty_responses_do_not_count() -> None:
+    old, rollout, mask = make_batch(0.1)
+    expected = mismatch_metrics(old, rollout, mask)
+    old[~mask], rollout[~mask] = math.nan, -math.inf
+    empty = torch.zeros(1, 40)
+    padded = mismatch_metrics(torch.cat([old, empty]), torch.cat([rollout, empty]), torch.cat([mask, empty.bool()]))
+    assert padded == expected
+
+
+def test_unequal_shapes_and_empty_masks_are_errors() -> None:
+    old, rollout, mask = make_batch(0.1)
+    with pytest.raises(ValueError, match="shape"):
+        mismatch_metrics(old, rollout[:, :-1], mask)
+    with pytest.raises(ValueError, match="no token"):
+        mismatch_metrics(old, rollout, torch.zeros_like(mask))
+
+
+@pytest.mark.verl
+def test_response_metrics_are_verls() -> None:
+    from verl import DataProto
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+
+    lengths, prompt_lengths, width = [3, 6, 0, 2], [2, 4, 4, 1], 6
+    scores = [1.0, 0.0, 5.0, 0.5]
+    response_mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    prompt_mask = (torch.arange(4) < torch.tensor(prompt_lengths)[:, None]).long()
+    token_scores = torch.zeros(4, width)
+    token_scores[:, 0] = torch.tensor(scores)
+    tensors = {
+        "prompts": torch.zeros(4, 4),
+        "responses": torch.zeros(4, width),
+        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+        "response_mask": response_mask,
+        "token_level_scores": token_scores,
+        "token_level_rewards": token_scores,
+        "advantages": token_scores,
+        "returns": token_scores,
+    }
+    theirs = compute_data_metrics(DataProto.from_dict(tensors), use_critic=False)
+    ours = response_metrics(scores, lengths, width, prompt_lengths=prompt_lengths)
+    assert ours.pop("critic/score/std") == pytest.approx(np.std([1.0, 0.0, 0.5]))
+    assert len(ours) == 11
+    for name, value in ours.items():
+        assert value == pytest.approx(theirs[name], rel=1e-6), name
+
+
+def test_clip_ratio_follows_the_finish_reason() -> None:
+    assert response_metrics([0, 0], [8, 8], 8)["response_length/clip_ratio"] == 1.0
+    assert response_metrics([0, 0], [8, 8], 8, finish_reasons=["stop", "length"])["response_length/clip_ratio"] == 0.5
+
+
+def test_response_metrics_need_matching_lengths() -> None:
+    with pytest.raises(ValueError, match="scores"):
+        response_metrics([1.0], [1, 2], 8)
+
+
+def test_phase_timer_accumulates_and_starts_anew() -> None:
+    calls: list[str] = []
+    timer = PhaseTimer(synchronize=lambda: calls.append("synchronize"))
+    for _ in range(2):
+        with timer.phase("rollout"):
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError), timer.phase("update"):
+        raise RuntimeError
+    assert len(calls) == 6
+    seconds = timer.pop()
+    assert set(seconds) == {"timing_s/rollout", "timing_s/update", "timing_s/step"}
+    assert 0.02 <= seconds["timing_s/rollout"] < 5
+    assert timer.pop() == {"timing_s/step": 0.0}
+
+
+def test_step_time_counts_nested_phases_once_and_leaves_out_evaluation() -> None:
+    timer = PhaseTimer()
+    with timer.phase("update"), timer.phase("quantize"):
+        time.sleep(0.01)
+    with timer.phase("eval"), timer.phase("rollout"):
+        time.sleep(0.01)
+    seconds = timer.pop()
+    assert seconds["timing_s/step"] == seconds["timing_s/update"] >= seconds["timing_s/quantize"] >= 0.01

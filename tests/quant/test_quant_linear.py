@@ -1,0 +1,232 @@
+"""QuantLinear against autograd on the dequantized operands, and model conversion on three model families."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compressed_tensors.compressors import unpack_from_int32
+from random_models import save_random_model
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.kernels.activations import quantize_fp8, quantize_int8
+from qarl.kernels.cpu.vllm_ops import VllmCpuInt8TilesLinear
+from qarl.kernels.registry import LINEAR_KERNELS
+from qarl.quant import (
+    QuantLinear,
+    get_scheme,
+    invalidate_quantized,
+    packed_state_dict,
+    quantize,
+    quantize_model,
+)
+
+KERNELS = [(scheme, kernel.name) for scheme, kernels in LINEAR_KERNELS.items() for kernel in kernels]
+
+
+def make_layer(
+    out_features=96, in_features=64, *, bias=True, scheme="w4a16", group_size=32, kernel=None, seed=0
+) -> QuantLinear:
+    torch.manual_seed(seed)
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16)
+    return QuantLinear(linear, get_scheme(scheme, group_size), qualified_name="layer", kernel=kernel)
+
+
+def dequantized_weight(layer: QuantLinear) -> torch.Tensor:
+    """float64 [N, K] from the wire tensors; int4 unpacked by compressed-tensors' own function."""
+    tensors = layer.quantized().tensors
+    if layer.scheme.format != "pack-quantized":
+        return tensors["weight"].double() * tensors["weight_scale"].double()
+    q = unpack_from_int32(tensors["weight_packed"], 4, torch.Size(tensors["weight_shape"].tolist()))
+    exact = q.double() * tensors["weight_scale"].repeat_interleave(layer.scheme.group_size, dim=1).double()
+    return rounded(exact) if layer.scheme.name == "w4a16" else exact
+
+
+def dequantized_input(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    """float64 [M, K]: the activations as the scheme rounds them."""
+    if layer.scheme.input_activations is None:
+        return x.double()
+    if layer.kernel is VllmCpuInt8TilesLinear:
+        return layer.kernel.dequantized_input(x).double()
+    values, scale = (quantize_int8 if layer.scheme.input_activations.type == "int" else quantize_fp8)(x)
+    return values.double() * scale.double()
+
+
+def other_half(layer: QuantLinear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | float:
+    """How far the forward may be off because vLLM's tiles round a few values next to a half the other way."""
+    if layer.kernel is not VllmCpuInt8TilesLinear:
+        return 0.0
+    return 2 * quantize_int8(x)[1].double() * weight.abs().amax(1)
+
+
+def rounded(exact: torch.Tensor) -> torch.Tensor:
+    return exact.bfloat16().double()
+
+
+def assert_is_one_rounding_of(
+    actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, more: torch.Tensor | float = 0.0
+) -> None:
+    """`terms`: the sum of the magnitudes of what was added up in FP32; `more`: what is allowed besides."""
+    assert actual.dtype == torch.bfloat16
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + terms * 1e-6 + more).all()
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(0, True), (1, True), (7, False), (300, True)])
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_forward_and_gradients_match_float64_autograd_on_the_dequantized_operands(scheme, kernel, rows, bias):
+    try:
+        layer = make_layer(bias=bias, scheme=scheme, kernel=kernel)
+    except UserError as error:
+        pytest.skip(str(error))
+    x = torch.randn(rows, 64).mul(torch.randn(rows, 1).exp()).bfloat16().requires_grad_()
+    grad = torch.randn(rows, 96).bfloat16()
+    y = layer(x)
+    y.backward(grad)
+    x_hat, weight = dequantized_input(layer, x.detach()), dequantized_weight(layer)
+    exact = F.linear(x_hat, weight, layer.bias.double() if bias else None)
+    assert_is_one_rounding_of(y, exact, x_hat.abs() @ weight.abs().t(), other_half(layer, x.detach(), weight))
+    # The backward multiplies the same operands in BF16.
+    x_hat, weight = rounded(x_hat).requires_grad_(), rounded(weight).requires_grad_()
+    F.linear(x_hat, weight).backward(grad.double())
+    size = grad.double().abs()
+    assert_is_one_rounding_of(x.grad, x_hat.grad, size @ weight.abs())
+    assert_is_one_rounding_of(layer.weight.grad, weight.grad, size.t() @ x_hat.abs())
+    if bias:
+        torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+def test_the_weight_gradient_takes_the_activations_as_the_forward_rounded_them(scheme):
+    """Two rows that differ by less than a step of the grid have the same forward, and the same gradient."""
+    layer = make_layer(scheme=scheme)
+    x = torch.randn(1, 64).bfloat16()
+    x[0, 0], x[0, 5] = 4, 1
+    moved = x.clone()
+    moved[0, 5] = 1 + 2**-7
+    gradients = []
+    for value in (x, moved):
+        layer.weight.grad = None
+        layer(value).sum().backward()
+        gradients.append(layer.weight.grad)
+    assert torch.equal(layer(x), layer(moved)) and torch.equal(*gradients)
+
+
+def test_three_dimensional_and_empty_inputs_keep_their_shape():
+    layer = make_layer()
+    x = torch.randn(2, 5, 64).bfloat16()
+    assert torch.equal(layer(x), layer(x.view(10, 64)).view(2, 5, 96))
+    assert layer(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)
+
+
+def test_quantized_once_per_update_and_again_after_it():
+    layer = make_layer()
+    x = torch.randn(4, 64).bfloat16()
+    layer(x)
+    before = layer.quantized()
+    layer(x)
+    assert layer.quantized() is before
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert not layer.quantized().equals(before)
+    after = layer.quantized()
+    layer.weight.data.mul_(2)
+    invalidate_quantized(layer)
+    assert not layer.quantized().equals(after)
+
+
+def test_a_replaced_parameter_is_noticed():
+    layer = make_layer()
+    for _ in range(20):
+        new = torch.randn(96, 64).bfloat16()
+        del layer.weight
+        layer.weight = nn.Parameter(new)
+        assert layer.quantized().equals(quantize(new, layer.scheme))
+
+
+def test_strided_activations_give_the_same_result_as_contiguous_ones():
+    layer = make_layer()
+    wide, tall = torch.randn(5, 128).bfloat16(), torch.randn(64, 5).bfloat16()
+    for x in (tall.t(), wide[:, ::2], wide[::2, :64]):
+        assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_other_activation_dtypes_are_refused():
+    with pytest.raises(UserError, match=r"layer got torch\.float32"):
+        make_layer()(torch.randn(2, 64))
+
+
+def test_an_update_between_forward_and_backward_is_refused():
+    layer = make_layer()
+    y = layer(torch.randn(4, 64).bfloat16().requires_grad_())
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"layer\.weight changed between"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(("family", "tie"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_quantize_model_covers_the_family_and_keeps_state_dict_keys(tmp_path, family, tie):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_random_model(tmp_path / family, family, tie=tie)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    keys = list(model.state_dict())
+    report = quantize_model(model, scheme="w4a16", group_size=32)
+    assert list(model.state_dict()) == keys
+    assert len(report.quantized) == 2 * 7 and list(report.skipped) == ["lm_head"]
+    names = [name for name, _ in packed_state_dict(model)]
+    assert len(names) == len(set(names)) == len(keys) - tie + 2 * 14
+    assert ("lm_head.weight" in names) == (not tie)
+    # The published tensors are the same whether the trainer's linears are aligned or not: one quantizer.
+    unaligned = dict(packed_state_dict(plain, scheme=get_scheme("w4a16", group_size=32)))
+    assert all(torch.equal(tensor, unaligned[name]) for name, tensor in packed_state_dict(model))
+    # The forward equals the model whose weights were replaced by the dequantized ones, up to kernel rounding.
+    for name, module in plain.named_modules():
+        if name in report.quantized:
+            layer = model.get_submodule(name)
+            module.weight.data = layer.quantized().dequantize(torch.bfloat16)
+    tokens = torch.randint(0, 64, (2, 9))
+    ours, theirs = model(input_ids=tokens).logits, plain(input_ids=tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
+    assert F.cosine_similarity(ours.double().flatten(), theirs.double().flatten(), dim=0) > 0.9999
+
+
+def test_shapes_that_do_not_divide_name_every_layer():
+    model = nn.Sequential(nn.Linear(48, 64, dtype=torch.bfloat16), nn.Linear(64, 64, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"(?s)1 linears cannot.*0 has shape \[64, 48\].*group_size"):
+        quantize_model(model, group_size=32)
+
+
+def test_fp32_models_and_second_conversions_are_refused():
+    with pytest.raises(UserError, match="not bfloat16"):
+        quantize_model(nn.Sequential(nn.Linear(32, 32)), group_size=32)
+    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+    quantize_model(model, group_size=32)
+    with pytest.raises(UserError, match="quantized already"):
+        quantize_model(model, group_size=32)
+
+
+def test_ignored_names_and_unmatched_entries_are_reported():
+    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32, dtype=torch.bfloat16))
+    report = quantize_model(model, group_size=32, ignore=["re:^1$", "gate"])
+    assert list(report.quantized) == ["0"] and list(report.skipped) == ["1"]
+    assert report.unmatched_ignore == ("gate",)
+
+
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_a_copy_makes_its_own_quantized_tensors(scheme, kernel):
+    """What a kernel prepared may be memory that its object frees: two owners would free it twice."""
+    try:
+        layer = make_layer(scheme=scheme, kernel=kernel)
+    except UserError as error:
+        pytest.skip(str(error))
+    x = torch.randn(4, 64).bfloat16()
+    before = layer(x)
+    other = copy.deepcopy(layer)
+    assert other.prepared is None and torch.equal(other(x), before)
+    del layer
+    assert torch.equal(other(x), before)

@@ -1,0 +1,135 @@
+"""What of an engine's model a publish must write, and what a receiver does when it does not get all: without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from publish_streams import CONFIGS, config, engine_model, receiver, reusing_one_buffer, weights
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.quant import get_scheme
+from qarl.rollout.publish.manifest import TensorSpec, expected_manifest
+from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.wire import COMMIT, encode_publish
+from qarl.rollout.publish.writers import DERIVED, WritePlan
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_model_whose_every_tensor_is_published_is_taken(family, tie):
+    model = engine_model(family, tie=tie)
+    found = receiver(model)
+    found.feed(encode_publish(weights(family, tie=tie), version=3))
+    assert found.version == 3
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights(family, tie=tie))
+
+
+PLANTED = {
+    "a bias": lambda model: setattr(model.model.layers[1].mlp.up_proj, "bias", nn.Parameter(torch.randn(96))),
+    "a bias of q": lambda model: setattr(model.model.layers[0].self_attn.q_proj, "bias", nn.Parameter(torch.ones(64))),
+    "a parameter": lambda model: model.model.layers[0].register_parameter("bias", nn.Parameter(torch.randn(3))),
+    "a buffer": lambda model: model.model.norm.register_buffer("bias", torch.randn(3)),
+    "a layer": lambda model: setattr(model.model, "bias", nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_parameter_or_buffer_that_no_publish_writes_is_refused(what):
+    model = engine_model("llama")
+    PLANTED[what](model)
+    with pytest.raises(UserError, match=r"(?s)no publish would write.*bias"):
+        receiver(model)
+
+
+def test_derived_tensors_are_named_in_a_table():
+    for name in DERIVED:
+        model = engine_model("llama")
+        model.model.layers[0].self_attn.register_buffer(name, torch.ones(4))
+        receiver(model)
+        model.model.layers[0].self_attn.register_buffer(f"{name}_too", torch.ones(4))
+        with pytest.raises(UserError, match=f"{name}_too"):
+            receiver(model)
+
+
+def test_int8_activations_are_refused_when_the_engine_has_chosen_them():
+    model = engine_model("llama")
+    model.model.layers[0].mlp.up_proj.use_w4a8 = True
+    with pytest.raises(UserError, match="VLLM_CPU_INT4_W4A8"):
+        WritePlan(model, None, expected_manifest(model.config, get_scheme("bf16"), []))
+
+
+def test_a_tied_lm_head_multiplies_by_the_published_weight():
+    model = engine_model("qwen3", tie=True)
+    found = receiver(model)
+    tensors = weights("qwen3", tie=True)
+    assert "lm_head.weight" not in dict(tensors)
+    found.feed(encode_publish(tensors, version=1))
+    assert torch.equal(model.lm_head.packed, dict(tensors)["model.embed_tokens.weight"])
+
+
+def test_tensors_in_a_buffer_that_is_reused_are_copied():
+    model = engine_model("llama")
+    found = receiver(model, clone=True)
+    found.feed(reusing_one_buffer(encode_publish(weights("llama"), version=1)))
+    assert found.version == 1
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights("llama"))
+
+
+class Engine:
+    """What `publish_weights` asks of an engine."""
+
+    def __init__(self, model: Any, cut: int | None = None) -> None:
+        self.receiver = receiver(model)
+        self.expected, self.cut, self.resets, self.cache_free = self.receiver.expected, cut, 0, True
+
+    def transport(self, stream: Any) -> Any:
+        return iter(list(stream)[: self.cut])
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.cache_free
+
+    def mark_stale(self, reason: str) -> None:
+        self.receiver.mark_stale(reason)
+
+
+def test_a_publish_resets_the_prefix_cache():
+    engine: Any = Engine(engine_model("llama"))
+    publish_weights(engine, engine.receiver, weights("llama"), version=1)
+    assert engine.resets == 1 and engine.receiver.version == 1
+    engine.cache_free = False
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        publish_weights(engine, engine.receiver, weights("llama"), version=2)
+    assert engine.receiver.stale
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, -1])
+def test_a_stream_that_just_stops_leaves_no_version(cut):
+    engine: Any = Engine(engine_model("llama"))
+    publish_weights(engine, engine.receiver, weights("llama"), version=1)
+    engine.cut = cut
+    with pytest.raises(UserError, match="ended before its last record"):
+        publish_weights(engine, engine.receiver, weights("llama", seed=3), version=2)
+    assert engine.receiver.stale and engine.receiver.version is None
+    engine.cut = None
+    publish_weights(engine, engine.receiver, weights("llama"), version=3)
+    assert engine.receiver.version == 3
+
+
+@pytest.mark.parametrize("cut", [1, 5, -1])
+def test_a_receiver_whose_stream_just_stops_is_stale(cut):
+    """As in verl's worker, where nobody is behind the receiver."""
+    found = receiver(engine_model("llama"))
+    found.feed(encode_publish(weights("llama"), version=1))
+    stream = list(encode_publish(weights("llama", seed=3), version=2))
+    assert stream[-1][0] == COMMIT
+    found.feed(stream[:cut])
+    assert found.stale and "version 2 did not complete" in found.stale_because
+
+
+def test_specs_of_the_stub_are_those_of_the_trainer():
+    expected = expected_manifest(config("qwen2"), get_scheme("bf16"), [])
+    assert expected == {name: TensorSpec.of(tensor) for name, tensor in weights("qwen2")}

@@ -1,0 +1,151 @@
+"""The in-process vLLM engine and the publisher, against the engine's own layers and a freshly started vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from engine_helpers import PROMPTS, SCHEME, greedy, load_model
+from fresh_vllm import greedy_in_a_fresh_vllm
+from random_models import save_random_model
+
+from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
+from qarl.errors import UserError
+from qarl.quant import QuantLinear, packed_state_dict
+from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+
+pytestmark = [pytest.mark.vllm, needs_w4a16_cpu]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> torch.nn.Module:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Iterator[RolloutEngine]:
+    config = EngineConfig(str(folder), SCHEME, ("lm_head",), max_model_len=320, kv_cache_gib=0.25)
+    with RolloutEngine(config) as engine:
+        yield engine
+
+
+@pytest.fixture
+def published(engine, model) -> RolloutEngine:
+    """The engine with `model`'s weights as version 1."""
+    engine.publish(packed_state_dict(model), version=1)
+    return engine
+
+
+def test_a_new_engine_refuses_to_generate(engine):
+    assert engine.stale
+    with pytest.raises(UserError, match="refuses to generate"):
+        engine.generate(PROMPTS, SamplingConfig(4))
+
+
+def test_quant_linear_equals_the_running_engines_layers_bit_for_bit(published, model):
+    """Inputs captured from the engine while it generates; fused layers are compared slice by slice."""
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    captured: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    handles = []
+    for name, module in published.model().named_modules():
+        if name.rpartition(".")[2] in (*fused, "o_proj", "down_proj"):
+
+            def hook(module, args, output, name=name):
+                captured.append((name, args[0].clone(), output[0].clone()))
+
+            handles.append(module.register_forward_hook(hook))
+    greedy(published, max_tokens=6)
+    for handle in handles:
+        handle.remove()
+    assert len(captured) >= 20 and len({name for name, _, _ in captured}) == 8
+    for name, x, expected in captured:
+        parent, _, leaf = name.rpartition(".")
+        layers = [model.get_submodule(f"{parent}.{part}") for part in fused.get(leaf, (leaf,))]
+        assert all(isinstance(layer, QuantLinear) for layer in layers)
+        with torch.no_grad():
+            ours = torch.cat([layer(x) for layer in layers], dim=-1)
+        assert torch.equal(ours, expected), name
+
+
+def test_published_weights_survive_later_changes_of_the_trainer(engine, folder):
+    other = load_model(folder, noise_seed=1)
+    engine.publish(packed_state_dict(other), version=2)
+    before = greedy(engine)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    for layer in other.modules():
+        if isinstance(layer, QuantLinear):
+            for tensor in layer.quantized().tensors.values():
+                tensor.zero_()
+    engine.llm.reset_prefix_cache()
+    assert greedy(engine) == before
+
+
+def test_a_publish_there_and_back_is_exact_and_replaces_everything(published, folder, model):
+    first = greedy(published)
+    published.publish(packed_state_dict(load_model(folder, noise_seed=2)), version=2)
+    second = greedy(published)
+    assert second != first
+    report = published.publish(packed_state_dict(model), version=3)
+    assert greedy(published) == first
+    assert published.weight_version == 3
+    assert 0.28 < report.quantized_ratio < 0.30
+
+
+def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(engine, folder, tmp_path):
+    """A vLLM in a process of its own that knows nothing of QaRL loads the folder as it is."""
+    from transformers import AutoTokenizer
+
+    other = load_model(folder, noise_seed=3)
+    engine.publish(packed_state_dict(other), version=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    files = ModelFiles.of(other, tokenizer)
+    saved = save_model(tmp_path / "export", files, packed_state_dict(other), scheme=SCHEME, ignore=("lm_head",))
+    tokens, log_probs = greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
+    assert (tokens, log_probs) == greedy(engine)
+
+
+def test_a_response_depends_on_its_seed_and_not_on_the_batch(published):
+    sampling = SamplingConfig(16, temperature=1.0)
+    seeds = list(range(100, 116))
+    whole = published.generate(PROMPTS, sampling, seeds)
+    assert published.generate(PROMPTS, sampling, seeds).response_token_ids == whole.response_token_ids
+    alone = published.generate(PROMPTS[5:6], sampling, seeds[5:6])
+    assert alone.response_token_ids == whole.response_token_ids[5:6]
+    assert published.generate(PROMPTS, sampling, seeds[::-1]).response_token_ids != whole.response_token_ids
+    assert all(len(r) == len(lp) for r, lp in zip(whole.response_token_ids, whole.rollout_log_probs, strict=True))
+
+
+def test_more_prompt_tokens_than_one_prefill_holds_are_sampled_with_their_seeds(published):
+    """vLLM 0.29 on CPU crashes where a seeded request's prefill is chunked; 128 prompts of 40 tokens pass 4096."""
+    prompts = [[3 + (i + t) % 50 for t in range(40)] for i in range(128)]
+    batch = published.generate(prompts, SamplingConfig(2), seeds=list(range(128)))
+    alone = published.generate(prompts[-1:], SamplingConfig(2), seeds=[127])
+    assert batch.response_token_ids[-1:] == alone.response_token_ids
+
+
+def test_the_log_probs_are_the_sampled_tokens_though_the_likeliest_are_asked_for(published):
+    seeds = list(range(16))
+    plain = published.generate(PROMPTS, SamplingConfig(16), seeds)
+    found = published.generate(PROMPTS, SamplingConfig(16, top_tokens=True), seeds)
+    assert found.response_token_ids == plain.response_token_ids and found.top_token_ids != plain.response_token_ids
+    assert found.rollout_log_probs == plain.rollout_log_probs
+
+
+def test_prompts_that_share_a_beginning_are_each_prefilled_whole(published):
+    """Two blocks of vLLM's KV cache on CPU, and a few tokens more."""
+    prompts = [[3 + t % 50 for t in range(256)] + [5, 6 + i] for i in range(2)]
+    for _ in range(2):
+        for prompt in prompts:
+            published.generate([prompt], SamplingConfig(2, temperature=0.0))
+    hits = [metric.value for metric in published.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits"]
+    assert hits == [0]

@@ -1,0 +1,418 @@
+"""Data preparation: what is kept, changed and left out, on small files made here, and what verl makes of the result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from checkout import ROOT
+from random_models import save_random_model
+
+from qarl.data import load_prompts
+from qarl.data.rewards import math_verify
+from qarl.errors import UserError
+
+SCRIPTS = ROOT / "scripts"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    names = ("math_text", "math_data", "prepare_math_eval", "prepare_openr1_math")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield {name: importlib.import_module(name) for name in names}
+
+
+@pytest.fixture
+def text(scripts: dict[str, ModuleType]) -> ModuleType:
+    return scripts["math_text"]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def evaluate(scripts: dict[str, ModuleType], output: Path, *arguments: str) -> int:
+    return scripts["prepare_math_eval"].main(["--output", str(output), "--workers", "1", *arguments])
+
+
+def train(scripts: dict[str, ModuleType], output: Path, *arguments: str) -> int:
+    return scripts["prepare_openr1_math"].main(["--output", str(output), "--workers", "1", *arguments])
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.with_suffix(".report.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "answer"),
+    [
+        ("204", "204"),
+        (204, "204"),
+        (142.0, "142"),
+        (0.5, "0.5"),
+        (" $x+1$. ", "x+1"),
+        ("$27$ or $38$", "27 or 38"),
+        ("\\(5\\)", "5"),
+        ("\\[\\frac{1}{2}\\]", "\\frac{1}{2}"),
+        ("\\(a\\) and \\(b\\)", "\\(a\\) and \\(b\\)"),
+        ("\\$18", "\\$18"),
+        ("$\\{1\\}$", "\\{1\\}"),
+        ("$[0,1)$", "[0,1)"),
+        (["$2$", "$\\frac{3}{4}$"], "2, \\frac{3}{4}"),
+        ({"style": "rule", "ground_truth": "7"}, "7"),
+        ("\N{MINUS SIGN}3", "-3"),
+        ("\N{FULLWIDTH DIGIT THREE}", "3"),
+        ("2\N{GREEK SMALL LETTER PI}", "2\\pi"),
+        ("\N{SQUARE ROOT}13", "\\sqrt{13}"),
+        ("first \\boxed{3}, so in the end $\\boxed{5}$.", "5"),
+        ("$\\boxed{2}$, $\\boxed{3}$ and \\boxed{\\frac{1}{4}}", "2, 3, \\frac{1}{4}"),
+        ("so \\boxed{1}; hence \\boxed{2} \\text{ or } \\boxed{3}", "2, 3"),
+        ("\\boxed{\\boxed{3}}", "3"),
+        ("\\fbox{9}", "9"),
+    ],
+)
+def test_answers_become_one_box_that_the_reward_accepts(text: ModuleType, raw: Any, answer: str) -> None:
+    assert text.answer_text(raw) == answer
+    assert text.answer_text(answer) == answer
+    assert text.verifies_itself(answer)
+
+
+@pytest.mark.parametrize(
+    ("raw", "right", "wrong"),
+    [
+        ("$27$ or $38$", "\\boxed{38, 27}", "\\boxed{27}"),
+        ("\N{SQUARE ROOT}13", "\\boxed{\\sqrt{13}}", "\\boxed{3}"),
+        ("$\\boxed{2}$ and $\\boxed{3}$", "\\boxed{2,3}", "\\boxed{3}"),
+        ("2\N{GREEK SMALL LETTER PI}", "\\boxed{2\\pi}", "\\boxed{2}"),
+        (["$2$", "$\\frac{3}{4}$"], "\\boxed{2, 0.75}", "\\boxed{0.75}"),
+    ],
+)
+def test_the_reward_tells_right_from_wrong_by_them(text: ModuleType, raw: Any, right: str, wrong: str) -> None:
+    assert math_verify("", right, text.answer_text(raw)) == 1.0
+    assert math_verify("", wrong, text.answer_text(raw)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (None, "no reference answer"),
+        ("  ", "no reference answer"),
+        ("$$", "no reference answer"),
+        ([], "no reference answer"),
+        ({"style": "rule"}, "no reference answer"),
+        (True, "no reference answer"),
+        (float("nan"), "no reference answer"),
+        (b"7", "no reference answer"),
+        ("3}", "unbalanced"),
+        ("\\boxed{3", "unbalanced"),
+        ("We argue as follows. " * 20, "longer than 300"),
+    ],
+)
+def test_unusable_answers_say_why(text: ModuleType, raw: Any, reason: str) -> None:
+    with pytest.raises(text.RowError, match=reason):
+        text.answer_text(raw)
+
+
+def test_a_reward_that_raises_counts_as_unverified(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> float:
+        raise RecursionError
+
+    monkeypatch.setattr(text, "math_verify", broken)
+    assert not text.verifies_itself("1")
+
+
+def test_a_busy_machine_keeps_the_rows_of_a_quiet_one(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward answers 0 where its five seconds are over."""
+    monkeypatch.setattr(text, "math_verify", lambda *arguments: 0.0)
+    assert text.verifies_itself("\\frac{1}{2}") and not text.verifies_itself("\\text{}")
+
+
+def test_problems_are_compared_without_their_dress(text: ModuleType) -> None:
+    same = [
+        "Find $\\dfrac{1}{2}+ x_1$ for  2.5 apples.",
+        "find \\frac{1}{2} + x_{1}, for 2.5 Apples",
+        "Find $\\left.\\tfrac{1}{2}\\right.\\,+x_1$\nfor \N{FULLWIDTH DIGIT TWO}.5 apples",
+    ]
+    assert len({text.problem_key(problem) for problem in same}) == 1
+    others = [
+        "Find 1/2 + x_1 for 2.5 apples",
+        "Find $\\frac{1}{2}+ x_1$ for 25 apples",
+        "Find \\frac{1}{2}- x_1 for 2.5 apples",
+    ]
+    assert len({text.problem_key(problem) for problem in [same[0], *others]}) == 4
+    assert text.problem_key("2 \N{MINUS SIGN} 1") == text.problem_key("2-1")
+
+
+def test_training_set_counts_everything_it_leaves_out(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = [{"problem": "What is $2+2$?", "answer": "4"}, {"problem": "Prove it.", "answer": None}]
+    published.append({"problem": "Say nothing.", "answer": "\\text{}"})
+    held_out = write_jsonl(tmp_path / "held.jsonl", published)
+    assert evaluate(scripts, tmp_path / "eval", "--sets", "math500", "--file", f"math500={held_out}") == 0
+    source = write_jsonl(
+        tmp_path / "source.jsonl",
+        [
+            {"problem": "What is 3+3?", "answer": "6", "other": [1]},
+            {"problem": "what is 2 + 2 ?", "answer": "4"},
+            {"problem": "", "answer": "1"},
+            {"problem": "No answer", "answer": None},
+            {"answer": "5"},
+            {"problem": "What is 3 + 3?", "answer": "$6$"},
+            {"problem": "What is 3 + 3 ?", "answer": "7"},
+            {
+                "problem": "\N{GREEK SMALL LETTER ALPHA} = \N{SQUARE ROOT}2, cafe\N{COMBINING ACUTE ACCENT}?",
+                "answer": "\\sqrt{2}",
+            },
+            {"problem": "Cut off", "answer": "\\frac{1}{"},
+            {"problem": "Rubbish", "answer": "\\text{}"},
+            {"problem": "prove  it", "answer": "1"},
+            {"problem": "say nothing", "answer": "2"},
+        ],
+    )
+    output = tmp_path / "train.parquet"
+    arguments = ["--file", str(source), "--eval", str(tmp_path / "eval")]
+    assert train(scripts, output, *arguments) == 2  # five sets are not there
+    assert "evaluation set aime24 is not in" in capsys.readouterr().err and not output.exists()
+    assert train(scripts, output, *arguments, "--eval-sets", "math500") == 0
+    rows = pq.read_table(output).to_pylist()
+    assert [row["extra_info"] for row in rows] == [
+        {"split": "train", "index": 0, "source_row": 0},
+        {"split": "train", "index": 1, "source_row": 7},
+    ]
+    assert rows[1]["data_source"] == "openr1_math"
+    assert rows[1]["reward_model"] == {"style": "rule", "ground_truth": "\\sqrt{2}"}
+    problem = "\N{GREEK SMALL LETTER ALPHA} = \N{SQUARE ROOT}2, caf\N{LATIN SMALL LETTER E WITH ACUTE}?"
+    instruction = "Please reason step by step, and put your final answer within \\boxed{}."
+    assert rows[1]["prompt"] == [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
+    report = report_of(output)
+    assert report["dropped"] == {
+        "duplicate": 1,
+        "duplicate with another answer, the first one kept": 1,
+        "in evaluation set math500": 3,
+        "no problem text": 2,
+        "no reference answer": 1,
+        "reference answer does not verify": 1,
+        "unbalanced braces in the reference answer": 1,
+    }
+    assert report["evaluation_sets"] == {"math500": 3}
+    assert report["rows_read"] == 12 == report["rows_written"] + sum(report["dropped"].values())
+    assert report["first_dropped_source_rows"]["no problem text"] == [2, 4]
+
+
+def test_openr1_layout_and_parquet(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    """The published columns: chat messages with a system prompt, the answer in reward_model, long traces beside."""
+    rows = [
+        {
+            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"What is {i}+{i}?"}],
+            "target": [{"role": "assistant", "content": "<think>" + "x" * 1000}],
+            "reward_model": {"ground_truth": str(2 * i), "style": "rule"},
+        }
+        for i in range(1100)
+    ]
+    source = tmp_path / "train-00000.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), source)
+    first, second = tmp_path / "a" / "train.parquet", tmp_path / "b" / "train.parquet"
+    assert train(scripts, first, "--file", str(source), "--no-eval") == 0
+    assert train(scripts, second, "--file", str(source), "--no-eval", "--workers", "2") == 0
+    assert first.read_bytes() == second.read_bytes()
+    written = pq.read_table(first)
+    assert written.num_rows == 1100
+    last = written.slice(1099).to_pylist()[0]
+    assert last["prompt"][0]["content"].startswith("What is 1099+1099?\n\n")
+    assert len(last["prompt"]) == 1
+    assert last["reward_model"]["ground_truth"] == "2198"
+
+
+def test_files_are_read_in_the_order_given_and_folders_sorted(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in ("b", "a"):
+        write_jsonl(folder / f"{name}.jsonl", [{"question": f"{name}?", "final_answer": ["1"]}])
+    single = write_jsonl(tmp_path / "z.jsonl", [{"question": "z?", "final_answer": ["1"]}])
+    assert train(scripts, tmp_path / "out.parquet", "--no-eval", "--file", str(single), str(folder)) == 0
+    prompts = [row["prompt"][0]["content"][0] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()]
+    assert prompts == ["z", "a", "b"]
+
+
+def test_evaluation_sets_keep_duplicates_and_count_them(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "1.jsonl", [{"problem": p, "answer": 1} for p in ("p?", "q?", "P ?")])
+    two = write_jsonl(tmp_path / "2.jsonl", [{"problem": p, "answer": 1} for p in ("q?", "r?")])
+    arguments = ["--sets", "aime24", "minerva", "--file", f"aime24={one}", "--file", f"minerva={two}"]
+    assert evaluate(scripts, tmp_path / "eval", *arguments, "--samples", "minerva=4") == 0
+    rows = {name: pq.read_table(tmp_path / "eval" / f"{name}.parquet").to_pylist() for name in ("aime24", "minerva")}
+    assert [len(found) for found in rows.values()] == [3, 2]
+    assert {row["__rollout_n__"] for row in rows["aime24"]} == {32}
+    assert {row["__rollout_n__"] for row in rows["minerva"]} == {4}
+    assert {row["data_source"] for row in rows["minerva"]} == {"minerva"}
+    assert report_of(tmp_path / "eval" / "aime24.parquet")["problems_also_in"] == {"aime24": 1}
+    assert report_of(tmp_path / "eval" / "minerva.parquet")["problems_also_in"] == {"aime24": 1}
+    assert {path.name for path in (tmp_path / "eval").iterdir()} == {
+        f"{name}.{ending}" for name in rows for ending in ("parquet", "report.json", "keys")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "p', "a.jsonl:2"),
+        ("a.jsonl", b"[1]\n", "not a JSON object"),
+        ("a.jsonl", b"\xff\xfe\n", "cannot read"),
+        ("a.jsonl", b"\n", "no rows"),
+        ("a.jsonl", b'{"text": "p", "answer": "1"}\n', "no column with the problem"),
+        ("a.jsonl", b'{"problem": "p", "text": "1"}\n', "there are problem, text"),
+        ("a.jsonl", b'{"problem": "p", "answer": ""}\n', "no row is left"),
+        ("a.parquet", b"version https://git-lfs", "cannot read"),
+        ("a.csv", b"problem,answer\n", "unknown format"),
+    ],
+)
+def test_unusable_files_are_user_errors(
+    scripts: dict[str, ModuleType],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes,
+    message: str,
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    output = tmp_path / "out" / "train.parquet"
+    assert train(scripts, output, "--no-eval", "--file", str(tmp_path / name)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "fix: " in error
+    assert not output.parent.exists() or list(output.parent.iterdir()) == []
+
+
+def test_wrong_arguments_are_user_errors(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    cases = [
+        (
+            train,
+            tmp_path / "t.parquet",
+            ["--file", str(here), "--eval", str(tmp_path / "none")],
+            "prepare_math_eval.py",
+        ),
+        (train, tmp_path / "t.jsonl", ["--file", str(here), "--no-eval"], "ending .parquet"),
+        (train, tmp_path / "t.parquet", ["--file", str(tmp_path / "gone.jsonl"), "--no-eval"], "no such file"),
+        (train, tmp_path / "t.parquet", ["--file", str(here), "--no-eval", "--answer-column", "x"], "looked for x"),
+        (train, tmp_path / "t.parquet", ["--file", str(here), "--no-eval", "--workers", "0"], "1 or more"),
+        (evaluate, tmp_path / "e", ["--sets", "amc", "--file", f"aime24={here}"], "the sets to prepare are amc"),
+        (evaluate, tmp_path / "e", ["--sets", "amc", "--file", "amc"], "--file amc"),
+        (evaluate, tmp_path / "e", ["--sets", "amc", "--samples", "amc=0"], "not a number of responses"),
+    ]
+    for function, output, arguments, message in cases:
+        assert function(scripts, output, *arguments) == 2, arguments
+        assert message in capsys.readouterr().err, arguments
+
+
+def test_an_unreachable_hub_is_a_user_error(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unreachable(*arguments: object, **more: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    data = scripts["math_data"]
+    with pytest.raises(UserError, match=r"(?s)some/set.*no network.*offline"):
+        list(data.problems(data.Source("some/set@main"), data.Counts(), workers=1))
+
+
+def test_a_streamed_hub_set_is_read_by_its_columns(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` itself, given a set in memory for the one on the Hub."""
+    import datasets
+
+    asked: dict[str, Any] = {}
+
+    def load(name: str, subset: str | None, **more: Any) -> Any:
+        asked.update(more, name=name, subset=subset)
+        rows = {"question": ["q?"], "answer": [7], "context": ["unused"]}
+        return datasets.Dataset.from_dict(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = scripts["math_data"]
+    found = list(data.problems(data.Source("some/set@abc", subset="en", split="test"), data.Counts(), workers=1))
+    assert [(item.row, item.problem, item.answer) for item in found] == [(0, "q?", "7")]
+    assert asked == {"name": "some/set", "subset": "en", "split": "test", "revision": "abc", "streaming": True}
+
+
+def test_run_as_programs(tmp_path: Path) -> None:
+    """From another folder, with verifying processes, as a user starts them."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"problem": f"{i}?", "answer": i} for i in range(5)])
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    for script, arguments in (
+        ("prepare_math_eval.py", ["--sets", "amc", "--file", f"amc={source}", "--workers", "2"]),
+        ("prepare_openr1_math.py", ["--file", str(source), "--workers", "2", "--eval-sets", "amc"]),
+    ):
+        command = [sys.executable, str(SCRIPTS / script), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2  # every training problem is in the evaluation set
+    assert "no row is left" in done.stderr
+    assert pq.read_table(tmp_path / "data" / "math_eval" / "amc.parquet").num_rows == 5
+
+
+@pytest.fixture(scope="module")
+def prepared(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("math")
+    files = []
+    for name, count in (("aime24", 2), ("math500", 3)):
+        rows = [{"problem": f"{name} {i}", "answer": str(i)} for i in range(count)]
+        files += ["--file", f"{name}={write_jsonl(folder / f'{name}.jsonl', rows)}"]
+    assert evaluate(scripts, folder / "eval", "--sets", "aime24", "math500", *files, "--samples", "aime24=4") == 0
+    save_random_model(folder / "model")
+    return folder
+
+
+def test_the_local_backend_reads_them(prepared: Path) -> None:
+    from transformers import AutoTokenizer
+
+    files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
+    prompts = load_prompts(files, tokenizer=AutoTokenizer.from_pretrained(prepared / "model"), max_prompt_length=64)
+    assert [(p.data_source, p.ground_truth) for p in prompts] == [
+        ("aime24", "0"), ("aime24", "1"), ("math500", "0"), ("math500", "1"), ("math500", "2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.verl
+def test_verl_reads_them_samples_by_row_and_reports_by_set(prepared: Path) -> None:
+    """verl's dataset, collation and batch give each prompt its own number; its metrics name set and number."""
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+    from verl.utils import tensordict_utils
+    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+
+    files = [str(path) for path in sorted((prepared / "eval").glob("*.parquet"))]
+    config = OmegaConf.create(
+        {"cache_dir": str(prepared / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 64}
+    )
+    dataset = RLHFDataset(files, AutoTokenizer.from_pretrained(prepared / "model"), config)
+    batch = collate_fn([dataset[i] for i in range(len(dataset))])
+    sent = tensordict_utils.get_tensordict(batch)
+    assert [sent[i]["__rollout_n__"] for i in range(len(dataset))] == [4, 4, 1, 1, 1]
+
+    sources, uids, scores = [], [], []
+    for i, (source, n) in enumerate(zip(batch["data_source"], batch["__rollout_n__"], strict=True)):
+        sources += [source] * n
+        uids += [str(i)] * n
+        scores += [float(j == 0) for j in range(n)]
+    metrics = process_validation_metrics(sources, uids, {"reward": scores, "acc": scores})
+    assert metrics["aime24"]["acc"]["mean@4"] == 0.25
+    assert "best@4/mean" in metrics["aime24"]["acc"]
+    assert metrics["math500"]["acc"] == {"mean@1": 1.0}

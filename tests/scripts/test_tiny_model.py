@@ -1,0 +1,212 @@
+"""The tiny model's folder and data as others meet them: through transformers, `datasets` and the rewards."""
+
+import importlib
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from checkout import ROOT
+from datasets import load_dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from qarl.data import check_disjoint, check_vocabulary, load_prompts
+from qarl.data.rewards import arithmetic
+
+SCRIPTS = ROOT / "scripts"
+SMALL = ["--steps", "2", "--train-size", "40", "--test-size", "8"]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> tuple[ModuleType, ModuleType]:
+    """`make_tiny_model` and `column_addition`, imported as if run from their folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        return importlib.import_module("make_tiny_model"), importlib.import_module("column_addition")
+
+
+@pytest.fixture(scope="module")
+def made(scripts: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    paths = folder / "models" / "tiny", folder / "data"
+    assert run(scripts, *paths) == 0
+    return paths
+
+
+def run(scripts: tuple[ModuleType, ModuleType], output: Path, data: Path, *more: str) -> int:
+    return scripts[0].main(["--output", str(output), "--data", str(data), *SMALL, *more])
+
+
+def test_answers_are_sums_worked_out(scripts: tuple[ModuleType, ModuleType]) -> None:
+    task = scripts[1]
+    pairs = task.draw_pairs(500, random.Random(0), set())
+    lengths = []
+    for a, b in pairs:
+        assert min(a, b) >= 1000 and max(a, b) <= 99999
+        response = task.response_text((a, b))
+        *columns, total = response.split()
+        assert total == f"={a + b}"
+        assert arithmetic("", response, str(a + b)) == 1.0
+        digits, carry = "", "0"
+        for column in columns:
+            left, right = column.split("=")
+            assert eval(re.sub(r"\b0+(?=\d)", "", left)) == int(right)
+            assert left.split("+")[2] == carry
+            carry, digit = right
+            digits = digit + digits
+        assert int(carry + digits) == a + b
+        lengths.append(len(response) + 1)
+    assert (min(lengths), max(lengths)) == (42, 53)
+    assert 45 < sum(lengths) / len(lengths) < 52
+    assert {len(str(a)) * 10 + len(str(b)) for a, b in pairs} == {44, 45, 54, 55}
+
+
+def test_drawn_pairs_are_new_in_either_order(scripts: tuple[ModuleType, ModuleType]) -> None:
+    draw = scripts[1].draw_pairs
+    first = draw(300, random.Random(0), set())
+    swapped = {(b, a) for a, b in first}
+    again = draw(300, random.Random(0), swapped)
+    assert len(set(first)) == 300
+    assert not (set(again) & set(first) or set(again) & swapped)
+
+
+def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
+    weights = load_file(made[0] / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert "lm_head.weight" in weights
+    model = AutoModelForCausalLM.from_pretrained(made[0])
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    assert model.dtype == torch.bfloat16 and model.config.model_type == "qwen3"
+    assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1e6
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            assert module.in_features % 32 == 0 and module.out_features % 32 == 0
+    assert check_vocabulary(tokenizer, model.config.vocab_size) == 0
+    assert model.config.vocab_size % 32 == 0
+    assert GenerationConfig.from_pretrained(made[0]).eos_token_id == tokenizer.eos_token_id
+    assert None not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    for text in ("48310+7294", "0+4+0=04 =55604", "two words\n", "naïve 漢字 🙂"):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text.encode())
+        assert tokenizer.decode(ids) == text
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2"}]
+    special = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("system", "user", "assistant", "eos")}
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    plain = {text: tokenizer(text)["input_ids"] for text in ("s", "1+2", "3")}
+    expected = [special["system"], *plain["s"], special["user"], *plain["1+2"], special["assistant"]]
+    assert ids == expected
+    answered = [*messages, {"role": "assistant", "content": "3"}]
+    ids = tokenizer.apply_chat_template(answered, return_dict=False)
+    assert ids == [*expected, *plain["3"], special["eos"]]
+
+
+def test_data_is_in_verls_schema_and_disjoint(made: tuple[Path, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    splits = {}
+    for split, size in (("train", 40), ("test", 8)):
+        file = str(made[1] / f"{split}.parquet")
+        splits[split] = load_prompts(file, tokenizer=tokenizer, max_prompt_length=16)
+        assert len(splits[split]) == size
+        for i, prompt in enumerate(splits[split]):
+            a, b = prompt.messages[0]["content"].split("+")
+            assert prompt.messages == [{"role": "user", "content": f"{a}+{b}"}]
+            assert prompt.ground_truth == str(int(a) + int(b))
+            assert prompt.data_source == "column_addition"
+            assert prompt.extra_info == {"split": split, "index": i}
+        row = load_dataset("parquet", data_files=file, split="train", cache_dir=str(made[1] / "cache"))[0]
+        assert row["reward_model"]["style"] == "rule"
+    shutil.rmtree(made[1] / "cache")
+    assert check_disjoint(splits["train"], splits["test"]) == 0
+
+
+def test_labels_cover_the_response_and_the_check_agrees_with_generation(
+    scripts: tuple[ModuleType, ModuleType],
+) -> None:
+    """A model that knows two answers by heart gets those right and others wrong, checked or generated."""
+    make, task = scripts
+    torch.manual_seed(0)
+    tokenizer = make.make_tokenizer()
+    model = make.make_model(tokenizer)
+    known, unknown = (task.draw_pairs(2, random.Random(seed), set()) for seed in (1, 2))
+    tokens, labels = make.make_batch(tokenizer, known)
+    for i, pair in enumerate(known):
+        answer = labels[i][labels[i] != make.IGNORE_INDEX]
+        assert tokenizer.decode(answer) == task.response_text(pair) + tokenizer.eos_token
+        prompt_length = len(tokenizer(make.render_prompt(tokenizer, pair))["input_ids"])
+        assert (labels[i, : prompt_length - 1] == make.IGNORE_INDEX).all()
+        assert labels[i, prompt_length - 1] == answer[0] == tokens[i, prompt_length]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        logits = model(input_ids=tokens).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        model.zero_grad()
+        if step % 10 == 0 and make.check_accuracy(model, (tokens, labels)) == 1.0:
+            break
+    model = model.bfloat16()
+    assert make.generate_accuracy(model, tokenizer, known, temperature=0.0) == 1.0
+    assert make.generate_accuracy(model, tokenizer, unknown, temperature=0.0) == 0.0
+    assert make.check_accuracy(model, make.make_batch(tokenizer, unknown)) == 0.0
+
+
+def test_a_second_run_does_nothing_and_other_settings_do(
+    scripts: tuple[ModuleType, ModuleType], made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, data = shutil.copytree(made[0], tmp_path / "model"), shutil.copytree(made[1], tmp_path / "data")
+    weights, before = output / "model.safetensors", (output / "model.safetensors").read_bytes()
+    inode = weights.stat().st_ino
+    assert run(scripts, output, data) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert weights.stat().st_ino == inode
+
+    assert run(scripts, output, data, "--force") == 0
+    assert weights.stat().st_ino != inode
+    assert weights.read_bytes() == before, "the same seed gives the same weights"
+
+    assert run(scripts, output, data, "--seed", "1") == 0
+    assert weights.read_bytes() != before
+    assert json.loads((output / "made_with.json").read_text())["settings"]["seed"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "model"]
+
+    (data / "test.parquet").unlink()
+    assert run(scripts, output, data, "--seed", "1") == 0
+    assert (data / "test.parquet").exists()
+
+
+def test_it_replaces_only_what_it_made(
+    scripts: tuple[ModuleType, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "model"
+    output.mkdir()
+    (output / "mine.txt").write_text("precious")
+    assert run(scripts, output, tmp_path / "data", "--force") == 2
+    assert "will not replace" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]
+
+
+def test_a_failure_leaves_what_was_there(
+    scripts: tuple[ModuleType, ModuleType], made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = shutil.copytree(made[1], tmp_path / "data")
+    before = (data / "train.parquet").read_bytes()
+
+    def full_disk(folder: Path, *_: object) -> None:
+        (folder / "train.parquet").write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(scripts[0], "write_data", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        run(scripts, tmp_path / "model", data, "--force")
+    assert (data / "train.parquet").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))

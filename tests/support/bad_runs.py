@@ -1,0 +1,140 @@
+"""A run that would start, and faults of its config: for the trainer and the doctor, which must refuse the same ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = """\
+name: bad
+model: {path: model}
+data:
+  train_files: train.jsonl
+  val_files: [val.jsonl]
+  train_batch_size: 4
+  max_prompt_length: 16
+  max_response_length: 16
+rollout: {n: 2}
+quant: {group_size: 32}
+actor:
+  ppo_mini_batch_size: 2
+  ppo_micro_batch_size_per_gpu: 4
+  log_prob_micro_batch_size_per_gpu: 8
+trainer: {total_training_steps: 1}
+"""
+
+
+class EngineConstructed(BaseException):
+    """Not an Exception: nothing on the way out may take it for bad input."""
+
+
+def row(text: str = "t3 t4 t5", ground_truth: Any = "7") -> dict[str, Any]:
+    return {
+        "data_source": "test",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+    }
+
+
+def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
+    Path(path).write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+
+
+def edit_model_config(**changes: Any) -> None:
+    path = Path("model/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == hidden else find_spec(name, *rest)
+    )
+
+
+CONFIG_FAULTS = {
+    "unknown key": (["rollout.temprature=1.0"], ["rollout.temprature", "did you mean rollout.temperature?"]),
+    "unknown section": (["rolout.n=4"], ["rolout", "did you mean rollout"]),
+    "wrong type": (["rollout.n=many"], ["rollout.n", "whole number", "command line"]),
+    "out of range": (["rollout.temperature=0"], ["rollout.temperature", "above 0"]),
+    "not a number": (["optim.lr=.nan"], ["optim.lr", "finite"]),
+    "option that does not exist": (["quant.scheme=w4a61"], ["quant.scheme", "write w4a16"]),
+    "override without a value": (["rollout.n"], ["rollout.n", "key=value"]),
+    "override with dashes": (["--rollout.n=4"], ["--rollout.n=4", "without leading dashes"]),
+    "override given twice": (["seed=1", "seed=2"], ["seed", "given twice"]),
+    "batch of broken mini-batches": (
+        ["data.train_batch_size=5"],
+        ["actor.ppo_mini_batch_size", "data.train_batch_size"],
+    ),
+    "micro-batch that does not divide": (["actor.ppo_micro_batch_size_per_gpu=3"], ["divisor of 4: 1, 2, 4"]),
+    "one response a prompt": (["rollout.n=1"], ["rollout.n", "2 or more"]),
+    "lm_head quantized": (["quant.ignore=[]"], ["quant.ignore", "add lm_head"]),
+    "bad pattern": (['quant.ignore=[lm_head, "re:("]'], ["quant.ignore", "re:(", "not a regular expression"]),
+    "group of broken words": (["quant.group_size=12"], ["quant.group_size", "multiple of 8"]),
+    "no threads": (["trainer.num_threads=0"], ["trainer.num_threads", "1 or more"]),
+    "no steps": (["trainer.total_training_steps=0"], ["trainer.total_training_steps", "1 or more"]),
+    "nothing to evaluate on": (["data.val_files=[]"], ["data.val_files", "trainer.val_before_train"]),
+    "run name longer than a folder's": (["name=" + "a" * 201], ["name", "at most 200 characters"]),
+    "run name with a slash": (["name=a/b"], ["name", "a/b"]),
+    "output folder with NUL": (['output_dir="\\0"'], ["output_dir", "NUL"]),
+    "model path with NUL": (['model.path="a\\0b"'], ["model.path", "NUL"]),
+    "path longer than any": (["data.train_files=" + "x" * 300], ["data.train_files", "shorter path"]),
+    "group of 63 bits": (["rollout.n=9223372036854775807"], ["divisor of 18446744073709551614: 1, 2, "]),
+    "more than 63 bits": (["rollout.n=9223372036854775808"], ["rollout.n", "64 bits"]),
+    "number that Python cannot read": (["seed=" + "9" * 5000], ["seed", "5000 digits"]),
+    "list in a list, without end": (["quant.ignore=" + "[" * 3000], ["quant.ignore", "nested too deep"]),
+    "anchor on the command line": (["seed=&a 1"], ["seed", "anchors (&a)"]),
+    "more threads than exist": (["trainer.num_threads=9999999"], ["trainer.num_threads", "4096 or less"]),
+    "reward of no such name": (["reward.function=arithmetc"], ["reward.function", "did you mean arithmetic?"]),
+}
+
+
+FILE_FAULTS = {
+    "syntax": ("name: [unclosed\n", ["broken.yaml"]),
+    "duplicate key": (CONFIG + "seed: 1\nseed: 2\n", ["seed", "broken.yaml:16"]),
+    "no mapping": ("- name\n", ["broken.yaml", "mapping"]),
+    "anchor": (CONFIG + "seed: &s 1\n", ["broken.yaml:16", "anchors (&s)"]),
+    "anchor of a section": (CONFIG + "optim: &o\n  lr: 1e-5\n", ["broken.yaml:16", "anchors (&o)"]),
+    "alias": (CONFIG + "seed: *s\n", ["broken.yaml:16", "aliases (*s)"]),
+    "merge key": (CONFIG + "optim:\n  <<: {lr: 1e-5}\n", ["broken.yaml:17", "merge keys (<<)"]),
+    "merge key in a list": (CONFIG + "verl:\n  a:\n  - <<: {b: 1}\n", ["broken.yaml:18", "merge keys (<<)"]),
+    "nested without end": (CONFIG + "verl: " + "[" * 3000 + "\n", ["broken.yaml", "nested too deep"]),
+    "missing keys": ("name: x\n", ["model.path", "rollout.n", "required"]),
+}
+
+
+SPLIT_GROUPS = {
+    "q without k and v": (
+        ["re:.*q_proj"],
+        ["ignored: model.layers.0-1.self_attn.q_proj;", "self_attn.k_proj", "self_attn.v_proj"],
+    ),
+    "gate without up, one layer": (
+        ["model.layers.1.mlp.gate_proj"],
+        ["ignored: model.layers.1.mlp.gate_proj; quantized: model.layers.1.mlp.up_proj"],
+    ),
+    "the engine's name": (
+        ["model.layers.0.self_attn.qkv_proj"],
+        ["model.layers.0.self_attn.qkv_proj", "name model.layers.0.self_attn.q_proj, "],
+    ),
+    "everything": (["re:model"], ["no layer is left", "all 15 linears"]),
+}
+
+
+REWARD_FAULTS = {
+    "raises": (
+        "def score(data_source, solution_str, ground_truth, extra_info): return 1 / 0",
+        ["score", "ZeroDivisionError", "row 0"],
+    ),
+    "wrong signature": ("def score(answer): return 1.0", ["reward.function", "wrong signature (answer)", "def score("]),
+    "not a number": (
+        "def score(data_source, solution_str, ground_truth, extra_info): return 'good'",
+        ["score", "'good'", "finite number"],
+    ),
+    "no such function": ("def scores(**kwargs): return 1.0", ["rewards.py", "did you mean 'scores'?"]),
+    "broken file": ("import no_such_package", ["rewards.py", "no_such_package"]),
+    "not callable": ("score = 1.0", ["not callable", "float"]),
+}

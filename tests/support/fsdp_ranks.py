@@ -1,0 +1,98 @@
+"""verl's FSDP2 engine on one or more gloo ranks, a process each (verl_engine.py), and the batches it is given."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from checkout import ROOT
+from transformers import AutoModelForCausalLM
+
+from qarl.quant import get_scheme
+from qarl.trainer.batch import Batch
+from qarl.trainer.policy import Policy
+
+QUANT = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head"], "align": "model", "mismatch_limit": 100.0}
+
+
+BANDS = {"seq_clip_ratio_high": 0.02, "neg_seq_clip_ratio_low": 0.02, "neg_seq_clip_ratio_high": 0.02}
+
+
+EMPTY = 5
+
+
+def make_rows(model: str) -> dict[str, torch.Tensor]:
+    """Eight responses of 1 to 24 tokens to prompts of 2 to 6, one of them with an empty mask; log-probs of the trainer
+    with a little noise, so that ratios lie inside and outside their bands."""
+    random = torch.Generator().manual_seed(1)
+    prompts = torch.tensor([2, 3, 6, 4, 5, 2, 3, 4])
+    lengths = torch.tensor([1, 24, 2, 12, 16, 4, 3, 20])
+    total, width = int((prompts + lengths).max()), int(lengths.max())
+    ids = torch.randint(3, 64, (8, total), generator=random)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    mask[EMPTY] = False
+    responses = torch.zeros(8, width, dtype=torch.int64)
+    for i in range(8):
+        ids[i, prompts[i] + lengths[i] :] = 2
+        responses[i, : lengths[i]] = ids[i, prompts[i] : prompts[i] + lengths[i]]
+    rows = {"input_ids": ids, "responses": responses, "response_mask": mask, "prompt_lengths": prompts}
+    rows |= {"response_lengths": lengths, "advantages": torch.randn(8, generator=random)}
+    rows["advantages"][3] = 0.0
+    with torch.no_grad():
+        exact = load_policy(model).response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    rows["old_log_probs"] = (exact + 0.03 * torch.randn(exact.shape, generator=random)) * mask
+    rows["rollout_log_probs"] = (exact + 0.1 * torch.randn(exact.shape, generator=random)) * mask
+    return rows
+
+
+def short_rows() -> dict[str, torch.Tensor]:
+    """64 responses of 1 to 16 tokens. Without a common row length the bits of some depend on the rows beside them."""
+    random = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 17, (64,), generator=random)
+    lengths[0] = 16
+    ids = torch.randint(3, 64, (64, 19), generator=random)
+    mask = torch.arange(16)[None, :] < lengths[:, None]
+    ids[:, 3:] = ids[:, 3:].masked_fill(~mask, 2)
+    rows = {"input_ids": ids, "responses": ids[:, 3:] * mask, "response_mask": mask, "response_lengths": lengths}
+    rows |= {"prompt_lengths": torch.full((64,), 3), "advantages": torch.randn(64, generator=random)}
+    return rows | {"old_log_probs": torch.zeros(64, 16), "rollout_log_probs": torch.full((64, 16), -1.0)}
+
+
+def load_policy(model: str) -> Policy:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return Policy(loaded, get_scheme("w4a16", group_size=32), ("lm_head",), align="model")
+
+
+def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
+    names = ("input_ids", "prompt_lengths", "responses", "response_mask")
+    zeros = torch.zeros(8)
+    tensors = {name: rows[name] for name in names}
+    tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
+    return Batch(**tensors, weight_version=0)
+
+
+def run_engine(folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict]) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    inputs, output = folder / f"jobs{world}.pt", folder / f"output{world}.pt"
+    torch.save({"model": model, "rows": rows, "jobs": jobs}, inputs)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "verl_engine.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), str(inputs), str(output)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), outputs[0][-4000:]
+    return torch.load(output, weights_only=False)

@@ -1,0 +1,71 @@
+"""Publishes into a model of transformers' in the place of vLLM's: the model, the weights, the receiver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from qarl.quant import get_scheme, packed_state_dict
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+
+
+def config(family: str, *, tie: bool = False) -> Any:
+    return CONFIGS[family](**SIZES, tie_word_embeddings=tie, head_dim=32)
+
+
+class PackedHead:
+    """As vLLM's method of unquantized layers on a CPU: the product is with a copy of the weight, made once."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.packed = layer.weight.detach().clone()
+
+
+def engine_model(family: str, *, tie: bool = False, seed: int = 1) -> Any:
+    """transformers' model in the place of vLLM's: the same names, each parameter written as it is."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config(family, tie=tie), dtype=torch.bfloat16)
+    model.model.rotary_emb = nn.Identity()  # its buffers have other names than vLLM's
+    if tie:
+        model.lm_head.quant_method = PackedHead()
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    return model
+
+
+def receiver(model: Any, **options: Any) -> WeightReceiver:
+    expected = expected_manifest(model.config, get_scheme("bf16"), [])
+    return WeightReceiver(model, None, expected, kv_caches=lambda: (), **options)
+
+
+def weights(family: str, *, tie: bool = False, seed: int = 2) -> list[tuple[str, torch.Tensor]]:
+    return list(packed_state_dict(engine_model(family, tie=tie, seed=seed), scheme=None, ignore=()))
+
+
+def reusing_one_buffer(stream: Any) -> Any:
+    """As verl's receiver hands tensors over: views of memory that the next one overwrites."""
+    buffer = torch.empty(1 << 16, dtype=torch.uint8)
+    for name, tensor in stream:
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        view = buffer[: raw.numel()]
+        view.copy_(raw)
+        yield name, view.view(tensor.dtype).view(tensor.shape)

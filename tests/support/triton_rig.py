@@ -1,0 +1,58 @@
+"""How Triton kernels are tested: under its interpreter, on a GPU, and compiled for GPUs that are not here.
+
+The tests in tests/kernels/triton_kernels/ run one file at a time under the interpreter, each in a process of its own
+(`run_interpreted`), because TRITON_INTERPRET acts when a kernel is defined. By hand:
+`TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_kernels/test_quantize.py`. On a machine with a GPU pytest also
+collects them as they are, and the same tests run compiled on `DEVICE`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from checkout import ROOT
+
+KERNEL_TESTS = sorted((ROOT / "tests" / "kernels" / "triton_kernels").glob("test_*.py"))
+SOURCES = sorted((ROOT / "qarl" / "kernels" / "triton").glob("*.py"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def run_interpreted(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(path)]
+    return _run(command, {"TRITON_INTERPRET": "1"})
+
+
+def compile_for(target: int) -> dict[str, Any]:
+    """What scripts/triton_aot.py reports for one compute capability."""
+    run = _run([sys.executable, str(ROOT / "scripts" / "triton_aot.py"), "--targets", str(target)], {})
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+def entry_kernels() -> set[str]:
+    """Every `@triton.jit` function that no other one calls, as module.function, read from the sources of the package.
+
+    Files with a leading underscore hold what kernels share and are not launched.
+    """
+    functions: dict[str, str] = {}
+    called: set[str] = set()
+    for path in (path for path in SOURCES if not path.stem.startswith("_")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                functions[node.name] = f"{path.stem}.{node.name}"
+                calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+                called |= {func.attr if isinstance(func, ast.Attribute) else ast.unparse(func) for func in calls}
+    return {full for name, full in functions.items() if name not in called}
+
+
+def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited.pop("TRITON_INTERPRET", None)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=inherited | environment)

@@ -1,0 +1,111 @@
+"""QaRL's worker extension at the end of verl's own sender, on verl's platform `cpu`: run by test_verl_receive.py.
+
+    python verl_receive.py OUTPUT_FILE
+
+For each case: what the worker raised, the names that its receiver was fed, whether the sender came to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"VERL_PLATFORM": "cpu", "RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
+
+import torch
+import verl  # noqa: F401
+
+
+class Receiver:
+    """Takes what comes; or holds a view of it and fails; or misses the last record."""
+
+    def __init__(self, fails: bool = False, stops: bool = False) -> None:
+        self.fails, self.stops = fails, stops
+        self.names: list[str] = []
+        self.stale, self.stale_because = False, ""
+
+    def mark_stale(self, reason: str) -> None:
+        self.stale, self.stale_because = True, reason
+
+    def feed(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.names.append(name)
+            self.stale = self.stops
+            if self.fails:
+                view = tensor.view(-1)
+                raise ValueError(f"no room for {name}, {view.numel()} elements")
+
+
+TENSORS = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
+
+
+def publish(make_receiver: Any, peft_config: Any = None, tensors: Any = TENSORS) -> dict[str, Any]:
+    """Three buckets through shared memory."""
+    # The platform is registered by now; verl's package of the rollout asks for it.
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    from qarl.verl.plugin import worker_extension
+
+    worker_extension.make_receiver = make_receiver
+    handle = f"ipc://{tempfile.mkdtemp()}/socket"
+    sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+    errors: list[str] = []
+
+    def send() -> None:
+        try:
+            asyncio.run(sender.async_send_weights(iter(tensors)))
+        except Exception as error:
+            errors.append(repr(error))
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
+    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(device="cpu")
+    worker._get_zmq_handle = lambda: handle
+    raised = None
+    try:
+        worker.update_weights_from_ipc(peft_config=peft_config, use_shm=True)
+    except Exception as error:
+        raised = repr(error)
+    thread.join(timeout=10)
+    names = getattr(getattr(worker, "_qarl_receiver", None), "names", [])
+    return {"raised": raised, "names": names, "sent": not thread.is_alive(), "errors": errors}
+
+
+def cannot_be_made(runner: Any) -> Any:
+    raise ValueError("the engine quantizes other layers")
+
+
+def reuses_its_buffer() -> dict[str, Any]:
+    """The receiver that a worker makes, given views of memory that the next tensor overwrites."""
+    from publish_streams import engine_model, reusing_one_buffer, weights
+
+    from qarl.rollout.publish.wire import encode_publish
+    from qarl.verl.plugin import worker_extension
+
+    model = engine_model("llama")
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
+    runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
+    receiver = worker_extension.make_receiver(runner)
+    receiver.feed(reusing_one_buffer(encode_publish(weights("llama"), version=1)))
+    return {"version": receiver.version}
+
+
+results = {
+    "reused": reuses_its_buffer(),
+    "well": publish(lambda runner: Receiver()),
+    "not made": publish(cannot_be_made),
+    "adapter": publish(lambda runner: Receiver(), peft_config={"r": 8}),
+    "on the way": publish(lambda runner: Receiver(fails=True)),
+    "stops": publish(lambda runner: Receiver(stops=True)),
+    "nothing": publish(lambda runner: Receiver(), tensors=[]),
+}
+Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
+os._exit(0)  # a sender that still waits would keep the process

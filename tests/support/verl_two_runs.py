@@ -1,0 +1,85 @@
+"""One run that publishes many times through verl's sender and receiver on a socket that another run uses too: started
+twice by test_verl_two_runs.py.
+
+    python verl_two_runs.py RUN SOCKET ROUNDS FOLDER OUTPUT_FILE
+
+RUN 1 publishes ones, RUN 2 twos. The output: how many publishes brought the run its own tensors, and the errors. With
+an empty FOLDER runs do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ["VERL_PLATFORM"] = "cpu"
+run, handle, rounds, folder, output = sys.argv[1:]
+os.environ |= {"RAY_RAYLET_PID": run, "RAY_JOB_ID": "01000000", "QARL_PUBLISH_TIMEOUT": "1"}
+
+import torch  # noqa: E402
+import verl  # noqa: E402, F401
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # noqa: E402
+    BucketedWeightReceiver,
+    BucketedWeightSender,
+)
+
+from qarl.verl.plugin import publishing  # noqa: E402
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts  # noqa: E402
+from qarl.verl.plugin.transport import decode, encode  # noqa: E402
+
+publishing.SOCKET_FOLDER = Path(folder)
+names = [f"model.layers.{i}.weight" for i in range(3)]
+
+
+def stream() -> Publication:
+    tensors = encode([(name, torch.full((1 << 16,), float(run))) for name in names], version=0, run=run_identity())
+    if folder:
+        return guarded(tensors)
+    held = ExitStack()
+    held.enter_context(socket_timeouts(publish_timeout()))
+    return Publication(tensors, held)
+
+
+def receive(found: dict[str, Any], errors: list[str]) -> None:
+    failures: list[str] = []
+
+    def take(weights: Any, is_last: bool) -> None:
+        try:
+            for name, tensor in decode(weights, run=run_identity()):
+                found[name] = float(tensor.float().mean())
+        except Exception as error:
+            failures.append(str(error).splitlines()[0])
+
+    try:
+        BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True).receive_weights(take)
+    except Exception as error:
+        failures.append(repr(error))
+    errors += failures
+
+
+own, foreign = 0, 0
+errors: list[str] = []
+for _ in range(int(rounds)):
+    time.sleep(random.uniform(0, 0.01))
+    weights, found = stream(), dict[str, Any]()
+    worker = threading.Thread(target=receive, args=(found, errors))
+    worker.start()
+    try:
+        asyncio.run(BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True).async_send_weights(weights))
+    except Exception as error:
+        errors.append(repr(error))
+    worker.join()
+    del weights
+    values = {found.get(name) for name in names}
+    own += values == {float(run)}
+    foreign += bool(values - {float(run), None})
+Path(output).write_text(json.dumps({"own": own, "foreign": foreign, "errors": errors}))
+os._exit(0)

@@ -1,0 +1,224 @@
+"""A disk that refuses at any write of a run: the first error is the one reported, and summary and export are tried.
+
+Every place that a run writes to is a row of `SITES`; the refusals are real (a file size limit, /dev/full) where the
+operating system can be made to refuse just there, and injected where it cannot.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout import ROOT
+from engine_helpers import config
+from idle_trainer import Checkpoints, Trainer
+
+from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.checkpoint.storage import StorageError
+from qarl.config import write_resolved
+from qarl.errors import UserError
+from qarl.metrics import tracker as tracking
+from qarl.metrics.tracker import Tracker, read_metrics, write_versions
+from qarl.trainer import ending
+from qarl.trainer.loop import run_and_keep
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+
+OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
+
+
+class Saving(Trainer):
+    """The stub trainer with an export that works and is counted; `on_step` runs in every step."""
+
+    def __init__(self, settings: Any, on_step: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__(settings)
+        self.on_step, self.saved = on_step, 0
+        self.stop = []
+
+    def train_step(self) -> dict[str, float]:
+        self.on_step(self.step)
+        return super().train_step() | {"timing_s/step": 1.0}
+
+    def evaluate(self) -> dict[str, float]:
+        return {"val/accuracy": 0.5}
+
+    def save(self, folder: Path, tokenizer: Any) -> Path:
+        self.saved += 1
+        return folder
+
+
+def full(*arguments: Any, **keys: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run(trainer: Trainer) -> None:
+    run_and_keep(trainer, Checkpoints(), [], 0.0)
+
+
+def summary_of(settings: Any) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((settings.run_dir / "summary.json").read_text())
+    return summary
+
+
+def test_a_line_of_metrics_that_the_disk_takes_in_part(tmp_path: Path) -> None:
+    """A real limit: the line is cut off, the error says so, and summary and export are made."""
+    settings = config(tmp_path, *OVERRIDES)
+    metrics = settings.run_dir / METRICS_FILE
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_step(step: int) -> None:
+        if step == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 9, hard))
+
+    trainer = Saving(settings, on_step)
+    before = ending.write_summary
+
+    def with_room(*arguments: Any) -> Path:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return before(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "write_summary", with_room)
+        try:
+            with pytest.raises(StorageError, match=r"metrics.jsonl could not be written[\s\S]*File too large"):
+                run(trainer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert metrics.read_bytes().endswith(b"\n")
+    assert [entry["step"] for entry in read_metrics(settings.run_dir)] == [0, 1]
+    assert trainer.saved == 1
+    summary = summary_of(settings)
+    assert summary["finished"] is False and summary["steps"] == 1 and "metrics.jsonl" in summary["failed"]
+
+
+def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config(tmp_path, *OVERRIDES)
+    run_dir = settings.run_dir
+    run_dir.mkdir(parents=True)
+    (run_dir / METRICS_FILE).symlink_to("/dev/full")
+    trainer = Saving(settings)
+    with (
+        file_size_limit(10),
+        pytest.raises(StorageError, match=r"metrics.jsonl could not be written[\s\S]*No space left"),
+    ):
+        run(trainer)
+    assert trainer.saved == 1
+    assert "summary.json could not be written" in capsys.readouterr().err
+    assert [path.name for path in run_dir.iterdir()] == [METRICS_FILE]
+
+
+# Name of the write -> what to patch, the loggers, whether the run is finished all the same.
+SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
+    "metrics, a line": ([(tracking._JsonLines, "log")], [], False),
+    "summary": ([(tracking, "write_text")], [], False),
+    "plots": ([(ending, "plot_run")], [], True),
+    "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),
+    "tensorboard, at the end": ([(tracking._TensorBoard, "close")], ["tensorboard"], True),
+    "console": ([(tracking._Console, "log")], ["console"], True),
+    "console, a message": ([(tracking._Console, "message")], ["console"], True),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["alone", "after an error"])
+@pytest.mark.parametrize("site", SITES)
+def test_every_write_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, first: bool) -> None:
+    patches, loggers, finished = SITES[site]
+    overrides = ["trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.plots=true"]
+    settings = config(tmp_path, *overrides, f"trainer.logger={loggers}")
+
+    def refuse(*arguments: Any, **keys: Any) -> Any:
+        try:
+            full()
+        except OSError as error:
+            raise StorageError("refused", why=error.strerror) from error
+
+    raw = site in ("plots",) or bool(loggers)  # these raise the system's own error
+    for owner, name in patches:
+        monkeypatch.setattr(owner, name, full if raw else refuse)
+
+    def fail(step: int) -> None:
+        if first and step == 2:
+            raise UserError("the first error")
+
+    trainer = Saving(settings, fail)
+    with pytest.raises(UserError, match="the first error" if first and "line" not in site else None) as caught:
+        run(trainer)
+    assert first or "No space left" in str(caught.value)
+    assert trainer.saved == 1
+    if site != "summary":
+        summary = summary_of(settings)
+        assert summary["finished"] is (finished and not first)
+        assert summary["failed"].startswith("UserError: the first error" if first and "line" not in site else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("versions.json", lambda run_dir: write_versions(run_dir)),
+        ("summary.json", lambda run_dir: tracking.write_summary(run_dir, {"a": "b" * 100})),
+        ("config.yaml", None),
+        ("metrics.jsonl", lambda run_dir: Tracker(run_dir, [], 3, {}).log({"a": 1.0}, step=1)),
+    ],
+)
+def test_files_of_a_run_on_a_disk_that_takes_ten_bytes(tmp_path: Path, name: str, write: Any) -> None:
+    settings = config(tmp_path)
+    write = write or (lambda run_dir: write_resolved(settings, run_dir / "config.yaml"))
+    settings.run_dir.mkdir(parents=True)
+    with file_size_limit(10), pytest.raises(UserError, match=rf"{name}[\s\S]*File too large"):
+        write(settings.run_dir)
+    left = {path.name: path.stat().st_size for path in settings.run_dir.iterdir()}
+    assert set(left) <= {name} and left.get(METRICS_FILE, 0) == 0
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for write in (write_versions, lambda folder: Tracker(folder, [], 3, {})):
+        with pytest.raises(StorageError, match="Not a directory"):
+            write(tmp_path / "file" / "run")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_that_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real limit: TensorBoard writes in a thread, whose error comes out at a later call."""
+    with file_size_limit(2000), Tracker(tmp_path, ["tensorboard"], 50, {}) as tracker:
+        for step in range(20):
+            tracker.log({f"a/{i}": 1.0 for i in range(4)}, step=step)
+            if tracker.problem:
+                break
+    assert isinstance(tracker.problem, StorageError) and "tensorboard" in str(tracker.problem)
+    assert "warning: the logger tensorboard failed" in capsys.readouterr().err
+
+
+_DRY_RUN = ["-m", "qarl.train", "config=quickstart.yaml", "dry_run=true"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_standard_streams_on_a_full_disk(tmp_path: Path, stream: str) -> None:
+    with Path("/dev/full").open("w") as nowhere:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: nowhere}
+        command = [sys.executable, *_DRY_RUN, f"output_dir={tmp_path}"]
+        done = subprocess.run(command, **streams, text=True, cwd=ROOT, timeout=120)
+    if stream == "stdout":
+        assert done.returncode == 2 and "error: standard output could not be written" in done.stderr
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    else:
+        assert done.returncode == 0 and "name: quickstart" in done.stdout

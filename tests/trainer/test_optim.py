@@ -1,0 +1,416 @@
+"""The optimizer against torch.optim.AdamW, the muon package and verl's schedules, on the same gradients."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from muon import SingleDeviceMuonWithAuxAdam
+
+from qarl.errors import UserError
+from qarl.trainer.optim import MasterOptimizer, lr_scale, stochastic_round, use_muon
+
+SHAPES = {
+    "model.embed_tokens.weight": (20, 16),
+    "model.layers.0.self_attn.q_proj.weight": (24, 16),
+    "model.layers.0.mlp.down_proj.weight": (16, 24),
+    "model.layers.0.input_layernorm.weight": (16,),
+    "lm_head.weight": (20, 16),
+}
+MUON_NAMES = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"}
+EVERY_KIND = pytest.mark.parametrize(
+    ("name", "master_dtype"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32"), ("muon", "bf16")]
+)
+
+
+def make_config(**changes: object) -> SimpleNamespace:
+    settings = {
+        "name": "adamw",
+        "lr": 1e-2,
+        "betas": (0.9, 0.99),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "lr_warmup_steps": 0,
+        "lr_scheduler_type": "constant",
+        "min_lr_ratio": 0.0,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.9,
+        "master_dtype": "fp32",
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def make_parameters(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in SHAPES.items()}
+
+
+def make_gradients(step: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
+
+
+def make_optimizer(
+    parameters: dict[str, torch.nn.Parameter], *, seed: int = 0, total_training_steps: int = 10, **changes: object
+) -> MasterOptimizer:
+    return MasterOptimizer(
+        parameters.items(), make_config(**changes), seed=seed, total_training_steps=total_training_steps
+    )
+
+
+def give_gradients(parameters: dict[str, torch.nn.Parameter], gradients: dict[str, torch.Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name].clone()
+
+
+def train(optimizer: MasterOptimizer, parameters: dict[str, torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        give_gradients(parameters, make_gradients(step))
+        optimizer.accumulate()
+        optimizer.step()
+        optimizer.scheduler_step()
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+
+
+def test_adamw_on_masters_is_torch_adamw_in_fp32() -> None:
+    parameters = make_parameters()
+    reference = {n: torch.nn.Parameter(p.detach().float()) for n, p in parameters.items()}
+    config = make_config()
+    adamw = torch.optim.AdamW(
+        reference.values(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    optimizer = make_optimizer(parameters)
+    for step in range(5):
+        train(optimizer, parameters, range(step, step + 1))
+        for name, gradient in make_gradients(step).items():
+            reference[name].grad = gradient.float()
+        adamw.step()
+    masters = optimizer.state_dict()["masters"]
+    for name, parameter in parameters.items():
+        assert torch.equal(masters[name], reference[name])
+        assert torch.equal(parameter, reference[name].bfloat16())
+
+
+def test_bf16_step_is_the_fp32_step_rounded_to_a_neighbour() -> None:
+    parameters = make_parameters()
+    exact = {n: torch.nn.Parameter(p.detach().float()) for n, p in parameters.items()}
+    config = make_config()
+    adamw = torch.optim.AdamW(
+        exact.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    train(make_optimizer(parameters, master_dtype="bf16"), parameters, range(1))
+    for name, gradient in make_gradients(0).items():
+        exact[name].grad = gradient.float()
+    adamw.step()
+    for name, parameter in parameters.items():
+        error = (parameter.detach().float() - exact[name].detach()).abs()
+        assert (error < exact[name].detach().abs() * 2.0**-7).all()
+    assert any(not torch.equal(parameters[n], exact[n].bfloat16()) for n in SHAPES)
+
+
+def test_muon_on_masters_is_the_packages_own() -> None:
+    parameters = make_parameters()
+    reference = {n: torch.nn.Parameter(p.detach().float()) for n, p in parameters.items()}
+    config = make_config(name="muon")
+    muon = SingleDeviceMuonWithAuxAdam(
+        [
+            {
+                "params": [p for n, p in reference.items() if n in MUON_NAMES],
+                "use_muon": True,
+                "lr": config.muon_lr,
+                "momentum": config.muon_momentum,
+                "weight_decay": config.weight_decay,
+            },
+            {
+                "params": [p for n, p in reference.items() if n not in MUON_NAMES],
+                "use_muon": False,
+                "lr": config.lr,
+                "betas": config.betas,
+                "eps": config.eps,
+                "weight_decay": config.weight_decay,
+            },
+        ]
+    )
+    optimizer = make_optimizer(parameters, name="muon")
+    for step in range(4):
+        train(optimizer, parameters, range(step, step + 1))
+        for name, gradient in make_gradients(step).items():
+            reference[name].grad = gradient.float()
+        muon.step()
+    masters = optimizer.state_dict()["masters"]
+    for name, parameter in parameters.items():
+        assert torch.equal(masters[name], reference[name])
+        assert torch.equal(parameter, reference[name].bfloat16())
+
+
+def test_muon_takes_the_hidden_matrices_of_a_qwen3() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=40, num_hidden_layers=2, head_dim=16, tie_word_embeddings=False, **sizes)
+    model = Qwen3ForCausalLM(config)
+    chosen = {name for name, p in model.named_parameters() if use_muon(name, p)}
+    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert chosen == {f"model.layers.{layer}.{p}.weight" for layer in range(2) for p in projections}
+
+
+def test_muon_takes_stacked_experts_but_no_convolution() -> None:
+    assert use_muon("model.layers.0.mlp.experts.down_proj", torch.empty(4, 8, 8))
+    assert not use_muon("model.layers.0.linear_attn.conv1d.weight", torch.empty(8, 1, 4))
+
+
+@pytest.mark.parametrize("changes", [{}, {"name": "muon"}])
+def test_a_parameter_without_gradient_does_not_stop_the_step(changes: dict[str, str]) -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, weight_decay=0.0, **changes)
+    give_gradients(parameters, make_gradients(0))
+    unused = "model.layers.0.mlp.down_proj.weight"
+    parameters[unused].grad = None
+    before = parameters[unused].detach().clone()
+    optimizer.accumulate()
+    optimizer.step()
+    assert torch.equal(parameters[unused], before)
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """200000 draws; each mean within 5 standard errors of the value (a bias of 1% of the gap would be 9 or more)."""
+    draws = 200_000
+    low, high = 1.0, 1.0 + 2.0**-7
+    generator = torch.Generator().manual_seed(0)
+    for sign in (1.0, -1.0):
+        for fraction in (0.0625, 0.3, 0.5, 0.9):
+            value = torch.tensor(sign * (low + fraction * (high - low)))
+            rounded = stochastic_round(value.repeat(draws), generator).double()
+            assert set(rounded.abs().unique().tolist()) == {low, high}
+            standard_error = (high - low) * math.sqrt(fraction * (1 - fraction) / draws)
+            assert abs(rounded.mean() - value.double()) < 5 * standard_error
+
+
+def test_stochastic_rounding_keeps_every_bf16_number() -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    rounded = stochastic_round(every.float(), torch.Generator().manual_seed(0))
+    numbers = ~every.isnan()
+    assert same_bytes(rounded[numbers], every[numbers])
+    assert rounded[~numbers].isnan().all()
+
+
+def test_stochastic_rounding_never_makes_nan_of_a_number() -> None:
+    extremes = torch.tensor([3.4028e38, -3.4028e38, 1e-45, -1e-45, math.inf, -math.inf]).repeat(1000)
+    rounded = stochastic_round(extremes, torch.Generator().manual_seed(0))
+    assert not rounded.isnan().any()
+    assert torch.equal(rounded.sign()[rounded != 0], extremes.sign()[rounded != 0])
+
+
+def test_small_updates_survive_on_average_only_with_stochastic_rounding() -> None:
+    """Weights 0.02 under AdamW, lr 1e-6, a constant gradient: 50 steps move a weight by 5e-5 in exact arithmetic.
+
+    BF16 numbers near 0.02 lie 2**-13 = 1.2e-4 apart: rounded to nearest none moves. Stochastically a step moves a
+    weight by that gap with probability p = 0.8%: the mean over 40000 weights has standard error
+    gap * sqrt(50 p / 40000) = 3.9e-7.
+    """
+    start = torch.full((200, 200), 0.02, dtype=torch.bfloat16)
+    stochastic = torch.nn.Parameter(start.clone())
+    optimizer = make_optimizer({"w": stochastic}, master_dtype="bf16", lr=1e-6, weight_decay=0.0)
+    nearest = torch.nn.Parameter(start.clone())
+    adamw = torch.optim.AdamW([nearest], lr=1e-6, weight_decay=0.0)
+    for _ in range(50):
+        stochastic.grad = torch.ones_like(stochastic)
+        optimizer.accumulate()
+        optimizer.step()
+        nearest.grad = torch.ones_like(nearest)
+        adamw.step()
+    assert torch.equal(nearest, start)
+    moved = (start.double() - stochastic.detach().double()).mean().item()
+    assert moved == pytest.approx(50e-6, abs=5 * 3.9e-7)
+
+
+def test_micro_batches_are_summed_in_fp32() -> None:
+    """256 gradients of 2**-9 on top of 1: in BF16 each addition would be lost, in FP32 the sum is exactly 1.5."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = make_optimizer({"w": parameter})
+    for value in [1.0] + [2.0**-9] * 256:
+        parameter.grad = torch.full_like(parameter, value)
+        optimizer.accumulate()
+        assert parameter.grad is None
+    assert optimizer.clip_grad_norm(math.inf) == 1.5 * 4
+
+
+def test_accumulation_takes_fp32_gradients_and_copies_them() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = make_optimizer({"w": parameter})
+    gradient = torch.tensor([3.0, 0.0, 0.0])
+    for _ in range(2):
+        parameter.grad = gradient
+        optimizer.accumulate()
+    assert torch.equal(gradient, torch.tensor([3.0, 0.0, 0.0]))
+    assert optimizer.clip_grad_norm(math.inf) == 6.0
+
+
+def test_clip_grad_norm_is_torchs() -> None:
+    parameters = make_parameters(torch.float32)
+    reference = {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items()}
+    config = make_config()
+    adamw = torch.optim.AdamW(
+        reference.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    optimizer = make_optimizer(parameters)
+    for step in range(2):
+        give_gradients(parameters, make_gradients(step, torch.float32))
+        give_gradients(reference, make_gradients(step, torch.float32))
+        optimizer.accumulate()
+        expected = torch.nn.utils.clip_grad_norm_(reference.values(), 0.5).item()
+        assert optimizer.clip_grad_norm(0.5) == expected > 0.5
+        optimizer.step()
+        adamw.step()
+    for name, parameter in parameters.items():
+        assert torch.allclose(parameter, reference[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", [5.0, 5.1, 1e9])
+def test_a_norm_within_the_limit_changes_no_gradient(max_norm: float) -> None:
+    """3 and 4 make a norm of 5, exactly; a limit that is not exceeded scales nothing, not even by 1 - 1e-7."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(2, 2)) for name in ("first.weight", "second.weight")}
+    optimizer = make_optimizer(parameters)
+    grads = {"first.weight": torch.tensor([[3.0, 0], [0, 0]]), "second.weight": torch.tensor([[0, 0], [0, 4.0]])}
+    give_gradients(parameters, grads)
+    optimizer.accumulate()
+    assert optimizer.clip_grad_norm(max_norm) == 5.0
+    assert all(torch.equal(optimizer.gradients[name], grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_norm_is_returned_and_zero_grad_recovers(bad: float) -> None:
+    parameters = make_parameters()
+    untouched = make_parameters()
+    optimizer, other = make_optimizer(parameters), make_optimizer(untouched)
+    give_gradients(parameters, make_gradients(7))
+    parameters["lm_head.weight"].grad[0, 0] = bad
+    optimizer.accumulate()
+    assert not math.isfinite(optimizer.clip_grad_norm(1.0))
+    optimizer.zero_grad()
+    train(optimizer, parameters, range(2))
+    train(other, untouched, range(2))
+    assert all(same_bytes(parameters[n], untouched[n]) for n in SHAPES)
+
+
+def test_step_without_gradients_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="accumulate"):
+        make_optimizer(make_parameters()).step()
+
+
+@EVERY_KIND
+def test_learning_rate_zero_changes_no_byte(name: str, master_dtype: str) -> None:
+    parameters = make_parameters()
+    for parameter in parameters.values():
+        parameter.data.view(-1)[0] = -0.0
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    optimizer = make_optimizer(parameters, name=name, master_dtype=master_dtype, lr=0.0, muon_lr=0.0)
+    train(optimizer, parameters, range(3))
+    assert all(same_bytes(parameters[n], before[n]) for n in SHAPES)
+
+
+@EVERY_KIND
+def test_state_dict_continues_bitwise(name: str, master_dtype: str) -> None:
+    changes = {"name": name, "master_dtype": master_dtype, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, **changes)
+    train(optimizer, parameters, range(3))
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "model": parameters}, file)
+    train(optimizer, parameters, range(3, 6))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make_parameters()
+    for parameter_name, parameter in resumed.items():
+        parameter.data.copy_(saved["model"][parameter_name])
+    continued = make_optimizer(resumed, seed=99, **changes)
+    continued.load_state_dict(saved["optimizer"])
+    assert continued.training_step == 3
+    train(continued, resumed, range(3, 6))
+    assert all(same_bytes(resumed[n], parameters[n]) for n in SHAPES)
+    assert continued.lr == optimizer.lr
+
+
+def test_stochastic_rounding_follows_the_seed() -> None:
+    runs = []
+    for seed in (0, 0, 1):
+        parameters = make_parameters()
+        train(make_optimizer(parameters, master_dtype="bf16", seed=seed), parameters, range(1))
+        runs.append(torch.cat([p.detach().flatten() for p in parameters.values()]))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_state_of_another_model_or_optimizer_is_refused() -> None:
+    parameters = make_parameters()
+    state = make_optimizer(parameters).state_dict()
+    with pytest.raises(UserError, match=r"saved adamw, this run has muon"):
+        make_optimizer(parameters, name="muon").load_state_dict(state)
+    del parameters["lm_head.weight"]
+    with pytest.raises(UserError, match=r"only here lm_head\.weight"):
+        make_optimizer(parameters).load_state_dict(state)
+
+
+def test_state_dict_amid_an_accumulation_is_an_error() -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters)
+    give_gradients(parameters, make_gradients(0))
+    optimizer.accumulate()
+    with pytest.raises(RuntimeError, match="gradient sums"):
+        optimizer.state_dict()
+
+
+def test_stochastic_rounding_refuses_fp32_parameters() -> None:
+    with pytest.raises(UserError, match=r"embed_tokens\.weight is torch\.float32"):
+        make_optimizer(make_parameters(torch.float32), master_dtype="bf16")
+
+
+def test_frozen_parameters_stay_out() -> None:
+    parameters = make_parameters()
+    parameters["lm_head.weight"].requires_grad_(False)
+    assert "lm_head.weight" not in make_optimizer(parameters).state_dict()["masters"]
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match="no trainable parameter"):
+        make_optimizer(parameters)
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("scheduler", ["constant", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_schedule_is_verls(scheduler: str, warmup: int) -> None:
+    from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    total = 20
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    if scheduler == "constant":
+        reference = get_constant_schedule_with_warmup(inner, warmup)
+    else:
+        reference = get_cosine_schedule_with_warmup(inner, warmup, total, min_lr_ratio=0.1)
+    config = make_config(lr_scheduler_type=scheduler, lr_warmup_steps=warmup, min_lr_ratio=0.1)
+    for step in range(total + 1):
+        assert lr_scale(step, config, total) == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
+        inner.step()
+        reference.step()
+    assert lr_scale(total + 5, config, total) == pytest.approx(1.0 if scheduler == "constant" else 0.1)
+
+
+def test_scheduler_step_moves_both_learning_rates() -> None:
+    optimizer = make_optimizer(make_parameters(), name="muon", lr_warmup_steps=2)
+    assert (optimizer.lr, optimizer.muon_lr) == (0.0, 0.0)
+    optimizer.scheduler_step()
+    assert (optimizer.lr, optimizer.muon_lr) == (0.5e-2, 0.01)
+    inner = optimizer.state_dict()["inner"]["param_groups"]
+    assert {group["use_muon"]: group["lr"] for group in inner} == {True: 0.01, False: 0.5e-2}

@@ -1,0 +1,83 @@
+"""What is around the steps of a run: Ctrl-C, a full disk at the end. The steps themselves do nothing; no engine."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_helpers import config
+from idle_trainer import Checkpoints, Trainer
+
+from qarl.checkpoint.storage import StorageError
+from qarl.metrics.tracker import Tracker
+from qarl.trainer import checkpoints as checkpointing
+from qarl.trainer.loop import run_and_keep, run_steps
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+
+
+OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
+
+
+def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_shown(tmp_path, capsys):
+    trainer, checkpoints = Trainer(config(tmp_path, *OVERRIDES, "trainer.val_before_train=false")), Checkpoints()
+    with Tracker(tmp_path / "run", [], 3, {}) as tracker:
+        run_steps(trainer, checkpoints, tracker, trainer.stop, 0.0)
+    assert checkpoints.last == [False, True]
+    shown = capsys.readouterr().err
+    assert [line for line in shown.splitlines() if "over its limit" in line] == [
+        "step 1: the mismatch is over its limit",
+        "step 2: the mismatch is over its limit",
+    ]
+
+
+def test_without_room_for_the_export_no_step_is_taken(tmp_path):
+    trainer = Trainer(config(tmp_path, *OVERRIDES), published=10**18)
+    with pytest.raises(StorageError, match=r"no room for .*export"):
+        run_and_keep(trainer, Checkpoints(), [], 0.0)
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_export_that_fails_says_what_there_still_is(tmp_path, saved):
+    settings = config(tmp_path, *OVERRIDES)
+    if saved:
+        (settings.run_dir / "checkpoints" / "step_2").mkdir(parents=True)
+    with pytest.raises(StorageError, match="after step 3 could not be exported") as caught:
+        run_and_keep(Trainer(settings), Checkpoints(), [], 0.0)
+    message = str(caught.value)
+    assert "File too large" in message and f"metrics and summary are in {settings.run_dir}" in message
+    assert ("the newest checkpoint is" in message and "step_2" in message) is saved
+    assert ("the trained weights are lost" in message) is not saved
+    summary = json.loads((settings.run_dir / "summary.json").read_text())
+    assert summary["finished"] is False and "could not be exported" in summary["failed"]
+
+
+def test_a_failed_step_is_not_hidden_by_a_failed_export(tmp_path, capsys):
+    trainer = Trainer(config(tmp_path, *OVERRIDES))
+
+    def fail() -> dict[str, float]:
+        raise FloatingPointError("made to fail")
+
+    trainer.train_step = fail
+    with pytest.raises(FloatingPointError):
+        run_and_keep(trainer, Checkpoints(), [], 0.0)
+    assert "could not be exported" in capsys.readouterr().err
+
+
+def test_an_old_checkpoint_that_stays_is_no_failed_checkpoint(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments: Any) -> None:
+        raise StorageError("step_1 could not be removed", why="Read-only file system")
+
+    trainer = Trainer(config(tmp_path, *OVERRIDES))
+    trainer.policy.model, trainer.optimizer = SimpleNamespace(config=None), SimpleNamespace(state_dict=dict)
+    monkeypatch.setattr(checkpointing, "save_checkpoint", lambda *arguments, **keys: 2_000_000)
+    monkeypatch.setattr(checkpointing, "forward_weights", lambda policy: [])
+    monkeypatch.setattr(checkpointing, "training_state", lambda trainer, metrics: {})
+    monkeypatch.setattr(checkpointing, "prune", refuse)
+    with Tracker(tmp_path / "run", [], 3, {}) as tracker:
+        metrics = checkpointing.Checkpoints(trainer).save({}, tracker)
+    assert metrics["checkpoint/failed"] == 0 and metrics["checkpoint/mbytes"] == 2
+    assert "step_1 could not be removed" in capsys.readouterr().err

@@ -1,0 +1,635 @@
+"""Our config as verl's: every key arrives, is refused, or is said to differ; and verl's schema takes the result."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import ROOT
+from random_models import save_random_model
+from verl_runs import quickstart
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from qarl.checkpoint.sources import find_checkpoint
+from qarl.checkpoint.verl_shards import VerlWeights
+from qarl.checks.run import check_run
+from qarl.config import describe_keys, load_config
+from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
+from qarl.quant.scheme import SCHEMES, get_scheme
+from qarl.rollout.publish.checksum import checksums
+from qarl.tbpo import TBPOConfig
+from qarl.trainer.optim import lr_scale
+from qarl.trainer.setup import tbpo_config as local_tbpo_config
+from qarl.verl.checks import refuse_unsupported
+from qarl.verl.metrics import MetricsFollower, our_names
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
+from qarl.verl.process import worker_environment
+from qarl.verl.resume import open_verl_run
+from qarl.verl.run import differences, dry_run, verl_config, verl_keys
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+VERL_CONFIGS = sorted(
+    path.name for path in (ROOT / "configs").glob("*.yaml") if yaml.safe_load(path.read_text()).get("backend") == "verl"
+)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("name", VERL_CONFIGS)
+def test_shipped_configs_resolve_against_verls_schema(name, on_cpu):
+    resolved = verl_config(load_config([f"config={name}"]), on_cpu=on_cpu)
+    assert resolved.actor_rollout_ref.actor.policy_loss.loss_mode == "tbpo"
+    assert resolved.actor_rollout_ref.actor.use_kl_loss is False and resolved.algorithm.use_kl_in_reward is False
+
+
+def test_the_parts_that_verl_builds_hold_our_values():
+    config = quickstart()
+    resolved = verl_config(config, on_cpu=True)
+    OmegaConf.resolve(resolved)
+    actor = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor)
+    assert isinstance(actor.policy_loss, TBPOPolicyLossConfig) and isinstance(actor.engine, QuantFSDPEngineConfig)
+    assert tbpo_config(actor.policy_loss, actor.loss_agg_mode) == local_tbpo_config(config.actor)
+    quant = actor.engine.quant
+    assert (quant.scheme, quant.group_size, quant.ignore, quant.align) == ("w4a16", 32, ["lm_head"], "model")
+    assert actor.engine.strategy == "fsdp2" and actor.optim.override_optimizer_config == {"eps": 1e-8}
+    overrides = OmegaConf.to_container(resolved.actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides)
+    assert overrides["quantization_config"] == get_scheme("w4a16", group_size=32).quantization_config(["lm_head"])
+
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+POLICY_LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant", f"{ACTOR}.optim"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+W4A16 = f"{VLLM}.hf_overrides.quantization_config"
+
+MAPPED: dict[str, tuple[object, dict[str, object]]] = {
+    "name": ("other", {"trainer.experiment_name": "other"}),
+    "seed": (
+        7,
+        {
+            "data.seed": 7,
+            f"{ROLLOUT}.seed": 7,
+            f"{ACTOR}.data_loader_seed": 7,
+            f"{ACTOR}.fsdp_config.seed": 7,
+        },
+    ),
+    "output_dir": (
+        "elsewhere",
+        {"trainer.default_local_dir": str(ROOT / "elsewhere" / "quickstart_verl" / "checkpoints")},
+    ),
+    "model.path": ("org/other", {f"{MODEL}.path": "org/other"}),
+    "model.trust_remote_code": (True, {f"{MODEL}.trust_remote_code": True, "data.trust_remote_code": True}),
+    "model.gradient_checkpointing": (True, {f"{MODEL}.enable_gradient_checkpointing": True}),
+    "data.train_files": (["a.parquet"], {"data.train_files": [str(ROOT / "a.parquet")]}),
+    "data.val_files": (["b.parquet"], {"data.val_files": [str(ROOT / "b.parquet")]}),
+    "data.train_batch_size": (24, {"data.train_batch_size": 24}),
+    "data.max_prompt_length": (33, {"data.max_prompt_length": 33, f"{ROLLOUT}.max_model_len": 33 + 80}),
+    "data.max_response_length": (81, {"data.max_response_length": 81, f"{ROLLOUT}.max_model_len": 32 + 81}),
+    "data.shuffle": (False, {"data.shuffle": False}),
+    "data.prompt_key": ("question", {"data.prompt_key": "question"}),
+    "data.filter_overlong_prompts": (True, {"data.filter_overlong_prompts": True}),
+    "reward.function": (
+        "math_verify",
+        {
+            "reward.custom_reward_function.path": "pkg://qarl.verl.plugin.reward",
+            "reward.custom_reward_function.name": "score",
+            "reward.custom_reward_function.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
+        },
+    ),
+    "reward.timeout_s": (
+        None,
+        {"reward.custom_reward_function.reward_kwargs": {"function": "arithmetic", "timeout_s": None}},
+    ),
+    "rollout.n": (4, {f"{ROLLOUT}.n": 4}),
+    "rollout.temperature": (0.9, {f"{ROLLOUT}.temperature": 0.9, f"{ROLLOUT}.top_p": 1.0}),
+    "rollout.val_temperature": (
+        0.5,
+        {f"{ROLLOUT}.val_kwargs.temperature": 0.5, f"{ROLLOUT}.val_kwargs.do_sample": True},
+    ),
+    "rollout.max_num_seqs": (128, {f"{ROLLOUT}.max_num_seqs": 128}),
+    "rollout.max_num_batched_tokens": (4096, {f"{ROLLOUT}.max_num_batched_tokens": 4096}),
+    "rollout.gpu_memory_utilization": (0.6, {f"{ROLLOUT}.gpu_memory_utilization": 0.6}),
+    "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
+    "rollout.enforce_eager": (False, {f"{ROLLOUT}.enforce_eager": False}),
+    "rollout.tensor_model_parallel_size": (2, {f"{ROLLOUT}.tensor_model_parallel_size": 2}),
+    "quant.scheme": (
+        "fp8",
+        {f"{QUANT}.scheme": "fp8", f"{W4A16}.config_groups.group_0.weights.type": "float"},
+    ),
+    "quant.group_size": (
+        64,
+        {f"{QUANT}.group_size": 64, f"{W4A16}.config_groups.group_0.weights.group_size": 64},
+    ),
+    "quant.ignore": (
+        ["lm_head", "re:.*down_proj"],
+        {f"{QUANT}.ignore": ["lm_head", "re:.*down_proj"], f"{W4A16}.ignore": ["lm_head", "re:.*down_proj"]},
+    ),
+    "quant.align": ("off", {f"{QUANT}.align": "off"}),
+    "actor.ppo_mini_batch_size": (12, {f"{ACTOR}.ppo_mini_batch_size": 12}),
+    "actor.ppo_micro_batch_size_per_gpu": (12, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 12}),
+    "actor.log_prob_micro_batch_size_per_gpu": (16, {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 16}),
+    "actor.ppo_epochs": (2, {f"{ACTOR}.ppo_epochs": 2}),
+    "actor.grad_clip": (0.5, {f"{ACTOR}.grad_clip": 0.5, f"{OPTIM}.clip_grad": 0.5}),
+    "actor.seq_clip_ratio_high": (0.51, {f"{POLICY_LOSS}.seq_clip_ratio_high": 0.51}),
+    "actor.seq_clip_ratio_low": (0.52, {f"{POLICY_LOSS}.seq_clip_ratio_low": 0.52}),
+    "actor.neg_seq_clip_ratio_low": (0.53, {f"{POLICY_LOSS}.neg_seq_clip_ratio_low": 0.53}),
+    "actor.neg_seq_clip_ratio_high": (0.54, {f"{POLICY_LOSS}.neg_seq_clip_ratio_high": 0.54}),
+    "actor.seq_tis_imp_ratio_cap": (3.0, {f"{POLICY_LOSS}.seq_tis_imp_ratio_cap": 3.0}),
+    "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
+    "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
+    "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    "optim.lr": (1e-3, {f"{OPTIM}.lr": 1e-3}),
+    "optim.betas": ([0.8, 0.9], {f"{OPTIM}.betas": [0.8, 0.9]}),
+    "optim.eps": (1e-6, {f"{OPTIM}.override_optimizer_config": {"eps": 1e-6}}),
+    "optim.weight_decay": (0.1, {f"{OPTIM}.weight_decay": 0.1}),
+    "optim.lr_warmup_steps": (3, {f"{OPTIM}.lr_warmup_steps": 3}),
+    "optim.lr_scheduler_type": ("constant", {f"{OPTIM}.lr_scheduler_type": "constant"}),
+    "optim.min_lr_ratio": (0.2, {f"{OPTIM}.min_lr_ratio": 0.2}),
+    "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
+    "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
+    "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
+    "trainer.test_freq": (30, {"trainer.test_freq": 30}),
+    "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
+    "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
+    "trainer.num_threads": (3, {"ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "3"}),
+    "trainer.save_freq": (10, {"trainer.save_freq": 10}),
+    "trainer.save_final": (False, {"trainer.save_freq": -1}),
+    "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
+    "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
+}
+"""Every key of ours that verl is given: another value, and what verl's config holds then."""
+
+ELSEWHERE = {
+    "backend": "which function is called",
+    "dry_run": "qarl.train",
+    "trainer.logger": "our own tracker follows verl's file logger",
+    "trainer.plots": "drawn from metrics.jsonl",
+    "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
+    "trainer.resume_from_path": "tested below, with resume_mode",
+    "actor.loss_agg_mode": "has one value",
+    "algorithm.adv_estimator": "has one value",
+    "verl": "tested below",
+}
+REFUSED = {
+    "rollout.rebuild_on_failure": True,
+    "rollout.top_p": 0.8,
+    "rollout.top_k": 20,
+    "optim.name": "muon",
+    "optim.master_dtype": "bf16",
+}
+ONLY_WITH_MUON = {"optim.muon_lr", "optim.muon_momentum"}
+
+
+def test_no_key_of_ours_is_left_out():
+    leaves = {key for key in describe_keys() if not any(other.startswith(f"{key}.") for other in describe_keys())}
+    assert leaves == set(MAPPED) | set(ELSEWHERE) | set(REFUSED) | ONLY_WITH_MUON
+
+
+@pytest.mark.parametrize("key", MAPPED)
+def test_every_value_arrives_in_verls_config(key):
+    value, expected = MAPPED[key]
+    with_default = {"rollout.tensor_model_parallel_size": {"trainer.n_gpus_per_node": 2}}.get(key, {})
+    resolved = verl_config(quickstart(**with_default, **{key: value}), on_cpu=True)
+    plain = resolved_quickstart(*with_default.items())
+    assert {name: selected(resolved, name) for name in expected} == expected
+    assert any(selected(plain, name) != selected(resolved, name) for name in expected)
+
+
+@lru_cache
+def resolved_quickstart(*changes: tuple[str, object]) -> object:
+    return verl_config(quickstart(**dict(changes)), on_cpu=True)
+
+
+def selected(config: object, key: str) -> object:
+    found = OmegaConf.select(config, key)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def test_workers_get_the_environment_where_ray_runs_already(monkeypatch):
+    """As verl merges it, in verl/trainer/main_ppo.py."""
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    config = quickstart()
+    resolved = verl_config(config, on_cpu=True)
+    merged = OmegaConf.merge(get_ppo_ray_runtime_env(resolved), resolved.ray_kwargs.ray_init.runtime_env)
+    variables = OmegaConf.to_container(merged, resolve=True)["env_vars"]
+    assert variables["VERL_FILE_LOGGER_PATH"] == str((config.run_dir / "verl.jsonl").resolve())
+    assert variables["VERL_PLATFORM"] == "cpu" and variables["OMP_NUM_THREADS"] == "1"
+    assert variables["VLLM_CPU_ATTN_SPLIT_KV"] == "1"  # the user's
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in variables  # verl's
+    assert all(isinstance(value, str) for value in variables.values())
+    mine = verl_config(quickstart(verl={"+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_ALGO": "Ring"}), on_cpu=False)
+    variables = mine.ray_kwargs.ray_init.runtime_env.env_vars
+    assert variables.NCCL_ALGO == "Ring" and "VERL_FILE_LOGGER_PATH" in variables and "VERL_PLATFORM" not in variables
+
+
+def test_threads_are_shared_on_a_cpu_and_rays_own_on_gpus(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    config = quickstart(**{"trainer.num_threads": None, "trainer.n_gpus_per_node": 4})
+    assert worker_environment(config, True)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in worker_environment(config, False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert worker_environment(config, False)["OMP_NUM_THREADS"] == "2"
+
+
+def test_starting_verl_leaves_the_threads_to_it(monkeypatch):
+    from qarl import train
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(train, "run", lambda config: 0)
+    assert train.main(["config=quickstart_verl.yaml", "trainer.num_threads=null"]) == 0
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.parametrize(("key", "value"), [("bypass_mode", True), ("rollout_is", "token")])
+def test_verls_own_corrections_do_not_go_with_tbpo(key, value):
+    changed = {f"algorithm.rollout_correction.{key}": value}
+    with pytest.raises(UserError, match=f"rollout_correction.{key}"):
+        verl_config(quickstart(verl=changed), on_cpu=True)
+    with_another_loss = changed | {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}
+    assert verl_config(quickstart(verl=with_another_loss), on_cpu=True)
+
+
+def test_one_checkpoint_is_too_few_for_verl():
+    for changes in ({"trainer.max_ckpt_to_keep": 1}, {"verl": {"trainer.max_actor_ckpt_to_keep": 1}}):
+        with pytest.raises(UserError, match="max_ckpt_to_keep=2"):
+            verl_config(quickstart(**changes), on_cpu=True)
+
+
+def test_rewards_are_scored_by_as_many_processes_as_verl_wants_on_gpus():
+    assert verl_config(quickstart(), on_cpu=True).reward.num_workers == 1
+    assert verl_config(quickstart(), on_cpu=False).reward.num_workers == 8
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_verl_lacks_is_refused_by_name(key):
+    with pytest.raises(UserError, match=key):
+        refuse_unsupported(quickstart(**{key: REFUSED[key]}))
+
+
+def test_a_dry_run_says_what_is_missing():
+    text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
+    assert "# missing: optim.name" in text and "loss_mode: tbpo" in text
+
+
+def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
+    nested = {"actor_rollout_ref": {"rollout": {"ignore_eos": True}}, "+trainer.extra": 1, "trainer.val_only": True}
+    resolved = verl_config(quickstart(verl=nested), on_cpu=True)
+    assert resolved.actor_rollout_ref.rollout.ignore_eos is True
+    assert resolved.trainer.extra == 1 and resolved.trainer.val_only is True
+    with pytest.raises(UserError, match=r"verl\.trainer\.total_step"):
+        verl_config(quickstart(verl={"trainer.total_step": 1}), on_cpu=True)
+    on_command_line = load_config(["config=quickstart_verl.yaml", "verl.actor_rollout_ref.rollout.top_k=40"])
+    assert on_command_line.verl == {"actor_rollout_ref.rollout.top_k": 40}
+    with pytest.raises(UserError, match="backend=local has nothing to do"):
+        load_config(["config=quickstart.yaml", "verl.trainer.val_only=true"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.rollout.top_p", 0.9),
+        ("actor_rollout_ref.rollout.top_k", 20),
+        ("actor_rollout_ref.rollout.temperature", 0.005),
+        ("trainer.v1.trainer_mode", "colocate_async"),
+        ("trainer.v1.trainer_mode", "separate_async"),
+        ("trainer.use_v1", False),
+    ],
+)
+def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
+    with pytest.raises(UserError, match="does not go with backend=verl") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where == f"verl.{key}"
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.7), ("top_k", 5), ("temperature", 0.5)])
+def test_validation_may_sample_otherwise(key, value):
+    """No log-probs of validation are trained on."""
+    resolved = verl_config(quickstart(verl={f"actor_rollout_ref.rollout.val_kwargs.{key}": value}), on_cpu=True)
+    assert resolved.actor_rollout_ref.rollout.val_kwargs[key] == value
+
+
+@pytest.mark.parametrize("key", ["algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"])
+def test_what_verls_sampler_alone_can_do_leaves_it_in_place(key):
+    sampler = verl_config(quickstart(), on_cpu=True).trainer.v1.sampler
+    assert sampler.custom_sampler.name == "PromptReplayBuffer"
+    sampler = verl_config(quickstart(verl={key: True}), on_cpu=True).trainer.v1.sampler
+    assert sampler.custom_sampler.path is None and sampler.custom_sampler.name is None
+
+
+def test_the_mismatch_limit_reaches_the_workers_settings():
+    for limit in (None, 0.25):
+        resolved = verl_config(quickstart(**{"quant.mismatch_limit": limit}), on_cpu=True)
+        settings = omega_conf_to_dataclass(resolved.actor_rollout_ref.actor.fsdp_config).quant
+        assert settings.mismatch_limit == limit
+
+
+def test_what_verls_own_checks_say_is_an_error_of_ours():
+    with pytest.raises(UserError, match="verl refuses the configuration"):
+        verl_config(quickstart(**{"trainer.n_gpus_per_node": 7}), on_cpu=True)
+
+
+def test_differences_are_said():
+    def said(on_cpu=True, **changes):
+        return " ".join(differences(quickstart(**changes), on_cpu))
+
+    assert "val_max_prompts" in said()
+    tokens = "rollout.max_num_batched_tokens"
+    assert f"{tokens}=null is 8192" in said(on_cpu=False)
+    assert tokens not in said(on_cpu=False, **{tokens: 300})
+    assert tokens not in said(**{tokens: 300})
+    small = {tokens: 300, "data.max_response_length": 500}
+    assert f"{tokens}=300 is 532" in said(**small) and tokens not in said(on_cpu=False, **small)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
+    import torch
+    from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    config = quickstart(**{"optim.lr_scheduler_type": schedule, "optim.lr_warmup_steps": warmup})
+    keys = verl_keys(config, True)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = keys["trainer.total_training_steps"]
+    warmup_steps = keys["actor_rollout_ref.actor.optim.lr_warmup_steps"]
+    if schedule == "constant":
+        scheduler = get_constant_schedule_with_warmup(optimizer, warmup_steps)
+    else:
+        ratio = keys["actor_rollout_ref.actor.optim.min_lr_ratio"]
+        scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, ratio)
+    for step in range(steps):
+        assert scheduler.get_last_lr()[0] == pytest.approx(lr_scale(step, config.optim, steps), rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_reward_functions_are_found_by_verl():
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    for function in ("arithmetic", "qarl.data.rewards:arithmetic", str(ROOT / "qarl" / "rewards.py") + ":arithmetic"):
+        resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
+        reward = get_custom_reward_fn(resolved)
+        arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}
+        assert reward(solution_str="5+7=12", **arguments) == 1.0
+
+
+def test_a_reward_of_verls_own_section_is_refused():
+    other = {"reward.custom_reward_function.path": "pkg://qarl.data.rewards"}
+    with pytest.raises(UserError, match=r"another reward function[\s\S]*reward.timeout_s"):
+        verl_config(quickstart(verl=other), on_cpu=True)
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
+def test_hydra_groups_say_what_the_mapping_says(scheme):
+    """The groups that a verl user names on verl's own command line."""
+    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
+    overrides.append("trainer.n_gpus_per_node=1")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        group = compose("ppo_trainer", overrides=overrides)
+    ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
+    actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
+    assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
+    keys = verl_keys(ours, True)
+    named = {key.removeprefix("+"): value for key, value in keys.items()}
+    for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
+        assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for key in ("calculate_log_probs", "disable_log_stats"):
+        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
+    vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
+    prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+    machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
+    for key, value in flat(machine).items():
+        assert named[key] == OmegaConf.select(group, key), (key, value)
+
+
+def test_hydra_finds_the_groups_without_a_warning():
+    """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+
+    for package in ("qarl.verl.plugin.hydra", "pkg://qarl.verl.plugin.hydra"):
+        source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
+        assert source.available() and source.is_config("qarl/w4a16")
+
+
+def test_the_groups_are_in_the_package_that_is_built():
+    import tomllib
+
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
+    packaged = {
+        path.relative_to(ROOT).as_posix()
+        for package, patterns in tools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    assert len(files) == 5 and files <= packaged
+    modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
+    assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])
+
+
+def flat(node: dict, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
+def test_metrics_take_our_names():
+    named = our_names(
+        {
+            "actor/mismatch/k3": 1.0,
+            "actor/pg_loss": 2.0,
+            "timing_s/gen": 3.0,
+            "val-core/column_addition/acc/mean@1": 0.5,
+            "text": "no number",
+        }
+    )
+    assert named["mismatch/k3"] == 1.0 and named["actor/pg_loss"] == 2.0
+    assert named["timing_s/rollout"] == 3.0 and named["val/accuracy"] == 0.5 and "text" not in named
+
+
+def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys, monkeypatch):
+    config = quickstart(**{"output_dir": str(tmp_path), "trainer.logger": []})
+    config.run_dir.mkdir()
+    path = config.run_dir / "verl.jsonl"
+
+    def line(step: int) -> str:
+        return json.dumps({"step": step, "data": {"x": float(step)}}) + "\n"
+
+    follower = MetricsFollower(config, path, 0.0)
+    with follower:
+        path.write_text(line(1) + "no json\n" + '{"step": 2}\n' + line(3) + line(4)[:8])
+        follower._stop.set()
+        follower._thread.join()
+        follower._read()
+        with path.open("a") as file:
+            file.write(line(4)[8:])
+        logged = follower._tracker.log
+
+        def interrupted(*arguments: object, **more: object) -> None:
+            monkeypatch.setattr(follower._tracker, "log", logged)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(follower._tracker, "log", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            follower._read()
+    assert [entry["step"] for entry in read_metrics(config.run_dir)] == [1, 3, 4]
+    assert capsys.readouterr().err.count("was not logged") == 2
+
+
+def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
+    """A folder as verl's FSDP checkpoint manager and trainer leave it, with next to nothing in its files."""
+    import torch
+
+    folder = run / "checkpoints" / f"global_step_{step}"
+    (folder / "actor").mkdir(parents=True)
+    torch.save({}, folder / "data.pt")
+    for rank in range(ranks):
+        torch.save({}, folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt")
+    return folder
+
+
+def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):
+    folder = checkpoint(opened.run, 4)
+    opened.tracker.write_text("4")
+    assert opened() == 4
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
+    assert opened(**path) == 4
+    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
+    assert opened(**path) == 4 and not (opened.run / "summary.json").exists()
+    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
+    assert opened() == 0
+    assert Path(f"{opened.run}.1").is_dir() and not (opened.run / "checkpoints").exists()
+    with pytest.raises(UserError, match="no checkpoint of verl's"):
+        opened(**{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path)})
+
+
+def test_half_a_checkpoint_is_none(opened, capsys):
+    for step in (2, 4, 6):
+        checkpoint(opened.run, step, ranks=2)
+    opened.tracker.write_text("6")
+    last = opened.run / "checkpoints" / "global_step_6"
+    whole = (last / "data.pt").read_bytes()
+    (last / "data.pt").write_bytes(whole[:-30])
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(last)}
+    with pytest.raises(UserError, match=r"data\.pt"):
+        opened(**path)
+    (last / "data.pt").write_bytes(whole)
+    (last / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(UserError, match="one rank"):
+        opened(**path)
+    assert opened() == 4
+    assert opened.tracker.read_text() == "4"  # which verl goes on from
+    assert not last.exists() and "global_step_4 is the newest whole" in capsys.readouterr().err
+    opened.tracker.write_text("")
+    assert opened() == 4
+    for folder in (2, 4):
+        (opened.run / "checkpoints" / f"global_step_{folder}" / "data.pt").unlink()
+    with pytest.raises(UserError, match="none of the run's checkpoints is whole"):
+        opened()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.save_freq", -1),
+        ("trainer.default_local_dir", "/elsewhere"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["hf_model"]),
+    ],
+)
+def test_a_run_that_could_not_be_exported_does_not_start(key, value):
+    with pytest.raises(UserError, match="no checkpoint to export") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where == f"verl.{key}"
+    verl_config(quickstart(verl={key: value}, **{"trainer.save_final": False}), on_cpu=True)
+
+
+def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
+    folder = checkpoint(tmp_path, 6, ranks=2)
+    (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    for step in (None, 6):
+        with pytest.raises(UserError, match="step 6 is not whole") as caught:
+            find_checkpoint(tmp_path, step)
+        assert caught.value.why == "actor/ lacks the weights of at least one rank"
+    whole = checkpoint(tmp_path, 4)
+    assert find_checkpoint(tmp_path, 4) == whole
+    assert capsys.readouterr().err == ""
+    assert find_checkpoint(tmp_path, None) == whole
+    assert "note: the checkpoint of step 6 is not whole: actor/ lacks" in capsys.readouterr().err
+    with pytest.raises(UserError, match="step 6 is not whole"):
+        find_checkpoint(tmp_path, 6)
+    with pytest.raises(UserError, match="no checkpoint of step 8"):
+        find_checkpoint(tmp_path, 8)
+
+
+def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsys):
+    import torch
+
+    actor = checkpoint(tmp_path, 4) / "actor"
+    weight = torch.randn(4, 4)
+    torch.save({"a": weight, "b": weight + 1}, actor / "model_world_size_1_rank_0.pt")
+    assert torch.equal(dict(VerlWeights.open(actor).tensors())["a"], weight)
+    assert "read unchecked" in capsys.readouterr().err
+    record = actor / "qarl_state_world_size_1_rank_0.json"
+    sums = [f"{value & (2**64 - 1):016x}" for value in checksums([weight, weight + 1])]
+    record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
+    assert len(dict(VerlWeights.open(actor).tensors())) == 2 and capsys.readouterr().err == ""
+    record.write_text(json.dumps({"model.a": sums[0]}))
+    with pytest.raises(UserError, match="b is not what was saved"):
+        dict(VerlWeights.open(actor).tensors())
+    record.write_text('{"model.a": "12')
+    with pytest.raises(UserError, match="checksums of a rank cannot be read"):
+        VerlWeights.open(actor)
+
+
+def test_a_resume_that_changes_what_is_trained_is_refused(opened):
+    checkpoint(opened.run, 4)
+    opened.tracker.write_text("4")
+    assert opened(**{"trainer.total_training_steps": 200, "verl": {"trainer.val_only": True}}) == 4
+    for changes in ({"optim.lr": 1e-3}, {"verl": {"actor_rollout_ref.rollout.top_k": 5}}):
+        with pytest.raises(UserError, match="changes what is trained"):
+            opened(**changes)
+    with pytest.raises(UserError, match="past the end"):
+        opened(**{"trainer.total_training_steps": 3})
+
+
+def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):
+    with open_verl_run(quickstart(output_dir=str(tmp_path))), pytest.raises(UserError, match="another process"):
+        opened()
+
+
+def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name in ("check_engine_installed", "check_cpu", "check_linears", "check_weight_files"):
+        monkeypatch.setattr(f"qarl.checks.run.{name}", lambda *arguments: None)
+    row = {"prompt": [{"role": "user", "content": "t3 t20"}], "reward_model": {"ground_truth": "7"}}
+    row |= {"data_source": "random", "extra_info": {"index": 0}}
+    pq.write_table(pa.Table.from_pylist([row] * 12), tmp_path / "data.parquet")
+    changes = {
+        "model.path": str(save_random_model(tmp_path / "model")),
+        "data.train_files": [str(tmp_path / "data.parquet")],
+        "data.val_files": [str(tmp_path / "gone.parquet")],
+    }
+    with pytest.raises(UserError, match=r"gone\.parquet"):
+        check_run(quickstart(**changes))
+    changes["data.val_files"] = changes["data.train_files"]
+    check_run(quickstart(**changes))
+    with pytest.raises(UserError, match="batches of 24 from 12 prompts"):
+        check_run(quickstart(**changes, **{"data.train_batch_size": 24}))

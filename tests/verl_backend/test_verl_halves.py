@@ -1,0 +1,81 @@
+"""On two gloo ranks without Ray: TBPO without the quantized actor, the quantized actor with a loss of verl's, and the
+mismatch guard before the first update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from fsdp_ranks import BANDS, QUANT, make_rows, run_engine
+from random_models import save_random_model
+
+from qarl.quant import get_scheme
+from qarl.quant.quantize import quantize
+
+pytest.importorskip("verl")
+pytestmark = needs_w4a16_cpu
+
+GUARDED = QUANT | {"mismatch_limit": None}
+JOBS = {
+    "tbpo alone": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2, "steps": 2},
+    "quantized alone": {"quant": QUANT, "loss": "vanilla", "lr": 1e-2, "micro": 2, "steps": 2},
+    "guarded": {"quant": GUARDED, "bands": BANDS, "lr": 1e-2, "micro": 2},
+    "raised limit": {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2},
+    "guarded without quantization": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("halves")
+    model = str(save_random_model(folder))
+    rows = make_rows(model)
+    old = rows["old_log_probs"]
+    spoilt = old.clone()
+    spoilt[1::2] += 0.5  # those of the second rank alone
+    noise = 1e-5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
+    rows["rollout_log_probs"] = (old + noise) * rows["response_mask"]
+    jobs = [job | ({} if name.endswith("alone") else {"guard": spoilt}) for name, job in JOBS.items()]
+    return dict(zip(JOBS, run_engine(folder, 2, model, rows, jobs), strict=True))
+
+
+def test_tbpo_alone_reports_its_metrics_and_publishes_bf16(results):
+    found = results["tbpo alone"]
+    assert len(found["metrics"]) == 2
+    for metrics in found["metrics"]:
+        assert 0 < metrics["mismatch/abs_mean"][0] < 1e-4
+        assert "actor/inside_band_frac" in metrics
+    assert found["made"] == []
+    assert found["published"].keys() == found["masters"].keys()
+    for name, master in found["masters"].items():
+        assert torch.equal(found["published"][name], master.bfloat16()), name
+
+
+def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(results):
+    found = results["quantized alone"]
+    assert set(found["made"]) == {1}
+    scheme = get_scheme("w4a16", group_size=32)
+    packed = [name for name in found["published"] if name.endswith(".weight_packed")]
+    assert len(packed) == 14
+    for name in packed:
+        layer = name.removesuffix(".weight_packed")
+        expected = quantize(found["masters"][f"{layer}.weight"].bfloat16(), scheme, name=layer)
+        assert torch.equal(found["published"][name], expected.tensors["weight_packed"])
+
+
+@pytest.mark.parametrize(
+    ("job", "limit"),
+    [
+        ("guarded", "0.0021 that quant.align=model allows"),
+        ("guarded without quantization", "0.15 that an actor without"),
+    ],
+)
+def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(results, job, limit):
+    for text in results[job]["guard"]:
+        assert "trainer and engine disagree" in text and f"nats a token, over the {limit}" in text
+    (metrics,) = results[job]["metrics"]  # the update after it, of healthy log-probs
+    assert metrics["mismatch/over_limit"] == [0.0]
+
+
+def test_the_guard_keeps_to_its_limit(results):
+    assert results["raised limit"]["guard"] == ["", ""]

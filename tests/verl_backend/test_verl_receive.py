@@ -1,0 +1,48 @@
+"""Whatever fails in a vLLM worker while weights arrive, verl's sender comes to its end and the worker raises it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from checkout import ROOT
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    output = tmp_path_factory.mktemp("receive") / "results.json"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "verl_receive.py"), str(output)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(
+    ("case", "raised", "names"),
+    [
+        ("well", None, ["part0", "part1", "part2"]),
+        ("not made", "ValueError('the engine quantizes other layers')", []),
+        ("adapter", "lora_rank must be 0", []),
+        # Its traceback must not keep views of the shared memory alive, which then could not be closed.
+        ("on the way", "ValueError('no room for part0, 262144 elements')", ["part0"]),
+        # The engine would generate with whatever it holds.
+        ("stops", "RuntimeError", ["part0", "part1", "part2"]),
+        ("nothing", "the publish ended before its first record", []),
+    ],
+)
+def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
+    found = results[case]
+    assert found["sent"] and found["errors"] == []
+    assert found["names"] == names
+    assert found["raised"] is None if raised is None else raised in found["raised"]
+
+
+def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
+    assert results["reused"] == {"version": 1}

@@ -1,0 +1,145 @@
+"""Whole verl runs of two steps on a CPU: Ray, an FSDP2 trainer and a vLLM server, once from our config and once from
+verl's own command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
+from random_models import save_random_model
+
+from qarl.checkpoint.compressed_tensors import linears_of, packed, read_tensors
+from qarl.metrics.tracker import read_metrics
+from qarl.quant import get_scheme
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+pytestmark = [needs_w4a16_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+BF16_STEP = 2**-8
+"""Of a logit near 1. quant.align=model sums attention in another order than the engine: now and then one logit rounds
+the other way."""
+
+# Differs between the answers of a random model.
+REWARD = """
+def length_reward(data_source, solution_str, ground_truth, extra_info=None):
+    return min(len(solution_str) / 64, 1.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    rows = [
+        {
+            "data_source": "random",
+            "prompt": [{"role": "user", "content": f"t{3 + i} t{20 + i} t{40 + i}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "7"},
+            "extra_info": {"index": i},
+        }
+        for i in range(16)
+    ]
+    path = tmp_path_factory.mktemp("data") / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The plugin's entry point, as an installation would declare it."""
+    info = tmp_path_factory.mktemp("site") / "qarl_under_test-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qarl-under-test\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\nqarl = qarl.verl.plugin.plugin\n")
+    return info.parent
+
+
+def start(command: list[str], site: Path, **variables: str) -> str:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1", **variables}
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run.stdout
+
+
+def test_a_run_from_our_config(tmp_path, model, data, site):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    settings = {
+        "output_dir": tmp_path,
+        "model.path": model,
+        "data.train_files": f"[{data}]",
+        "data.val_files": f"[{data}]",
+        "data.train_batch_size": 4,
+        "data.max_response_length": 16,
+        "rollout.n": 2,
+        "rollout.cpu_kvcache_space_gib": 0.25,
+        "actor.ppo_mini_batch_size": 2,
+        "actor.ppo_micro_batch_size_per_gpu": 2,
+        "actor.log_prob_micro_batch_size_per_gpu": 8,
+        "reward.function": f"{reward}:length_reward",
+        "optim.lr": 0.0,
+        "trainer.total_training_steps": 2,
+        "trainer.test_freq": -1,
+        "trainer.val_max_prompts": 4,
+        "trainer.logger": "[console]",
+    }
+    given = [f"{key}={value}" for key, value in settings.items()]
+    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given], site)
+    run_dir = tmp_path / "quickstart_verl"
+    steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    for entry in steps:
+        assert entry["mismatch/abs_max"] < BF16_STEP
+        # Learning rate 0, and the two passes batch differently: 8 responses and 2.
+        assert entry["actor/seq_ratio_abs_dev_max"] <= 1e-5
+        assert 0 < entry["critic/score/mean"] <= 1
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["finished"] and summary["accuracy_after"] is not None and summary["failed"] is None
+    assert (run_dir / "verl.yaml").is_file() and (run_dir / "versions.json").is_file()
+    # Without learning, the export of the end is the quantized start.
+    scheme = get_scheme("w4a16", group_size=32)
+    expected = dict(packed(read_tensors(model), scheme, linears_of(model, scheme, ["lm_head"])))
+    exported = dict(read_tensors(Path(summary["checkpoint"])))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_verl_users_own_command_line(tmp_path, model, data, site):
+    log = tmp_path / "verl.jsonl"
+    given = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "data.train_batch_size=4",
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        f"hydra.run.dir={tmp_path}",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
+    script = ["bash", str(ROOT / "scripts" / "verl_command_line.sh")]
+    start([*script, *given], site, PYTHON=sys.executable, VERL_FILE_LOGGER_PATH=str(log))
+    steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["actor/mismatch/abs_max"] < BF16_STEP
+        assert metrics["actor/seq_tis_above_cap_frac"] == 0

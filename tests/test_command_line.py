@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from qarl.__main__ import COMMANDS, main
 from qarl.bench.__main__ import PARTS
@@ -22,7 +23,6 @@ from qarl.config.schema import Config, sections
 from qarl.console import run_command
 from qarl.doctor.target import GPUS, OPTIONS
 
-ROOT = Path(__file__).resolve().parents[1]
 MODULES = ["qarl", *(f"qarl.{command}" for command in COMMANDS)]
 WITH_CONFIG = ("train", "doctor", "diagnose")
 HEAVY = ("torch", "transformers", "vllm", "verl", "datasets", "compressed_tensors", "ray", "matplotlib")

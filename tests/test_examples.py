@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, needs_w4a16_cpu
+from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
 
 from qarl.config import Config, load_config
 from qarl.data.rewards import call_reward, get_reward_fn

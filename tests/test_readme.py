@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from checkout import ROOT
 
 from qarl.config import build_config
 

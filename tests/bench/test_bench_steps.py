@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, needs_w4a16_cpu, save_random_model
+from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
+from random_models import save_random_model
 from torch import nn
 
 from qarl.bench.__main__ import main

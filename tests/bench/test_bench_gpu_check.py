@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from checkout import ROOT
 
 from qarl.config import Config, build_config, write_resolved
 from qarl.errors import UserError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from checkout import ROOT
 
 from qarl.bench.__main__ import main
 from qarl.bench.plan import ERROR, predict

@@ -62,7 +62,6 @@ CASES = {
         verl=FEW_BLOCKS,
         preempts=True,
     ),
-    "bf16": Case("bf16, one rank", "model", {"quant.scheme": "bf16"}),
     "tbpo_alone": Case("the TBPO loss on verl's BF16 actor", "linears", half="tbpo"),
     "quantized_alone": Case("w4a16 with verl's vanilla loss", "model", half="quantized"),
     "other_norm": Case("w4a16, the trainer's rms_norm_eps set to 0.3", "model", verl=OTHER_NORM, refused=True),

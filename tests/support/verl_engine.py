@@ -6,13 +6,15 @@ The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows`
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
 `model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`,
 `gradient_checkpointing`, and `engine` with more of verl's FSDP keys. `quant` may be None, and `loss` a loss of verl's.
-`guard`: what the first update answers to these rollout log-probs.
+`guard`: what the first update answers to these rollout log-probs. `servers`: what each rank's publish does while the
+first rank asks the rollout's servers, which answer late or are dead.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,6 +141,8 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     result["published"] = publish(engine)
     before = generations(engine)
     result["version"], result["made_again"] = published_version(engine), generations(engine) != before
+    if "servers" in job:
+        result["servers"] = {dead: ask_servers(engine, dead) for dead in (False, True)}
     result["bypass"] = refusal(lambda: engine.train_batch(make_data(bypassed(rows), mine, job["micro"]), loss))
     if "checkpoint" in job:
         result |= save_change_load(engine, loss, rows, mine, job)
@@ -170,7 +174,28 @@ def published_version(engine: Any) -> int:
     return int(begin["version"])
 
 
-def gathered(text: str) -> list[str]:
+class Servers:
+    """Those of the rollout, which take a while to answer."""
+
+    def __init__(self, dead: bool) -> None:
+        self._dead, self.answered = dead, 0.0
+
+    def ask(self) -> None: ...
+
+    def dead(self, timeout: float) -> dict[str, str]:
+        time.sleep(0.5)
+        self.answered = time.monotonic()
+        return {"vllm_server_1_0": "ActorDiedError: gone"} if self._dead else {}
+
+
+def ask_servers(engine: Any, dead: bool) -> list[dict[str, Any]]:
+    """When each rank had its answers and its stream, and what it raised."""
+    engine._servers = servers = Servers(dead)
+    error = refusal(engine.get_per_tensor_param)
+    return gathered({"answered": servers.answered, "begun": time.monotonic(), "error": error})
+
+
+def gathered(text: Any) -> list[Any]:
     """What each rank has."""
     found: list[Any] = [None] * int(world)
     torch.distributed.all_gather_object(found, text)

@@ -18,7 +18,7 @@ pytestmark = needs_w4a16_cpu
 GUARDED = QUANT | {"mismatch_limit": None}
 JOBS = {
     "tbpo alone": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2, "steps": 2},
-    "quantized alone": {"quant": QUANT, "loss": "vanilla", "lr": 1e-2, "micro": 2, "steps": 2},
+    "quantized alone": {"quant": QUANT, "loss": "vanilla", "lr": 1e-2, "micro": 2, "steps": 2, "servers": True},
     "guarded": {"quant": GUARDED, "bands": BANDS, "lr": 1e-2, "micro": 2},
     "raised limit": {"quant": QUANT, "bands": BANDS, "lr": 1e-2, "micro": 2},
     "guarded without quantization": {"quant": None, "bands": BANDS, "lr": 1e-2, "micro": 2},
@@ -75,6 +75,19 @@ def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(resul
         assert "trainer and engine disagree" in text and f"nats a token, over the {limit}" in text
     (metrics,) = results[job]["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
+
+
+def test_no_rank_publishes_before_the_servers_have_answered_the_first(results):
+    """An engine that one rank publishes to answers nothing until all ranks do: the first would wait for its answer, and
+    the others for the first."""
+    first, second = results["quantized alone"]["servers"][False]
+    assert first["answered"] > 0 and first["error"] == second["error"] == ""
+    assert second["begun"] >= first["answered"]
+
+
+def test_all_ranks_name_a_dead_server(results):
+    for rank in results["quantized alone"]["servers"][True]:
+        assert "cannot be published to: vllm_server_1_0" in rank["error"]
 
 
 def test_the_guard_keeps_to_its_limit(results):

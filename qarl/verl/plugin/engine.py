@@ -275,12 +275,24 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        if self.rank == 0:
-            self._servers.ask()
-            refuse_dead(self._servers.dead(publish_timeout()))
+        self._refuse_dead_servers()
         # The scheduler has counted the training steps, and a checkpoint brings its count back.
         version = self.lr_scheduler.last_epoch
         return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
+
+    def _refuse_dead_servers(self) -> None:
+        """UserError on all ranks where a server of the rollout is dead.
+
+        The first rank asks, and all wait for its answers: an engine that another rank publishes to answers nothing
+        until it has all tensors, for which that rank needs the first.
+        """
+        found: list[dict[str, str]] = [{}]
+        if self.rank == 0:
+            self._servers.ask()
+            found = [self._servers.dead(publish_timeout())]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(found, src=0)
+        refuse_dead(found[0])
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()

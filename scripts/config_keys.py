@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.align.config_keys import FAMILIES, TABLE
+from qarl.align.config_keys import TABLE
+from qarl.align.families import FAMILIES
 
 SHARED = {
     "vllm": (

@@ -29,10 +29,10 @@ from unittest import mock
 import torch
 from config_values import KEYS, LEVELS, REFUSED_VALUES, ROTARY, small_config
 
-from qarl.align.config_keys import FAMILIES
+from qarl.align.families import FAMILIES
 from qarl.checkpoint.json_file import write_json
 from qarl.checks.layers import meta_model
-from qarl.checks.model import check_model
+from qarl.checks.model import check_served
 from qarl.errors import UserError
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
@@ -65,7 +65,12 @@ def policy(folder: Path, scheme: str, level: str) -> Policy:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level)
+    return Policy(model, get_scheme(scheme, group_size=32), heads(model), align=level)
+
+
+def heads(model: Any) -> tuple[str, ...]:
+    """Name of the output embedding, which stays BF16: `lm_head` but in a few families."""
+    return tuple(name for name, module in model.named_modules() if module is model.get_output_embeddings())
 
 
 class Measurement:
@@ -83,7 +88,7 @@ class Measurement:
         config.architectures = None
         try:
             if self.checked:
-                check_model(config)
+                check_served(config)
             if (size := sum(parameter.numel() for parameter in meta_model(config).parameters())) > LARGEST:
                 raise UserError(f"not measured: {size / 1e6:.0f} million parameters with the sizes of config_values.py")
             with tempfile.TemporaryDirectory() as parent:
@@ -102,9 +107,10 @@ class Measurement:
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(3, 256, (40 - i % 7,), generator=generator).tolist() for i in range(count)]
         quantized = get_scheme(scheme, group_size=32)
-        settings = EngineConfig(str(folder), quantized, ("lm_head",), 40 + tokens, kv_cache_gib=0.1)
+        trainer = policy(folder, scheme, "linears")
+        settings = EngineConfig(str(folder), quantized, trainer.ignore, 40 + tokens, kv_cache_gib=0.1)
         with RolloutEngine(settings) as engine:
-            engine.publish(policy(folder, scheme, "linears").quantize(), version=1)
+            engine.publish(trainer.quantize(), version=1)
             rollout = engine.generate(prompts, SamplingConfig(tokens, ignore_eos=True), seeds=list(range(count)))
         return make_batch(rollout, torch.zeros(count), torch.zeros(count), pad_token_id=0)
 
@@ -171,8 +177,8 @@ def table(results: dict[str, dict[str, Any]], levels: Sequence[str]) -> str:
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for key, found in results.items():
         name, _, scheme = key.rpartition(" ")
-        if "refused" in found:
-            cells = [f"refused: {found['refused'][:90]}"] + [""] * (len(levels) - 1 + others)
+        if levels[0] not in found:
+            cells = [": ".join(*found.items())[:100]] + [""] * (len(levels) - 1 + others)
         else:
             cells = [cell(found[level], level) for level in levels]
             other = found.get("other", "")
@@ -214,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if (key := f"{name} {scheme}") in results:
                     continue
                 # A kernel may end the process: then this is the finding, and --keep starts after it.
-                for found in ({"refused": "NOT REFUSED: the process ended"}, None):
+                for found in ({"failed": "the process ended"}, None):
                     results[key] = found or attempt(measurement, config, scheme, other)
                     if args.output:
                         write_json(args.output, {"amx_tiles": amx, "setting": setting, "results": results})
@@ -229,7 +235,7 @@ def attempt(measurement: Measurement, config: Any, scheme: str, other: Any) -> d
             raise config
         return measurement.measure(config, scheme, other)
     except Exception as error:
-        return {"refused": f"NOT REFUSED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qarl.align.config_keys import FAMILIES
+from qarl.align.families import FAMILIES
 
 LEVELS = ("off", "linears", "model", "exact")
 SIZES: dict[str, Any] = {
@@ -20,7 +20,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -65,18 +65,21 @@ class Row:
     should_fire: bool
 
 
-def measured(case: str, scheme: str, asked: str, policy: Policy, batch: Batch, log_probs: torch.Tensor) -> Row:
+def measured(
+    case: str, scheme: str, asked: str, policy: Policy, batch: Batch, log_probs: torch.Tensor, temperature: float = 1.0
+) -> Row:
     """Ask the guard as a run does before its first update."""
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     lengths = batch.response_mask.sum(1).float()
     length = float(lengths.mean())
     mean = metrics["mismatch/abs_mean"]
+    how: dict[str, Any] = {"level": policy.align, "response_length": length, "temperature": temperature}
     try:
-        check_mismatch(mean, limit=None, level=policy.align, before_first_update=True, response_length=length)
+        check_mismatch(mean, limit=None, before_first_update=True, **how)
         fired = False
     except MismatchError:
         fired = True
-    limit = resolve_limit(None, policy.align, response_length=length)
+    limit = resolve_limit(None, **how)
     tokens, largest = int(lengths.sum()), metrics["mismatch/abs_max"]
     return Row(case, scheme, asked, policy.align, tokens, length, mean, largest, limit, fired, should_fire=False)
 
@@ -129,7 +132,7 @@ def direct(
         "truncation": Truncation(trainer.top_p, trainer.top_k),
     }
     parts = [policy.response_log_probs(batch, rows, **how) for rows in batch.micro_batches(4)]
-    return measured(case, scheme, "model", policy, batch, torch.cat(parts))
+    return measured(case, scheme, "model", policy, batch, torch.cat(parts), trainer.temperature)
 
 
 def extended(model: Path, folder: Path, positions: int) -> Path:

@@ -94,7 +94,7 @@ def measure(trainer: LocalTrainer, kind: str) -> dict[str, Any]:
         "tokens": int(mask.sum()),
         "mean": metrics["mismatch/abs_mean"],
         "max": metrics["mismatch/abs_max"],
-        "limit": resolve_limit(None, trainer.policy.align, response_length=length),
+        "limit": resolve_limit(None, trainer.policy.align, response_length=length, temperature=temperature),
         "kept_mean": None if kept is None else float(sum((kept[mask] >> i & 1).sum() for i in range(8)) / mask.sum()),
         "outside": 0 if batch.outside is None else int(batch.outside.sum()),
         "finite": bool(old.isfinite().all() and again.isfinite().all()),

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qarl.align.families import FAMILIES
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.kernels.cpu import rotary as vllm_rotary
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 TABLE = Path(__file__).with_name("config_keys.json")
 ENGINE_ACTIVATIONS = ("silu",)
 
@@ -52,7 +52,8 @@ def _head_size_of_hidden(value: Any, config: Any) -> bool:
 
 
 def _no_window(value: Any, config: Any) -> bool:
-    return not value or bool(getattr(config, "layer_types", None)) or value >= config.max_position_embeddings
+    covers = isinstance(value, int) and value >= config.max_position_embeddings
+    return not value or bool(getattr(config, "layer_types", None)) or covers
 
 
 REFUSED: dict[str, Refusal] = {

@@ -25,7 +25,8 @@ import torch
 
 from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
 from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
-from qarl.align.config_keys import ENGINE_ACTIVATIONS, FAMILIES, check_config_keys
+from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
+from qarl.align.families import FAMILIES
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention

@@ -5,30 +5,52 @@ One function for every way in: the set-up of a run, verl's launcher, the doctor.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from qarl.align.config_keys import FAMILIES, check_config_keys
+from qarl.align.config_keys import check_config_keys
+from qarl.align.families import FAMILIES, check_family, shown_mismatch
+from qarl.align.model import resolve_level
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_rules
 
 _WHERE = "model.path: config.json"
 
 
 def check_model(hf_config: Any) -> None:
-    """Refuse a transformers config that the engine does not serve, or reads otherwise than the trainer.
+    """Refuse a transformers config that the engine does not serve, or reads otherwise than the trainer, and a family of
+    which no agreement was shown.
 
     Raises:
-        UserError: names the architecture, the layer or the key, and why.
+        UserError: names the family, the architecture, the layer or the key, and why.
     """
+    check_served(hf_config)
+    check_family(hf_config)
+
+
+def check_served(hf_config: Any) -> None:
+    """`check_model` for any family whose layers can be published."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     if hf_config.model_type not in FAMILIES:
         check_checkpoint_layers(meta_model(hf_config), hf_config.model_type)
+
+
+def report_level(config: Config, hf_config: Any) -> None:
+    """Say on stderr that a model gets a lower level than `quant.align`, and what was measured of its family."""
+    device = "cpu" if runs_on_cpu(config.backend) else "cuda"
+    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
+    shown = shown_mismatch(hf_config)
+    if level != config.quant.align:
+        print(f"note: quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}", file=sys.stderr)
+    if shown:
+        print(f"note: {shown}", file=sys.stderr)
 
 
 def check_architecture(hf_config: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
-from qarl.checks.model import check_model, check_not_quantized
+from qarl.checks.model import check_model, check_not_quantized, report_level
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
@@ -109,6 +109,7 @@ def check_run(config: Config) -> RunInputs:
     run = RunInputs(config)
     for check in checks_for(config.backend):
         check.make(run)
+    report_level(config, run.hf_config)
     for warning in check_stops(config.model.path, run.tokenizer, run.hf_config):
         print(f"warning: {warning}", file=sys.stderr)
     report_data(run.train_prompts, run.val_prompts)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qarl.checks import lengths, model, model_folder, stops, weight_files
+from qarl.align.families import FAMILIES, check_family, shown_mismatch
+from qarl.checks import lengths, model_folder, stops, weight_files
 from qarl.checks import model as model_checks
 from qarl.checks.memory import ModelSize, readable
 from qarl.data import check_vocabulary
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-
-TESTED = ("llama", "qwen2", "qwen3")
-"""Families whose published and exported weights the tests compare with a vLLM that loads them by itself."""
 
 
 def check_config(context: Context, topic: Topic) -> None:
@@ -25,15 +23,16 @@ def check_config(context: Context, topic: Topic) -> None:
             why="sizes, memory and kernels are those of the public model; a config of yours may differ",
             fix="run the doctor where the model is, or give its folder",
         )
-    model.check_not_quantized(context.config, hf_config)
-    model_checks.check_model(hf_config)
+    model_checks.check_not_quantized(context.config, hf_config)
+    model_checks.check_served(hf_config)
+    topic.attempt(check_family, hf_config)  # the other topics are still worth a look
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
     topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.model_path}")
-    if hf_config.model_type not in TESTED:
+    if shown := shown_mismatch(hf_config):
         topic.warning(
-            f"models of the family {hf_config.model_type} were not tested",
-            why=f"only those of {', '.join(TESTED)} were compared with a fresh vLLM",
+            shown,
+            why=f"only those of {', '.join(FAMILIES)} are aligned, and compared with a fresh vLLM after an export",
             fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
         )
 

@@ -20,32 +20,39 @@ DEFAULT_LIMITS = {"off": 0.5, "linears": 0.15, "model": 1e-2, "exact": 1e-4}
 mixtures of experts 1e-1). `model`: see `MODEL_LIMIT`. `exact`: 0 is promised; vLLM's attention on several threads, or
 the log-softmax of another release, may leave 1e-6.
 """
-MODEL_LIMIT = (2e-3, 5e-6)
+MODEL_LIMIT = (5e-3, 5e-6)
 """Limit at `model` for short responses, and what each response token adds, up to `DEFAULT_LIMITS["model"]`.
 
-There δ comes from the order in which attention sums the keys, so it grows with the length: at 50 tokens 0, or 1e-4 on a
-CPU with AMX tiles, and at 1000 at most 1.6e-3. The limits there, 2.3e-3 and 7e-3, are four times that and more; the
-largest, for 1600 tokens and beyond, is half of the smallest known mistake.
+There δ comes from the order in which attention sums the keys, so it grows with the length, and with the breadth of the
+distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (the quickstart) to 1.8e-3 (random weights); at 1000 at most
+1.6e-3. The limits there are 5.3e-3 and 1e-2, which is half of the smallest known mistake.
 """
+COLDEST = 0.25
+"""Limits are divided by the temperature, as rounded logits are: down to this one, below which distributions are so
+sharp that most tokens have no δ. Random weights had 1.8e-3 at 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1."""
 
 
 class MismatchError(UserError):
     """The mismatch is over its limit and nothing has been trained yet."""
 
 
-def resolve_limit(limit: float | None, level: str, *, response_length: float | None = None) -> float:
+def resolve_limit(
+    limit: float | None, level: str, *, response_length: float | None = None, temperature: float = 1.0
+) -> float:
     """The limit of mean |δ|: `limit` (`quant.mismatch_limit`) where given, else the default of `level`.
 
     Args:
         level: the alignment level that is applied, which may be lower than the one asked for.
         response_length: mean number of tokens of the measured responses; None for the limit of long ones.
+        temperature: that the responses were sampled at. At `exact`, where 0 is promised, it does not count.
     """
     if limit is not None:
         return limit
+    allowed = DEFAULT_LIMITS[level]
     if level == "model" and response_length is not None:
         base, per_token = MODEL_LIMIT
-        return min(base + per_token * response_length, DEFAULT_LIMITS[level])
-    return DEFAULT_LIMITS[level]
+        allowed = min(base + per_token * response_length, allowed)
+    return allowed if level == "exact" else allowed / min(max(temperature, COLDEST), 1.0)
 
 
 def over_limit(abs_mean: float, limit: float) -> bool:
@@ -61,6 +68,7 @@ def check_mismatch(
     before_first_update: bool,
     response_length: float | None = None,
     source: str | None = None,
+    temperature: float = 1.0,
 ) -> str | None:
     """None where the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
 
@@ -69,7 +77,7 @@ def check_mismatch(
     Raises:
         MismatchError: it is over the limit and `before_first_update`, when no weight has moved yet.
     """
-    allowed = resolve_limit(limit, level, response_length=response_length)
+    allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if not over_limit(abs_mean, allowed):
         return None
     found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats a token, over the {allowed:.2g}"

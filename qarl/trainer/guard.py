@@ -18,6 +18,7 @@ def check_batch(
         level=level,
         before_first_update=before_first_update,
         response_length=float(lengths[lengths > 0].float().mean()),
+        temperature=config.rollout.temperature,
     )
 
 

@@ -13,16 +13,18 @@ import transformers
 from checkout import ROOT
 
 from qarl.align import align_model
-from qarl.align.config_keys import BOTH, FAMILIES, REFUSED, TABLE, check_config_keys, verdict
+from qarl.align.config_keys import BOTH, REFUSED, TABLE, check_config_keys, verdict
+from qarl.align.families import FAMILIES
 from qarl.align.model import resolve_level
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.model import check_architecture, check_model
 from qarl.errors import UserError
 from qarl.kernels.cpu import rotary as vllm_rotary
+from qarl.metrics.guard import resolve_limit
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
-from config_values import KEYS, NO_NUMBERS, REFUSED_VALUES
+from config_values import KEYS, LEVELS, NO_NUMBERS, REFUSED_VALUES, ROTARY
 
 needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
 CONFIGS: dict[str, Any] = {
@@ -117,10 +119,11 @@ def test_the_measured_mismatch_of_each_key():
     defaults = [f"{family} defaults {scheme}" for family in FAMILIES for scheme in SCHEMES]
     assert set(found) == {*expected, *refused, *defaults}
     for row in refused:
-        assert f"{row.split()[1]}=" in found[row]["refused"] and "NOT REFUSED" not in found[row]["refused"], row
+        assert f"{row.split()[1]}=" in found[row]["refused"], row
+    limit = resolve_limit(None, "model", response_length=40)
     for row in expected + defaults:
         assert found[row]["exact"]["max"] == 0 and found[row]["exact"]["applied"] == "exact", row
-        assert found[row]["model"]["mean"] < 1e-3 and found[row]["model"]["applied"] == "model", row
+        assert found[row]["model"]["mean"] < limit and found[row]["model"]["applied"] == "model", row
     for row in expected:
         other = found[row]["other"]
         if row.split()[1] in NO_NUMBERS:
@@ -131,8 +134,9 @@ def test_the_measured_mismatch_of_each_key():
 
 def test_sliding_windows_of_a_llama_are_refused():
     """vLLM gives each layer of a model without `layer_types` the window; transformers' Llama has none."""
-    with pytest.raises(UserError, match=r"sliding_window=8 in a config of llama is refused"):
-        check_model(make("llama", sliding_window=8))
+    for window in (8, 511, True, "many"):
+        with pytest.raises(UserError, match=r"sliding_window=.* in a config of llama is refused"):
+            check_model(make("llama", sliding_window=window))
     for harmless in ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 512}):
         check_model(make("llama", **harmless))
 
@@ -215,6 +219,23 @@ def test_rotary_embeddings_that_differ_are_refused(name):
         check_model(config)
 
 
+def test_the_measured_mismatch_of_each_rotary_type():
+    """Written by scripts/config_mismatch.py rotary: 0 at `exact`, within the limit at every level, or refused."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "rotary_cpu.json").read_text())["results"]
+    assert set(found) == {f"{name} {scheme}" for name in ROTARY for scheme in SCHEMES}
+    assert set(SERVED) <= set(ROTARY) and {"partial", "longrope"} <= set(ROTARY) & set(UNLIKE)
+    for row, levels in found.items():
+        name = row.rpartition(" ")[0]
+        if name not in SERVED:
+            assert "do not make the same rotary embedding" in levels["refused"], row
+            continue
+        assert ROTARY[name] == SERVED[name]
+        for level in LEVELS:
+            assert levels[level]["mean"] < resolve_limit(None, level, response_length=40), (row, level)
+            assert levels[level]["applied"] == level, row
+        assert levels["exact"]["max"] == 0 < levels["linears"]["mean"], row
+
+
 @needs_vllm
 def test_the_architecture_that_the_engine_picks_is_the_trainers():
     config = make("llama", architectures=["LlamaForCausalLM"])
@@ -241,7 +262,6 @@ def test_a_config_of_which_no_model_can_be_built_is_refused():
 THROUGH_TRANSFORMERS = ("smollm3", "olmo", "olmo2", "olmo3", "starcoder2")
 FUSED = ("phi3", "glm", "glm4")
 NOT_SERVED = ("codegen", "biogpt", "openai-gpt", "xglm")
-LINEARS = ("mistral", "granite", "gemma", "gemma2", "gemma3_text", "cohere", "seed_oss", "ernie4_5", "arcee", "helium")
 
 
 @needs_vllm
@@ -266,8 +286,10 @@ def test_models_that_vllm_has_no_class_for_are_refused(model_type):
 
 
 def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
-    for path in ("qarl/trainer/setup.py", "qarl/doctor/model.py", "qarl/verl/process.py"):
+    for path in ("qarl/trainer/setup.py", "qarl/verl/process.py"):
         assert "check_model(hf_config)" in (ROOT / path).read_text(encoding="utf-8"), path
+    doctor = (ROOT / "qarl" / "preflight" / "model.py").read_text(encoding="utf-8")
+    assert "check_served(hf_config)" in doctor and "topic.attempt(check_family, hf_config)" in doctor
 
 
 def test_int8_activations_for_w4a16_are_refused(monkeypatch):

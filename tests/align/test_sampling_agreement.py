@@ -197,7 +197,7 @@ def test_preemptions_are_counted(trainer, tmp_path):
 
 def test_preemptions_name_the_keys_that_help():
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
-    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None))
+    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
     for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
         policy = SimpleNamespace(align="model", device=torch.device(device))
         stub = SimpleNamespace(config=run, policy=policy, updated=False)
@@ -264,7 +264,7 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
 def test_without_an_update_the_first_batch_after_a_resume_counts_too():
     """`updated` belongs to the program, not to the run: a resumed trainer is guarded as a new one."""
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
-    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None))
+    run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
     policy = SimpleNamespace(align="model", device=torch.device("cpu"))
     resumed = SimpleNamespace(config=run, policy=policy, updated=False, step=40)
     with pytest.raises(MismatchError):

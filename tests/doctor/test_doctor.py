@@ -634,8 +634,16 @@ def test_memory_that_is_free() -> None:
     assert CONFIG  # the run that every test here starts from
 
 
-def test_families_that_were_not_tested_are_said() -> None:
-    assert not any("were not tested" in finding.what for finding in topic_of("model"))
+def test_families_that_are_not_aligned_are_said() -> None:
+    assert not any("compared at linears alone" in finding.what for finding in topic_of("model"))
     edit_model_config(model_type="granite", architectures=["GraniteForCausalLM"])
-    (finding,) = [finding for finding in topic_of("model") if "were not tested" in finding.what]
+    (finding,) = [finding for finding in topic_of("model") if "compared at linears alone" in finding.what]
     assert finding.status == "warning" and "fresh vLLM" in str(finding.why)
+
+
+def test_families_that_are_refused_leave_the_other_findings() -> None:
+    edit_model_config(model_type="cohere2", architectures=["Cohere2ForCausalLM"])
+    findings = topic_of("model")
+    (finding,) = [finding for finding in findings if finding.status == "error"]
+    assert finding.what.startswith("models of the family cohere2 are refused")
+    assert any(finding.what.startswith("cohere2 with") for finding in findings)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from checkout import ROOT
 
 from qarl.kernels.kept import Truncation, find_kept, kept_tokens, pack, packed_width, unpack
 from qarl.kernels.logprob import chosen_kept, chosen_log_probs, log_probs_of_logits
@@ -127,6 +129,24 @@ def test_logits_that_are_off_by_rounding_lose_no_sampled_token(truncation, tempe
     log_probs.sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all()
     assert (log_probs - theirs.gather(1, tokens[:, None])[:, 0]).abs().mean() < 0.05
+
+
+def test_the_measured_table():
+    """Written by scripts/top_p_mismatch.py on a CPU with AMX tiles."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "top_p_cpu.json").read_text())["rows"]
+    kinds = {row["kind"] for row in rows}
+    assert {"top_p 0.5", "top_p 0.9", "top_k 20", "top_p 0.9, top_k 20, temperature 0.7"} <= kinds
+    assert {(r["model"], r["scheme"], r["level"], r["kind"]) for r in rows} == {
+        (model, scheme, level, kind)
+        for model in ("trained", "random")
+        for scheme in ("bf16", "w4a16")
+        for level in ("model", "exact")
+        for kind in kinds
+    }
+    for row in rows:
+        assert row["finite"] and row["ratio_abs_dev_max"] == row["token_change_max"] == 0, row
+        assert row["mean"] <= row["limit"] and (row["level"] == "model" or row["max"] == row["outside"] == 0), row
+    assert sum(row["outside"] for row in rows) > 0 and max(row["plain_mean"] for row in rows) > 0.5
 
 
 def test_the_temperature_comes_first():

@@ -25,6 +25,13 @@ HEALTHY = [
     ("off", 5.2e-2, 1000),
     ("off", 1.9e-2, 50),
 ]
+BROAD = [
+    ("model", 1.8e-3, 63, 1.0),
+    ("model", 3.0e-3, 56, 0.7),
+    ("model", 4.3e-3, 62, 0.7),
+    ("linears", 2.1e-2, 1000, 0.25),
+]
+"""Of random models, whose distributions are broad, with the temperature (scripts/top_p_mismatch.py)."""
 MISTAKES = [
     ("model", 3.4e-2, "biases that no publish writes"),
     ("model", 2.1e-2, "top_p 0.5 of one side"),
@@ -43,6 +50,31 @@ def test_healthy_values_pass_with_room_to_spare(level, abs_mean, length):
             check_mismatch(1.4 * abs_mean, limit=None, level=level, before_first_update=first, response_length=length)
             is None
         )
+
+
+@pytest.mark.parametrize(("level", "abs_mean", "length", "temperature"), BROAD)
+def test_broad_distributions_and_low_temperatures_pass(level, abs_mean, length, temperature):
+    """A step of rounding in a logit is a larger one over a temperature below 1."""
+    assert (
+        check_mismatch(
+            1.4 * abs_mean,
+            limit=None,
+            level=level,
+            before_first_update=True,
+            response_length=length,
+            temperature=temperature,
+        )
+        is None
+    )
+
+
+def test_the_temperature_by_hand():
+    for temperature, scale in ((1.0, 1), (2.0, 1), (0.5, 2), (0.25, 4), (0.1, 4), (0.005, 4)):
+        for level, base in (("model", 6e-3), ("linears", 0.15), ("off", 0.5)):
+            found = resolve_limit(None, level, response_length=200, temperature=temperature)
+            assert found == pytest.approx(scale * base, rel=1e-12)
+        assert resolve_limit(None, "exact", temperature=temperature) == 1e-4
+        assert resolve_limit(0.02, "model", temperature=temperature) == 0.02
 
 
 @pytest.mark.parametrize(("level", "abs_mean", "what"), MISTAKES)
@@ -71,9 +103,9 @@ def test_what_is_not_finite_is_over_every_limit(bad, limit):
         (None, "off", 10, 0.5),
         (None, "linears", 10, 0.15),
         (None, "exact", 10_000, 1e-4),
-        (None, "model", 0, 2e-3),
-        (None, "model", 80, 2.4e-3),
-        (None, "model", 1000, 7e-3),
+        (None, "model", 0, 5e-3),
+        (None, "model", 80, 5.4e-3),
+        (None, "model", 1000, 1e-2),
         (None, "model", 100_000, 1e-2),
         (None, "model", None, 1e-2),
         (0.0, "off", 10, 0.0),

@@ -56,6 +56,7 @@ class Target:
 DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
     "inv_freq": "likewise",
+    "normalizer": "of Gemma's embedding, computed from the config",
     "_q_scale": "of a quantized KV cache, which there is not: 1",
     "_k_scale": "likewise",
     "_v_scale": "likewise",

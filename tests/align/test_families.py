@@ -1,0 +1,84 @@
+"""Families outside of Llama and Qwen: trained where a mismatch was measured, else refused by name, and told early."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from checkout import ROOT
+from engine_helpers import config
+
+from qarl.align import families
+from qarl.align.families import FAMILIES, SHOWN, check_family, shown_mismatch
+from qarl.checks.model import check_model, report_level
+from qarl.doctor import model as preflight_model
+from qarl.errors import UserError
+from qarl.metrics.guard import DEFAULT_LIMITS
+from qarl.trainer import setup
+from qarl.verl import process as verl_process
+
+MEASURED = ROOT / "benchmarks" / "results" / "families_cpu.json"
+
+
+def named(family: str) -> Any:
+    import transformers
+
+    return transformers.CONFIG_MAPPING[family]()
+
+
+def test_the_table_is_what_was_measured():
+    """Every family that was measured and agreed is in it, with its figure; nothing else is."""
+    results = json.loads(MEASURED.read_text())["results"]
+    agreed = {
+        name.removesuffix(" w4a16"): found["linears"]["mean"]
+        for name, found in results.items()
+        if "linears" in found and found["linears"]["mean"] <= families.LARGEST_SHARE * found["off"]["mean"]
+    }
+    assert {"mistral", "gemma2", "granite"} <= set(agreed) and not {"opt", "gpt_neox", "ministral3"} & set(agreed)
+    assert {family: float(f"{mean:.1e}") for family, mean in agreed.items() if family not in FAMILIES} == SHOWN
+    assert max(SHOWN.values()) < DEFAULT_LIMITS["linears"] / 5
+
+
+def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
+    """Also for every family that could be measured and disagreed."""
+    results = json.loads(MEASURED.read_text())["results"]
+    failed = sorted({name.rpartition(" ")[0] for name in results} - set(SHOWN) - set(FAMILIES))
+    assert len(failed) > 50
+    for family in failed:
+        hf_config = named("mistral")
+        hf_config.model_type = family
+        with pytest.raises(UserError, match=f"models of the family {family} are refused"):
+            check_family(hf_config)
+    for family in (*FAMILIES, *SHOWN):
+        hf_config = named("mistral")
+        hf_config.model_type = family
+        check_family(hf_config)
+
+
+@pytest.mark.vllm
+def test_check_model_asks_for_the_family_last():
+    """More precise reasons come first: no class in vLLM, fused layers."""
+    check_model(named("mistral"))
+    with pytest.raises(UserError, match="models of the family bloom are refused: trainer and rollout"):
+        check_model(named("bloom"))
+    with pytest.raises(UserError, match="served by vLLM through transformers"):
+        check_model(named("olmo2"))
+
+
+@pytest.mark.parametrize("asked", ["model", "linears"])
+def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path, capsys):
+    report_level(config(tmp_path, f"quant.align={asked}"), named("mistral"))
+    told = capsys.readouterr().err
+    assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (asked == "model")
+    assert "random models were compared at linears alone: mean |δ|" in told
+    report_level(config(tmp_path, f"quant.align={asked}"), named("qwen3"))
+    assert capsys.readouterr().err == ""
+    assert shown_mismatch(named("qwen3")) is None
+
+
+def test_every_way_in_tells_it():
+    for module in (setup, verl_process):
+        text = (ROOT / "qarl" / "trainer" / f"{module.__name__.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        assert "    report_level(config, hf_config)" in text
+    assert preflight_model.shown_mismatch is shown_mismatch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from bad_runs import edit_model_config
 from checkout import ROOT
 
 from qarl.align import align_model
@@ -18,9 +19,15 @@ from qarl.align.families import FAMILIES
 from qarl.align.model import resolve_level
 from qarl.align.rotary import is_plain, match_rotary
 from qarl.checks.model import check_architecture, check_model
+from qarl.checks.model_folder import load_hf_config
+from qarl.checks.run import check_run
+from qarl.config import load_config
+from qarl.doctor.run import run_checks
+from qarl.doctor.target import this_machine
 from qarl.errors import UserError
 from qarl.kernels.cpu import rotary as vllm_rotary
 from qarl.metrics.guard import resolve_limit
+from qarl.trainer.setup import prepare_run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
@@ -285,16 +292,24 @@ def test_models_that_vllm_has_no_class_for_are_refused(model_type):
         check_model(other(model_type))
 
 
-def test_the_set_up_the_doctor_and_verl_ask_the_same_function():
-    for path in ("qarl/trainer/setup.py", "qarl/verl/process.py"):
-        assert "check_model(hf_config)" in (ROOT / path).read_text(encoding="utf-8"), path
-    doctor = (ROOT / "qarl" / "preflight" / "model.py").read_text(encoding="utf-8")
-    assert "check_served(hf_config)" in doctor and "topic.attempt(check_family, hf_config)" in doctor
+@needs_vllm
+@pytest.mark.parametrize("way", ["set-up", "doctor", "verl"])
+def test_every_way_in_refuses_a_config_in_the_same_words(startable_run, way):
+    edit_model_config(attention_bias=True)
+    with pytest.raises(UserError) as wanted:
+        check_model(load_hf_config("model"))
+    config = load_config(["config=run.yaml", *(["backend=verl"] if way == "verl" else [])])
+    if way == "doctor":
+        found = run_checks(config, this_machine(), threads_given=None).findings
+        assert wanted.value.what in [finding.what for finding in found if finding.status == "error"]
+        return
+    with pytest.raises(UserError) as refused:
+        prepare_run(config) if way == "set-up" else check_run(config)
+    assert str(refused.value) == str(wanted.value)
 
 
 def test_int8_activations_for_w4a16_are_refused(monkeypatch):
     from qarl.checks.machine import check_cpu
-    from qarl.config import load_config
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr("qarl.checks.machine.cpu_flags", lambda: {"avx512f", "avx512_vnni"})

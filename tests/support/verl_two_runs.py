@@ -3,8 +3,9 @@ twice by test_verl_two_runs.py.
 
     python verl_two_runs.py RUN SOCKET ROUNDS FOLDER OUTPUT_FILE
 
-RUN 1 publishes ones, RUN 2 twos. The output: how many publishes brought the run its own tensors, and the errors. With
-an empty FOLDER runs do not wait for each other.
+RUN 1 publishes ones, RUN 2 twos. The output: how many publishes brought the run its own tensors, how many brought
+others, how many brought nothing or too little without an error (`silent`); and the errors. With an empty FOLDER runs do
+not wait for each other.
 """
 
 from __future__ import annotations
@@ -65,11 +66,20 @@ def receive(found: dict[str, Any], errors: list[str]) -> None:
     errors += failures
 
 
-own, foreign = 0, 0
+def meet() -> None:
+    """Return once the other run is here too."""
+    folder = Path(handle.removeprefix("ipc://")).parent
+    (folder / f"ready{run}").touch()
+    while not all((folder / f"ready{number}").exists() for number in (1, 2)):
+        time.sleep(0.01)
+
+
+own, foreign, silent = 0, 0, 0
 errors: list[str] = []
+meet()
 for _ in range(int(rounds)):
     time.sleep(random.uniform(0, 0.01))
-    weights, found = stream(), dict[str, Any]()
+    weights, found, before = stream(), dict[str, Any](), len(errors)
     worker = threading.Thread(target=receive, args=(found, errors))
     worker.start()
     try:
@@ -81,5 +91,6 @@ for _ in range(int(rounds)):
     values = {found.get(name) for name in names}
     own += values == {float(run)}
     foreign += bool(values - {float(run), None})
-Path(output).write_text(json.dumps({"own": own, "foreign": foreign, "errors": errors}))
+    silent += values != {float(run)} and len(errors) == before
+Path(output).write_text(json.dumps({"own": own, "foreign": foreign, "silent": silent, "errors": errors}))
 os._exit(0)

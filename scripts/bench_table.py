@@ -1,4 +1,4 @@
-"""Write the tables of Markdown files anew from the JSON of `python -m qarl.bench`.
+"""Write the tables of Markdown files from the JSON of `python -m qarl.bench`.
 
     python scripts/bench_table.py README.md
 
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.bench import report
-from qarl.bench.steps.tables import markdown
+from qarl.bench.kernels import tables as kernels
+from qarl.bench.steps import tables as steps
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -32,7 +32,7 @@ def rewrite(text: str, root: Path) -> tuple[str, list[str]]:
             missing.append(match[2])
             return match[0]
         document = json.loads(path.read_text(encoding="utf-8"))
-        table = markdown(document) if "kind" in document else report.tables(document)
+        table = (steps if "kind" in document else kernels).markdown(document)
         return f"{match[1]}{table}{match[3]}"
 
     return _BLOCK.sub(table, text), missing

@@ -1,10 +1,8 @@
-"""The benchmark: arguments, what it refuses to measure, its JSON and tables; scripts/gpu_check.sh on a CPU."""
+"""`qarl.bench`: arguments, single products and quantizers, what gets no figures, and tables from committed JSON."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,78 +11,180 @@ import pytest
 import torch
 from conftest import ROOT
 
-from qarl.bench import competitors, kernels, report
-from qarl.bench.__main__ import main
-from qarl.bench.arguments import Arguments
-from qarl.bench.competitors import BUILDERS, Competitor, Layer
-from qarl.bench.shapes import MODELS
-from qarl.bench.timing import Times, measure
+from qarl.bench.__main__ import PARTS, main
+from qarl.bench.kernels import dense, experts, run, tables
+from qarl.bench.kernels.arguments import Arguments
+from qarl.bench.kernels.competitor import Competitor
+from qarl.bench.kernels.timing import Times, measure
+from qarl.bench.sources import MODELS, find_model, linear_shapes
 from qarl.errors import UserError
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
+from qarl.kernels.experts.fused import ExpertsShape
+from qarl.kernels.registry import LINEAR_KERNELS
 
-SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.01", "rounds=1"]
+sys.path.insert(0, str(ROOT / "scripts"))
+from bench_table import rewrite
 
-
-def test_arguments() -> None:
-    arguments = Arguments.parse(["device=cuda", "model=qwen3-8b,qwen2.5-7b", "layer=down", "m=1,16384"])
-    assert arguments.layers() == [("qwen3-8b", ("down", 4096, 12288)), ("qwen2.5-7b", ("down", 3584, 18944))]
-    assert arguments.m == (1, 16384) and arguments.scheme == ("w4a16", "w8a8", "fp8", "w4a8")
-    assert [model for model, _ in Arguments.parse(["device=cpu"]).layers()] == ["small"]
+SMALL = ["device=cpu", "shape=64x96", "group_size=32", "m=1,18", "seconds=0.001", "rounds=1"]
+SOME = Arguments(device="cpu", group_size=32)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("part", "given", "message"),
     [
-        ("sheme=fp8", "nearest: scheme"),
-        ("scheme=w4a15", "nearest: w4a16"),
-        ("model=qwen3-9b", "nearest: qwen3-8b"),
-        ("m=many", "numbers"),
-        ("m=0", "1 or more"),
-        ("shape=64", "numbers"),
-        ("m", "not key=value"),
+        ("kernels", "sheme=fp8", "nearest: scheme"),
+        ("kernels", "scheme=w4a15", "nearest: w4a16"),
+        ("kernels", "model=qwen3-9b", "nearest: qwen3-8b"),
+        ("kernels", "m=many", "m must be a positive integer, got 'many'"),
+        ("kernels", "m=0", "m must be a positive integer, got '0'"),
+        ("kernels", "seconds=nan", "seconds must be a number above 0"),
+        ("kernels", "shape=64", "shape must be NxK"),
+        ("kernels", "experts=1,2", "experts has four numbers"),
+        ("kernels", "m", "not key=value"),
+        ("kernels", "model=Qwen3-30B-A3B layer=down", "no layer is left"),
+        ("steps", "device=tpu", "no device 'tpu'"),
+        ("steps", "levels=modle", "nearest: model"),
+        ("steps", "layers=31", "SmolLM2-135M has 30"),
+        ("steps", "n=1", "n must be 2 or more"),
+        ("steps", "response_length=1", "2 or more"),
+        ("steps", "response_length=9000", "9008, the model has 8192 positions"),
+        ("steps", "response_length=8,16", "only rollout"),
+        ("publish", "batch=4", "only rollout"),
+        ("steps", "model=Qwen3-30B-A3B", "mixture of experts"),
+        ("steps", "model=./nowhere", "no config.json"),
+        ("steps", "mini_batches=3", "mini_batches must divide prompts"),
+        ("steps", "micro_batch=3", "micro_batch_size"),
+        ("trainer", "gpu_memory_utilization=1.5", "gpu_memory_utilization"),
+        ("plan", "gpu=h300", "no gpu 'h300'"),
+        ("plan", "gpus=8 tensor_parallel=3", "tensor_parallel must divide gpus"),
+        ("plan", "prompts=10 mini_batches=4", "mini_batches must divide prompts"),
+        ("plan", "rates=nowhere.json", "not a file of qarl.bench kernels"),
+        ("plan", "model=Qwen3-30B-A3B gpu=a100 gpu_memory_utilization=0.4", "has room for"),
     ],
 )
-def test_arguments_that_will_not_do(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=message):
-        Arguments.parse([given])
-    assert main(["kernels", given]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+def test_invalid_arguments(part: str, given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    device = [] if "device" in given or part == "plan" else ["device=cpu"]
+    assert main([part, *device, *given.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
 
 
-@pytest.mark.parametrize(
-    ("model", "folder"),
-    [("qwen3-8b", "Qwen3-8B"), ("qwen2.5-7b", "Qwen2.5-Math-7B"), ("qwen2.5-1.5b", "Qwen2.5-Math-1.5B")],
-)
-def test_shapes_are_those_of_the_models(model: str, folder: str) -> None:
-    config = json.loads((ROOT / "qarl" / "bench" / "models" / folder / "config.json").read_text())
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    expected = {(q, hidden), (kv, hidden), (hidden, q), (inner, hidden), (hidden, inner)}
-    assert {(layer.n, layer.k) for layer in MODELS[model]} == expected
+def test_help_names_every_part_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and main(["kernel"]) == 2 and "nearest: kernels" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"    {part} " in said for part in PARTS)
+    for part, key in (("kernels", "operation"), ("steps", "launches"), ("plan", "tensor_parallel")):
+        assert main([part, "-h"]) == 0 and key in capsys.readouterr().out
 
 
-def test_shapes_of_the_mixture_of_experts() -> None:
-    config = json.loads((ROOT / "qarl" / "bench" / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
-    shapes = {layer.name: (layer.n, layer.k) for layer in MODELS["qwen3-30b-a3b"]}
-    assert shapes["expert_gate_up"] == (config["moe_intermediate_size"], config["hidden_size"])
-    assert shapes["expert_down"] == (config["hidden_size"], config["moe_intermediate_size"])
-    assert shapes["q"] == (config["num_attention_heads"] * config["head_dim"], config["hidden_size"])
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in MODELS.glob("*/config.json")))
+def test_shapes_are_those_of_the_model(name: str) -> None:
+    config = json.loads((MODELS / name / "config.json").read_text())
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    q, kv = heads * head, config["num_key_value_heads"] * head
+    expected = {(q, hidden), (kv, hidden), (hidden, q)} | (
+        set() if config.get("num_experts") else {(inner, hidden), (hidden, inner)}
+    )
+    found = list(linear_shapes(find_model(name)).values())
+    assert set(found) == expected and len(found) == len(expected), "a shape that several share is measured once"
+    if config.get("num_experts"):
+        keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
+        arguments = Arguments.parse("kernels", ["device=cuda", f"model={name}"])
+        assert arguments.expert_layers() == [(name, tuple(config[key] for key in keys))]
 
 
-@pytest.mark.parametrize("operation", BUILDERS)
+# One check, and what it withholds.
+
+
+@pytest.mark.parametrize("operation", dense.BUILDERS)
 def test_every_competitor_computes_the_same(operation: str) -> None:
     torch.manual_seed(0)
-    layer = Layer(torch.randn(64, 96).bfloat16(), Arguments(device="cpu", model=(), group_size=32), {})
-    found = BUILDERS[operation](layer, 300)
+    layer = dense.Layer(torch.randn(64, 96).bfloat16(), SOME)
+    found = dense.BUILDERS[operation](layer, 300)
     assert layer.failures == {} and found
-    for competitor in found:
-        assert competitor.error() <= competitor.allowed, competitor.name
-        assert competitor.bytes_moved > 0
+    assert [(competitor.name, competitor.wrong()) for competitor in found if competitor.wrong()] == []
+    assert all(competitor.bytes_moved > 0 for competitor in found)
+
+
+@pytest.mark.parametrize("routing", experts.ROUTINGS)
+@pytest.mark.parametrize("operation", experts.BUILDERS)
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_every_competitor_of_experts_computes_the_same(operation: str, routing: str, tokens: int) -> None:
+    """150 tokens are more rows than are compared."""
+    torch.manual_seed(0)
+    layer = experts.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
+    for part in ("layer",) if operation == "experts" else ("gate_up", "down"):
+        found = experts.BUILDERS[operation](layer, part, tokens, routing)
+        assert {competitor.scheme for competitor in found} == {"bf16", "w4a16", "w8a8", "fp8"}
+        assert [competitor.wrong() for competitor in found] == [None] * len(found)
+        assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in found)
+    assert layer.failures == {}
+
+
+def test_routings() -> None:
+    layer = experts.ExpertLayer(ExpertsShape(16, 4, 32, 32), SOME, torch.device("cpu"))
+    for routing in experts.ROUTINGS:
+        weights, ids = layer.topk(400, routing)
+        assert all(len(set(row)) == 4 for row in ids.tolist()), "a token's experts are different ones"
+        torch.testing.assert_close(weights.sum(1), torch.ones(400))
+        counts = ids.flatten().bincount(minlength=16).tolist()
+        assert set(counts) == {100} if routing == "balanced" else counts[0] > 3 * counts[-1] > 0
+
+
+@pytest.mark.parametrize("value", [1000.0, float("nan")])
+def test_a_wrong_kernel_gets_no_figure(
+    value: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One wrong value in the last row, and one that is not finite."""
+    kernel = LINEAR_KERNELS["w4a16"][-1]
+    right = kernel.linear
+
+    def wrong(x: torch.Tensor, prepared: Any, bias: Any) -> torch.Tensor:
+        y = right(x, prepared, bias)
+        y[-1, -1] = value
+        return y
+
+    monkeypatch.setattr(kernel, "linear", staticmethod(wrong))
+    path = tmp_path / "a.json"
+    assert main(["kernels", *SMALL, "scheme=w4a16", "operation=linear", f"json={path}"]) == 1
+    captured = capsys.readouterr()
+    assert "w4a16 reference" not in captured.out and "w4a16 reference: its result is off" in captured.err
+    document = json.loads(path.read_text())
+    assert "reference" not in {entry["kernel"] for entry in document["results"]} and len(document["not_measured"]) == 2
+
+
+def test_a_wrong_expert_gets_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = experts.grouped.product
+
+    def wrong(*args: Any) -> torch.Tensor:
+        y = right(*args)
+        y[-1] *= 2
+        return y
+
+    monkeypatch.setattr(experts.grouped, "product", wrong)
+    given = ["device=cpu", "experts=6,2,96,64", "group_size=32", "operation=grouped_linear", "scheme=w8a8", "m=5"]
+    assert main(["kernels", *given, "seconds=0.001", "rounds=1"]) == 1
+    captured = capsys.readouterr()
+    assert " bf16 bf16" in captured.out and " w8a8 " not in captured.out and "its result is off" in captured.err
+
+
+def test_a_kernel_that_raises_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> float:
+        raise RuntimeError("out of resources")
+
+    good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
+    monkeypatch.setitem(dense.BUILDERS, "linear", lambda *args: [good, Competitor("fp8", "new", fails, fails, 0.0, 1)])
+    assert main(["kernels", *SMALL, "operation=linear"]) == 1
+    captured = capsys.readouterr()
+    assert "bf16 bf16" in captured.out and "RuntimeError: out of resources" in captured.err
 
 
 def test_marlin_is_measured_beside_machete(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(torch.randn(64, 96).bfloat16(), Arguments(device="cpu", model=(), group_size=32), {})
+    layer = dense.Layer(torch.randn(64, 96).bfloat16(), SOME)
     for why_not, measured in (
         (None, True),
         ("here vLLM itself runs MacheteLinearKernel", True),
@@ -94,108 +194,73 @@ def test_marlin_is_measured_beside_machete(monkeypatch: pytest.MonkeyPatch) -> N
         assert (VllmMarlinLinear in list(layer.kernels("w4a16"))) == measured
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One wrong value in the last row, and one that is not finite, in a kernel of the registry: no figure for it."""
-    kernel = competitors.LINEAR_KERNELS["w4a16"][-1]
-    right = kernel.linear
-    for wrong_value in (1000.0, float("nan")):
-
-        def wrong(x: torch.Tensor, prepared: Any, bias: Any, value: float = wrong_value) -> torch.Tensor:
-            y = right(x, prepared, bias)
-            y[-1, -1] = value
-            return y
-
-        monkeypatch.setattr(kernel, "linear", staticmethod(wrong))
-        assert main(["kernels", *SMALL, "scheme=w4a16", "operation=linear"]) == 1
-        captured = capsys.readouterr()
-        assert "w4a16 reference" not in captured.out and "w4a16 reference: its result is off" in captured.err
-
-
-def test_a_kernel_that_raises_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*args: object) -> list[Competitor]:
-        def call() -> object:
-            raise RuntimeError("out of resources")
-
-        def error() -> float:
-            call()
-            return 0.0
-
-        good = Competitor("bf16", "bf16", lambda: None, lambda: 0.0, 0.0, 1, 1)
-        return [good, Competitor("fp8", "new", call, error, 0.0, 1, 1)]
-
-    monkeypatch.setitem(kernels.BUILDERS, "linear", fails)
-    assert main(["kernels", *SMALL, "operation=linear"]) == 1
-    captured = capsys.readouterr()
-    assert "bf16 bf16" in captured.out and "RuntimeError: out of resources" in captured.err
-
-
-def test_json_plot_and_tables(tmp_path: Path) -> None:
-    path, image = tmp_path / "sub" / "kernels.json", tmp_path / "kernels.png"
-    assert main(["kernels", *SMALL, "scheme=w8a8", f"json={path}", f"plot={image}"]) == 0
-    document = json.loads(path.read_text())
-    assert document["not_measured"] == {} and document["commit"] and document["versions"]["torch"] == torch.__version__
-    assert document["ceilings"].keys() == {"copy_bytes_per_s", "bf16_flop_per_s"}
-    entry = next(e for e in document["results"] if e["kernel"] == "reference" and e["m"] == 18)
-    seconds = entry["seconds"]
-    assert seconds["minimum"] <= seconds["p10"] <= seconds["median"] <= seconds["p90"]
-    assert entry["tflop_per_s"] == pytest.approx(2 * 18 * 64 * 96 / seconds["median"] / 1e12)
-    assert entry["gb_per_s"] == pytest.approx((18 * 96 * 2 + 18 * 64 * 2 + 64 * 96 + 64 * 4) / seconds["median"] / 1e9)
-    assert image.read_bytes()[:4] == b"\x89PNG"
-    table = report.tables(document)
-    assert "| kernel | M=1 | M=18 |" in table and "| w8a8 reference |" in table
-    assert document["commit"] in table and document["device"] in table
-
-
-def test_tables_in_markdown_come_from_json(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from bench_table import rewrite
-
-    main(["kernels", *SMALL, "scheme=w4a16", "operation=linear", f"json={tmp_path / 'a.json'}"])
-    blocks = "<!-- bench: a.json -->\nold\n<!-- /bench -->\n<!-- bench: b.json -->\nkept\n<!-- /bench -->\n"
-    text = f"before\n{blocks}after\n"
-    new, missing = rewrite(text, tmp_path)
-    assert missing == ["b.json"] and "kept" in new and "old" not in new
-    assert new.startswith("before\n<!-- bench: a.json -->\n") and new.endswith("<!-- /bench -->\nafter\n")
-    assert rewrite(new, tmp_path)[0] == new
+# Figures.
 
 
 def test_calls_are_measured_in_turn() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in "ab"}
     times = measure(calls, torch.device("cpu"), seconds=0.0, rounds=3)
-    assert order == ["a", "a", "b", "b", *"ababab"]
-    assert times["a"].calls == 3
-    assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.0, 3.0, 1.0, 3)
+    assert order == ["a", "a", "b", "b", *"ababab"] and times["a"].calls == 3
+    assert Times.of([3.0, 1.0, 2.0, 9.0]) == Times(2.5, 1.0, 9.0, 4)
 
 
-@pytest.mark.slow
-def test_gpu_check_on_a_cpu(tmp_path: Path) -> None:
-    command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", "environment,correctness,bench"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=400)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
-    (path,) = tmp_path.glob("cpu_check_*.json")
-    parts = json.loads(path.read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "passed")
-    assert "w4a16: " in "".join(parts["environment"]["report"]["linear_kernels"])
-    assert parts["bench"]["report"]["results"] and len(parts["correctness"]["report"]) > 40
-    assert "| bench | passed |" in path.with_suffix(".md").read_text()
+def test_json_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sub" / "kernels.json"
+    assert main(["kernels", *SMALL, "scheme=w8a8", f"json={path}"]) == 0
+    assert "64x96 linear m=18" in capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert document["not_measured"] == {} and document["commit"] and document["versions"]["torch"] == torch.__version__
+    entry = next(e for e in document["results"] if e["kernel"] == "reference" and e["m"] == 18)
+    seconds = entry["seconds"]
+    assert seconds["minimum"] <= seconds["median"] <= seconds["maximum"]
+    assert entry["tflop_per_s"] == pytest.approx(2 * 18 * 64 * 96 / seconds["median"] / 1e12)
+    assert entry["gb_per_s"] == pytest.approx((18 * 96 * 2 + 18 * 64 * 2 + 64 * 96 + 64 * 4) / seconds["median"] / 1e9)
+    base = next(e for e in document["results"] if e["scheme"] == "bf16" and e["operation"] == "linear" and e["m"] == 18)
+    assert entry["baseline"] == "bf16 bf16" and base["speedup"] == 1
+    assert entry["speedup"] == base["seconds"]["median"] / seconds["median"]
+    table = tables.markdown(document)
+    assert "| kernel | M=1 | M=18 |" in table and "| w8a8 reference |" in table
+    assert document["commit"] in table and str(tmp_path) not in json.dumps(document)
 
 
-@pytest.mark.slow
-def test_gpu_check_says_which_part_failed(tmp_path: Path) -> None:
-    """Without --cpu and without a GPU each part fails by itself, and the exit code says so."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    command = ["scripts/gpu_check.sh", "--output", str(tmp_path), "--parts", "environment,bench"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=200)
-    assert run.returncode == 1
-    (path,) = tmp_path.glob("gpu_check_*.json")
-    parts = json.loads(path.read_text())["parts"]
-    assert [part["status"] for part in parts.values()] == ["failed", "failed"]
-    assert "PyTorch sees no GPU" in "\n".join(parts["environment"]["output"] + parts["bench"]["output"])
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second group is never finished."""
+    made = dense.BUILDERS["linear"]
+
+    def builder(layer: dense.Layer, rows: int) -> list[Competitor]:
+        if rows == 18:
+            raise KeyboardInterrupt
+        return made(layer, rows)
+
+    monkeypatch.setitem(run.dense.BUILDERS, "linear", builder)
+    path = tmp_path / "a.json"
+    assert main(["kernels", *SMALL, "operation=linear", f"json={path}"]) == 130
+    assert {entry["m"] for entry in json.loads(path.read_text())["results"]} == {1}
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHON": sys.executable}
+def test_tables_in_markdown_come_from_json(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text((ROOT / "benchmarks/results/kernels_cpu.json").read_text())
+    blocks = "<!-- bench: a.json -->\nold\n<!-- /bench -->\n<!-- bench: b.json -->\nkept\n<!-- /bench -->\n"
+    new, missing = rewrite(f"before\n{blocks}after\n", tmp_path)
+    assert missing == ["b.json"] and "kept" in new and "old" not in new
+    assert new.startswith("before\n<!-- bench: a.json -->\n") and new.endswith("<!-- /bench -->\nafter\n")
+    assert rewrite(new, tmp_path)[0] == new
+
+
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_committed_tables_are_those_of_the_committed_results(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    new, missing = rewrite(text, ROOT)
+    assert missing == [] and new == text, "python scripts/bench_table.py " + page
+
+
+def test_a_device_that_is_not_there() -> None:
+    from qarl.bench.arguments import check_device
+
+    other = "cpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(UserError, match="GPU"):
+        check_device(other)

@@ -1,1 +1,1 @@
-"""Speed per quantization scheme, of kernels and of whole training steps: `python -m qarl.bench PART`."""
+"""The benchmark: `python -m qarl.bench kernels | steps | rollout | trainer | publish | plan`."""

@@ -3,40 +3,45 @@
 usage: qarl bench PART [KEY=VALUE ...]
        qarl bench --help [PART ...]
 
-parts: kernels, steps, rollout, trainer, publish, ceilings, plan, agree. `qarl bench --help PART`
-describes the keys of one. `python -m qarl.bench` is the same command.
+parts:
+  kernels   seconds of single products and quantizers beside BF16, every kernel that can serve here
+  steps     seconds of each phase of a training step, by scheme and alignment level
+  rollout   the engine alone: prefill and decode for several batches and lengths
+  trainer   the trainer alone: old log-probs and update, without an engine
+  publish   quantize and publish, part by part
+  plan      the seconds of a step elsewhere, by a roofline: nothing is run
+
+`qarl bench --help PART` describes the keys of one. `python -m qarl.bench` is the same command.
 
 exit codes:
   0    everything was measured
-  1    a check failed, so figures are missing; the rest was measured
+  1    something failed or has wrong numbers, and so no figures; the rest was measured
   2    an argument is invalid
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C; what was finished is kept
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from qarl.console import run_command
 from qarl.errors import UserError
+from qarl.process import limit_threads
 
+_STEPS = ("qarl.bench.steps.arguments", "qarl.bench.steps.run")
 PARTS = {
-    "kernels": "qarl.bench.arguments:run_kernels",
-    "steps": "qarl.bench.steps.arguments:run_part",
-    "rollout": "qarl.bench.steps.arguments:run_part",
-    "trainer": "qarl.bench.steps.arguments:run_part",
-    "publish": "qarl.bench.steps.arguments:run_part",
-    "ceilings": "qarl.bench.cost.arguments:run_ceilings",
-    "plan": "qarl.bench.cost.arguments:run_plan",
-    "agree": "qarl.bench.steps.agree:run_agree",
+    "kernels": ("qarl.bench.kernels.arguments", "qarl.bench.kernels.run"),
+    "steps": _STEPS,
+    "rollout": _STEPS,
+    "trainer": _STEPS,
+    "publish": _STEPS,
+    "plan": ("qarl.bench.plan", ""),
 }
-"""Name of a part -> `module:function`, which takes the name and the arguments and returns the exit code. The module
-does not import torch: the threads are set before that."""
+"""Name of a part -> the module with its keys, `KEYS`, and the one whose `run` takes them and gives the exit code. The
+first does not import torch: the threads are set before that. `plan` runs nothing, and is one module."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,32 +50,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    module, _, function = PARTS[_part(argv[0] if argv else "")].partition(":")
-    return int(getattr(importlib.import_module(module), function)(argv[0], argv[1:]))
+    part = _part(argv[0] if argv else "")
+    keys, runner = PARTS[part]
+    module = importlib.import_module(keys)
+    if not runner:
+        return int(module.run_plan(part, argv[1:]))
+    arguments = module.KEYS.parse(part, argv[1:])
+    limit_threads(arguments.threads if arguments.device == "cpu" else None)
+    return int(importlib.import_module(runner).run(arguments))
 
 
 def describe(topics: list[str]) -> str:
     """The help: this page, or what the modules of the parts in `topics` say about their keys."""
     texts = [__doc__ or ""]
     if topics:
-        modules = [importlib.import_module(PARTS[_part(part)].partition(":")[0]) for part in topics]
-        texts = [text for module in modules for text in (module.__doc__, _keys(module)) if text]
+        modules = [importlib.import_module(PARTS[_part(part)][0]) for part in topics]
+        texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts)
-
-
-def _keys(module: ModuleType) -> str:
-    return "\n\n".join(kind.__doc__ or "" for name, kind in vars(module).items() if name.endswith("Arguments"))
 
 
 def _part(name: str) -> str:
     """`name`; UserError if there is no such part."""
-    if name not in PARTS:
-        near = difflib.get_close_matches(name, PARTS, n=1)
-        raise UserError(
-            f"there is no benchmark {name!r}" if name else "no benchmark is named",
-            where="qarl bench",
-            fix=f"one of {', '.join(PARTS)}" + (f" (nearest: {near[0]})" if near else ""),
-        )
+    if not name:
+        raise UserError("no benchmark is named", where="qarl bench", fix=f"one of {', '.join(PARTS)}")
+    from qarl.bench.arguments import one_of
+
+    one_of(name, PARTS, "benchmark")
     return name
 
 

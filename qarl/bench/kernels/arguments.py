@@ -1,0 +1,113 @@
+"""Arguments of `python -m qarl.bench kernels`.
+
+    python -m qarl.bench kernels                                       everything, on the GPU if there is one
+    python -m qarl.bench kernels model=Qwen3-8B m=1,4096 json=FILE.json
+    python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer on the CPU
+    python -m qarl.bench kernels model=Qwen3-30B-A3B operation=grouped_linear,experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl.bench.arguments import DEVICES, default_device, read
+from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
+from qarl.errors import UserError
+
+OPERATIONS = ("linear", "input_gradient", "quantize", "quantize_activations")
+EXPERT_OPERATIONS = ("grouped_linear", "grouped_input_gradient", "experts")
+SCHEMES = ("w4a16", "w8a8", "fp8")
+GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
+GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """
+    device       cuda if there is one, else cpu
+    model        names of qarl/bench/models, or a folder, several with commas; four on a GPU, Qwen3-0.6B on a CPU
+    layer        which of a model's dense weights: q, kv, o, gate_up, down; all by default, gate_up on a CPU
+    shape        NxK of one weight, in place of model
+    experts      experts, experts a token, hidden and intermediate size of one expert layer, in place of model
+    m            rows of activations; tokens if they are routed to experts
+    scheme       w4a16,w8a8,fp8
+    operation    linear, input_gradient, quantize, quantize_activations; of experts also grouped_linear,
+                 grouped_input_gradient, experts
+    group_size   of int4 weights
+    seconds      of measuring for each group of competitors, after at least `rounds` calls of each
+    rounds       calls of each competitor at least
+    threads      of a CPU
+    json         the file to write
+    """
+
+    device: str
+    model: tuple[str, ...] = ()
+    layer: tuple[str, ...] = ()
+    shape: str | None = None
+    experts: tuple[int, ...] = ()
+    m: tuple[int, ...] = ()
+    scheme: tuple[str, ...] = SCHEMES
+    operation: tuple[str, ...] = (*OPERATIONS, *EXPERT_OPERATIONS)
+    group_size: int = 128
+    seconds: float = 0.2
+    rounds: int = 7
+    threads: int = 1
+    json: Path | None = None
+
+    @classmethod
+    def parse(cls, part: str, given: Sequence[str]) -> Arguments:
+        """Raises UserError for an invalid argument."""
+        device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
+        on_cpu = device == "cpu"
+        named = {argument.partition("=")[0] for argument in given}
+        defaults = ["m=" + ",".join(map(str, CPU_ROWS if on_cpu else GPU_ROWS)), f"device={device}"]
+        if on_cpu:
+            defaults += ["seconds=3", "rounds=3"]
+        if not named & {"model", "shape", "experts"}:
+            defaults += ["model=Qwen3-0.6B"] if on_cpu else ["model=" + ",".join(GPU_MODELS)]
+            defaults += ["layer=gate_up"] if on_cpu and "layer" not in named else []
+        choices = {
+            "device": DEVICES,
+            "layer": LINEARS,
+            "scheme": SCHEMES,
+            "operation": (*OPERATIONS, *EXPERT_OPERATIONS),
+        }
+        arguments = read(cls, [*defaults, *given], choices)
+        if not arguments.layers() and not arguments.expert_layers():
+            raise UserError("no layer is left to measure", where="model, layer", fix="name layers of the models given")
+        return arguments
+
+    def layers(self) -> list[tuple[str, str, tuple[int, int]]]:
+        """(model, layer, [N, K]) of the dense weights to measure."""
+        if self.shape:
+            return [("custom", "layer", _shape(self.shape))]
+        found = [(source.name, linear_shapes(source)) for source in self._sources()]
+        return [(name, layer, nk) for name, shapes in found for layer, nk in shapes.items()
+                if not self.layer or layer in self.layer]  # fmt: skip
+
+    def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(model, (experts, experts a token, hidden, intermediate)) to measure; none if a dense layer is named."""
+        if not set(self.operation) & set(EXPERT_OPERATIONS):
+            return []
+        if self.experts:
+            if len(self.experts) != 4:
+                raise UserError("experts has four numbers", where="experts", fix="experts=128,8,2048,768")
+            return [("custom", self.experts)]
+        keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
+        sources = [] if self.layer else [source for source in self._sources() if source.size.experts]
+        return [(source.name, tuple(int(source.config[key]) for key in keys)) for source in sources]
+
+    def _sources(self) -> list[Source]:
+        return [find_model(name) for name in self.model]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, by, k = text.lower().partition("x")
+    if not (by and n.isdecimal() and k.isdecimal() and int(n) and int(k)):
+        raise UserError(f"shape must be NxK, got {text!r}", where="shape", fix="shape=3072x1024")
+    return int(n), int(k)
+
+
+KEYS = Arguments

@@ -1,0 +1,243 @@
+"""Mixture-of-experts products that compete: on sorted rows, forward and input gradient, and the whole expert layer.
+
+    grouped_linear           y = x W_e^T of every row's expert, from BF16 rows sorted by expert, gate with up and down;
+                             8-bit schemes quantize the rows in the same call
+    grouped_input_gradient   dX = dY W_e
+    experts                  the whole layer, which vLLM's fused kernels compute: routing, both products, SiLU, the sum
+
+`m` counts tokens; each has `top_k` rows. BF16 is `torch.nn.functional.grouped_mm` on GPUs, one product an expert on
+CPUs. The first and last rows, or tokens, are compared with float64, on what the kernel's quantizer makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from qarl.bench.kernels.arguments import Arguments
+from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, ends, error_of, random_rows
+from qarl.kernels.activations import silu_mul
+from qarl.kernels.experts import grouped
+from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route
+from qarl.kernels.reference import grouped_linear as loop
+from qarl.kernels.triton.linears import unavailable as triton_unavailable
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme, get_scheme
+
+ROUTINGS = ("balanced", "skewed")
+LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
+"""Relative error allowed to a whole layer: three to five BF16 roundings, and 8-bit codes that fall one apart."""
+Rounded = Callable[[torch.Tensor], torch.Tensor]
+"""Rows to float64 as a product reads them."""
+
+
+class ExpertLayer:
+    """Random BF16 experts, and what every scheme made of them; `failures` collects what could not be built."""
+
+    def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
+        self.shape, self.group_size = shape, arguments.group_size
+        self.failures: dict[str, str] = {}
+        e, _, hidden, intermediate = shape
+        sizes = {"gate_up": (e, 2 * intermediate, hidden), "down": (e, hidden, intermediate)}
+        self.weights = {
+            name: (torch.randn(size, device=device) / size[2] ** 0.5).bfloat16() for name, size in sizes.items()
+        }
+        self.quantized: dict[str, dict[str, Tensors]] = {}
+        for name in (name for name in arguments.scheme if name in EXPERTS_KERNELS):
+            scheme = get_scheme(name, self.group_size)
+            problems = [scheme.check_shape("the experts", *size[1:]) for size in sizes.values()]
+            if why_not := next(filter(None, problems), None):
+                self.failures[name] = why_not
+            else:
+                self.quantized[name] = {part: self._stacked(weight, scheme) for part, weight in self.weights.items()}
+
+    @staticmethod
+    def _stacked(weight: torch.Tensor, scheme: Scheme) -> Tensors:
+        """The wire tensors of all experts: groups and channels do not reach across rows."""
+        made = quantize(weight.flatten(0, 1), scheme).tensors
+        return {name: tensor.view(*weight.shape[:2], -1) for name, tensor in made.items() if name != "weight_shape"}
+
+    def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights, ids) [T, k]. Balanced: every expert gets equally many rows. Skewed: the e-th most wanted is chosen
+        as if wanted 1/e as much as the first."""
+        e, k = self.shape.experts, self.shape.top_k
+        device = self.weights["down"].device
+        generator = torch.Generator(device).manual_seed(tokens)
+        if routing == "balanced":
+            ids = (torch.arange(tokens * k, device=device) % e).view(tokens, k)
+        else:
+            wanted = -torch.arange(1, e + 1, device=device).float().log()
+            noise = torch.empty(tokens, e, device=device).exponential_(generator=generator).log()
+            ids = (wanted - noise).topk(k).indices
+        weights = torch.rand(tokens, k, generator=generator, device=device)
+        return weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
+
+
+def grouped_linear(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
+    """y = x W_e^T."""
+    way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
+    x = random_rows(len(way.order), weight.shape[2], weight)
+    flop, moved = _cost(way, weight)
+    found = _bf16(x, weight, way, flop, moved(weight.nbytes))
+    for scheme, parts in layer.quantized.items():
+        tensors, kernel = parts[part], _ours(scheme, x.device)
+        quantizer = partial(kernel.quantize, scheme) if scheme != "w4a16" else None
+        call = partial(_product, quantizer, x, tensors, way.ends)
+        rounded = _as_read(kernel, scheme)
+        expected = _by_expert(rounded(ends(x)), _exact_weight(tensors), way)
+        allowed = FP8_ERROR if scheme == "fp8" else PRODUCT_ERROR
+        size = moved(_nbytes(tensors))
+        found.append(Competitor(scheme, kernel.name, call, error_of(call, expected), allowed, size, flop))
+    return found
+
+
+def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
+    """dX = dY W_e."""
+    way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
+    grad = random_rows(len(way.order), weight.shape[1], weight)
+    flop, moved = _cost(way, weight)
+    found = _bf16(grad, weight.mT, way, flop, moved(weight.nbytes))
+    for scheme, parts in layer.quantized.items():
+        tensors, kernel = parts[part], _ours(scheme, grad.device)
+        call = partial(grouped.input_gradient, grad, tensors, way.ends)
+        expected = _by_expert(ends(grad).double(), grouped.dequantized(tensors).mT, way)
+        size = moved(_nbytes(tensors))
+        found.append(Competitor(scheme, kernel.name, call, error_of(call, expected), PRODUCT_ERROR, size, flop))
+    return found
+
+
+def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
+    """The whole layer; `part` is not used."""
+    weights, ids = layer.topk(tokens, routing)
+    gate_up, down = layer.weights["gate_up"], layer.weights["down"]
+    x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
+    flop, rows = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel()), 2 * x.nbytes
+    plain = partial(_plain_layer, x, weights, ids, gate_up, down)
+    some = ends(x), ends(weights).double(), ends(ids)
+    error = error_of(plain, _exact_layer(*some, gate_up, down, torch.Tensor.double))
+    share = _share(way)
+    moved = rows + int(share * (gate_up.nbytes + down.nbytes))
+    found = [Competitor("bf16", "bf16", plain, error, LAYER_ERROR["bf16"], moved, flop)]
+    for scheme, parts in layer.quantized.items():
+        both = (_exact_weight(parts["gate_up"]), _exact_weight(parts["down"]))
+        moved = rows + int(share * sum(map(_nbytes, parts.values())))
+        for kernel in EXPERTS_KERNELS[scheme]:
+            group_size = layer.group_size if scheme == "w4a16" else None
+            behind = kernel is ReferenceExperts and x.is_cuda  # asks the device for every expert's rows, in float64
+            if behind or kernel.unavailable(scheme, x.device, layer.shape, group_size) is not None:
+                continue
+            try:
+                prepared = kernel.prepare(parts["gate_up"], parts["down"])
+            except Exception as raised:  # another project's: whatever it raises, the rest is measured
+                layer.failures[f"{scheme} {kernel.name}"] = f"{type(raised).__name__}: {raised}"
+                continue
+            call = partial(kernel.forward, x, weights, ids, prepared)
+            error = error_of(call, _exact_layer(*some, *both, _as_read(kernel, scheme)))
+            found.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
+    return found
+
+
+BUILDERS: dict[str, Callable[[ExpertLayer, str, int, str], list[Competitor]]] = {
+    "grouped_linear": grouped_linear,
+    "grouped_input_gradient": grouped_input_gradient,
+    "experts": experts,
+}
+
+
+def _ours(scheme: str, device: torch.device) -> type[TritonExperts] | type[ReferenceExperts]:
+    """Whose products `grouped.product` runs on `device`."""
+    return TritonExperts if triton_unavailable(scheme, device) is None else ReferenceExperts
+
+
+def _product(
+    quantizer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+    x: torch.Tensor,
+    tensors: Tensors,
+    until: torch.Tensor,
+) -> torch.Tensor:
+    values, scale = quantizer(x) if quantizer else (x, None)
+    return grouped.product(values, scale, tensors, until)
+
+
+def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
+    """(FLOP, bytes of the weights -> bytes that must move): experts without rows are not read."""
+    rows, share = len(way.order), _share(way)
+    activations = 2 * rows * (weight.shape[1] + weight.shape[2])
+    return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
+
+
+def _share(way: Routing) -> float:
+    """Of the experts, those that have rows."""
+    return float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())
+
+
+def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved: int) -> list[Competitor]:
+    """x [M, K] and weight [E, N, K]."""
+    call = partial(_plain, x, weight, way.ends)
+    return [Competitor("bf16", "bf16", call, error_of(call, _by_expert(ends(x).double(), weight, way)), PRODUCT_ERROR,
+                       moved, flop)]  # fmt: skip
+
+
+def _plain_layer(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    way = route(ids, len(down))
+    gate, up = _plain(x[way.token], gate_up, way.ends).chunk(2, 1)
+    y = _plain(silu_mul(gate, up), down, way.ends).float() * weights.flatten()[way.order, None]
+    return combine(y.to(x.dtype), way, ids.shape[1])
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, until: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x, weight.mT, offs=until) if x.is_cuda else loop(x, weight, until)
+
+
+def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
+    """What a product of `kernel` multiplies by."""
+    if scheme == "w4a16":
+        return torch.Tensor.double
+    return lambda x: _exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))
+
+
+def _exact_weight(tensors: Tensors) -> torch.Tensor:
+    """[E, N, K]; W4A16 multiplies by the BF16 rounding of code times scale, the others scale the sum."""
+    if "weight_packed" in tensors:
+        return grouped.dequantized(tensors)
+    return _exact(tensors["weight"], tensors["weight_scale"])
+
+
+def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.double() * scale.double()
+
+
+def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
+    """float64 x W_e^T of the first and last rows `x`, each by its expert's weight."""
+    places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
+    owners = torch.searchsorted(way.ends, places, right=True).tolist()
+    return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])
+
+
+def _exact_layer(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    rounded: Rounded,
+) -> torch.Tensor:
+    """float64 of a few tokens, with BF16 roundings of what lies between the products."""
+    inputs = rounded(x)
+    out = torch.zeros_like(inputs)
+    for expert in ids.unique().tolist():
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (inputs[token] @ gate_up[expert].double().t()).bfloat16().chunk(2, 1)
+        y = rounded(silu_mul(gate, up)) @ down[expert].double().t()
+        out.index_add_(0, token, y * weights[token, place, None])
+    return out
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

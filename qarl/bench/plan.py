@@ -1,0 +1,107 @@
+"""`python -m qarl.bench plan`: what a training step would take, by the roofline of `qarl.bench.roofline`.
+
+    python -m qarl.bench plan model=Qwen3-8B gpu=h100 gpus=16
+    python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
+
+Each low-bit scheme has two rows: `off`, quantized rollouts under a BF16 trainer, and `linears`. The keys are those of
+`qarl.bench.roofline.Work`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from qarl.bench import roofline
+from qarl.bench.arguments import SCHEMES, check_divides, read
+from qarl.bench.roofline import Rates, Work
+from qarl.bench.sources import default_group_size, find_model
+from qarl.checks.memory import MemoryEstimate, ModelSize, estimate
+from qarl.config import build_config
+from qarl.errors import UserError
+
+KEYS = Work
+ERROR = {"rollout": (0.18, 0.53), "old_log_prob": (0.54, 0.80), "update": (0.51, 0.71), "step": (0.33, 0.62)}
+"""Predicted over measured seconds, least and most, for `benchmarks/results/steps_cpu.json` (SmolLM2-135M, 11 schemes
+and levels) at the rates in `kernels_cpu.json`."""
+
+
+def run_plan(part: str, given: Sequence[str]) -> int:
+    """`python -m qarl.bench plan`; the exit code."""
+    defaults = ["gpus=1", "mini_batches=1"] if any(one.startswith("rates=") for one in given) else []
+    work = read(Work, [*defaults, *given], {"gpu": roofline.SHEETS, "schemes": SCHEMES})
+    rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
+    rows = predict(work, rates)
+    mean, longest = work.response_length[0], work.response_length[-1]
+    what = f"{find_model(work.model).name} on {work.gpus} x {rates.device}, {work.prompts} x {work.n} responses of"
+    what += f" {mean} tokens (at most {longest}) to prompts of {work.prompt_length}. Rates of one device:"
+    print("\n  ".join([what, *rates.said]), table(rows), footer(work), sep="\n\n")
+    if work.json:
+        work.json.write_text(json.dumps({"rates": rates.said, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
+    """A row for each scheme and level. Raises UserError for numbers that do not fit together."""
+    check_divides(work, "tensor_parallel", "gpus")
+    check_divides(work, "mini_batches", "prompts")
+    source = find_model(work.model)
+    size, group_size = source.size, default_group_size(source.size)
+    rows = []
+    for scheme, level in ((s, level) for s in work.schemes for level in ("off", "linears")[: 1 + (s != "bf16")]):
+        held = memory(work, rates, size, scheme, level, group_size)
+        room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
+        if room < work.prompt_length + work.response_length[-1]:
+            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, a response needs more",
+                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of them")  # fmt: skip
+        seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
+        rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
+                     "gathered_bytes": gathered, "published_bytes": published,
+                     "memory_bytes": held.peak[1], "memory_phase": held.peak[0]})  # fmt: skip
+    return rows
+
+
+def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
+    """Of one GPU, or of the process on a CPU: `qarl.checks.memory.estimate`, as the doctor's."""
+    on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
+    micro = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
+    given: dict[str, Any] = {
+        "name": "plan",
+        "backend": "verl" if on_gpu else "local",
+        "model": {"path": work.model, "gradient_checkpointing": on_gpu},
+        "data": {"train_files": ["x.parquet"], "train_batch_size": work.prompts,
+                 "max_prompt_length": work.prompt_length, "max_response_length": work.response_length[-1]},
+        "rollout": {"n": work.n, "gpu_memory_utilization": work.gpu_memory_utilization,
+                    "tensor_model_parallel_size": work.tensor_parallel},
+        "quant": {"scheme": scheme, "align": level, "group_size": group_size},
+        "actor": {"ppo_mini_batch_size": work.prompts // work.mini_batches, **micro},
+        "trainer": {"nnodes": nodes, "n_gpus_per_node": work.gpus // nodes, "total_training_steps": 1,
+                    "val_before_train": False, "test_freq": -1},
+    }  # fmt: skip
+    device = "cuda" if on_gpu else "cpu"
+    return estimate(size, build_config(given), device=device, gpu_memory_bytes=rates.memory_bytes)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: seconds of each phase, bytes and memory of a GPU."""
+    phases = list(rows[0]["seconds"])
+    heads = ["scheme", "level", *phases, "step, s", "x bf16", "gathered, GB", "published, GB", "memory, GiB (phase)"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [row["scheme"], row["level"], *(f"{row['seconds'][phase]:.3g}" for phase in phases)]
+        cells += [f"{row['step']:.4g}", f"{rows[0]['step'] / row['step']:.2f}" * (rows[0]["scheme"] == "bf16")]
+        cells += [f"{row[key] / 1e9:.4g}" for key in ("gathered_bytes", "published_bytes")]
+        lines.append(f"| {' | '.join(cells)} | {row['memory_bytes'] / 2**30:.1f} ({row['memory_phase']}) |")
+    return "\n".join(lines)
+
+
+def footer(work: Work) -> str:
+    errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
+    return (
+        "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
+        f"Error, as predicted / measured seconds of 11 steps on a CPU: {errors}."
+        + " No GPU has been compared." * (work.rates is None)
+        + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes a "
+        f"parameter and optimizer step, {roofline.MOST_SEQUENCES} sequences at a time, responses of the mean length."
+    )

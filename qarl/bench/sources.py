@@ -1,0 +1,120 @@
+"""The models that are timed: public configs by name, with random weights, or a local folder with its weights.
+
+`qarl/bench/models/NAME/config.json` holds the numbers of public configs, written by hand. Speed depends on shapes, not
+on values, so random weights are enough (as transformers initialises them). `layers=N` keeps the first N decoder layers
+of a named model or a folder; embedding and lm_head stay whole. What is timed is a copy without an end-of-sequence
+token: all responses have the length asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.bench.arguments import one_of
+from qarl.checks.memory import ModelSize
+from qarl.errors import UserError
+
+MODELS = Path(__file__).resolve().parent / "models"
+LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+"""Name in the benchmark -> module of a decoder layer."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """`config`: what config.json holds; `folder`: where weights and tokenizer are, None for random ones."""
+
+    name: str
+    config: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize.from_config(self.config)
+
+
+def find_model(name: str) -> Source:
+    """A folder, or a known name in any case. Raises UserError if there is neither."""
+    folder = Path(name)
+    if folder.is_dir() or "/" in name:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name!r} has no config.json", where="model", fix="a Hugging Face folder, or a known name")
+        return Source(folder.name, _read(folder / "config.json"), folder)
+    names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
+    one_of(name.lower(), names, "model")
+    found = names[name.lower()]
+    return Source(found, _read(MODELS / found / "config.json"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError("a config.json cannot be read", where=str(path), why=str(error)) from error
+    return config
+
+
+def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The config with its first `layers` decoder layers, and without an end-of-sequence token."""
+    cut = dict(config) | {"num_hidden_layers": layers, "eos_token_id": None}
+    if cut.get("layer_types"):
+        cut["layer_types"] = cut["layer_types"][:layers]
+    return cut
+
+
+def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
+    """Name -> [N, K] of a decoder layer's dense weights as the trainer multiplies them; shapes that several share are
+    there once. Of a mixture of experts: those of attention."""
+    block = source.size.block_linears(0)
+    by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
+    shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
+    first = {shape: name for name, shape in reversed(shapes.items())}
+    return {name: shape for name, shape in shapes.items() if first[shape] == name}
+
+
+def default_group_size(size: ModelSize) -> int:
+    """The largest of 128, 64 and 32 that divides the input size of every linear; 128 if none does."""
+    inputs = {k for _, k in size.block_linears(0).values()}
+    return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
+
+
+def write_model(source: Source, layers: int, folder: Path) -> int:
+    """Write a Hugging Face folder of `source` with `layers` layers; returns the number of parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(cut_config(source.config, layers)))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if source.folder is None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        tokenizer = _numbered_tokens(config.vocab_size)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _numbered_tokens(vocab_size: int) -> Any:
+    """A tokenizer for vLLM to load: token i is written "ti"."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t2", unk_token="t0")

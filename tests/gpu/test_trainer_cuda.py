@@ -1,0 +1,45 @@
+"""The trainer's policy on a device: a small random Qwen3 under every scheme, beside the reference kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from qarl.kernels.registry import LINEAR_KERNELS, Choice
+from qarl.quant.linear import QuantLinear
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer.batch import make_batch
+from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("scheme", LINEAR_KERNELS)
+def test_log_probs_and_gradients(scheme: str) -> None:
+    """Log-probs near the reference kernels', and finite gradients."""
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=256, max_position_embeddings=1024, tie_word_embeddings=False,
+        initializer_range=0.1,
+    )  # fmt: skip
+    device, length = torch.device("cuda", 0), 400
+    rollout = RolloutBatch([[3, 4, 5]] * 4, [list(range(10, 10 + length))] * 4, [[-1.0] * length] * 4, ["stop"] * 4, 0)
+    batch = make_batch(rollout, torch.zeros(4), torch.zeros(4), pad_token_id=0).to(device)
+    torch.manual_seed(0)
+    policy = Policy(
+        Qwen3ForCausalLM(config).to(device, torch.bfloat16), get_scheme(scheme, 64), ("lm_head",), align="model"
+    )
+    print(policy.align, sorted({layer.kernel.name for layer in policy.quantized_layers().values()}))
+    log_probs = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    log_probs.sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in policy.model.parameters() if p.grad is not None)
+    for module in policy.model.modules():
+        if isinstance(module, QuantLinear):
+            module.choice = Choice(LINEAR_KERNELS[scheme][-1], ())
+            module.invalidate()
+    with torch.no_grad():
+        reference = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    assert {layer.kernel.name for layer in policy.quantized_layers().values()} == {"reference"}
+    assert float((log_probs.detach() - reference).abs().mean()) < 0.05

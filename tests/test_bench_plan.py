@@ -1,0 +1,179 @@
+"""`qarl.bench plan`: the roofline against numbers worked by hand, and its stated error against committed steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from qarl.bench.__main__ import main
+from qarl.bench.plan import ERROR, predict
+from qarl.bench.roofline import EFFICIENCY, SHEETS, Rates, Roofline, Work, assumed_rates, measured_rates
+from qarl.bench.sources import find_model
+from qarl.bench.steps.tables import summary
+from qarl.checks.memory import ModelSize
+from qarl.errors import UserError
+
+RESULTS = ROOT / "benchmarks" / "results"
+SMALL = ModelSize(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=100)
+"""A block: q [64, 64], k and v [32, 64], o [64, 64], gate and up [128, 64], down [64, 128]: 36864 weights, 73728 in
+both. lm_head 6400; 73728 + 2 * 6400 + 5 * 64 = 86848 parameters."""
+WEIGHTS, HEAD, PARAMETERS = 73728, 6400, 86848
+MOE = replace(SMALL, experts=4, experts_per_token=2, moe_intermediate=32, sparse_layers=(0, 1))
+"""An expert: 3 x 32 x 64 = 6144 weights; four in each layer, and 12288 of attention."""
+WORK = Work(prompts=2, n=2, prompt_length=8, response_length=(25,), micro_batch=2, gpus=1, rates=Path("k.json"))
+
+
+def rates(flop: float = math.inf, memory: float = math.inf, **changes: float) -> Rates:
+    return Rates("one", dict.fromkeys(EFFICIENCY, ((1.0, flop),)), memory, (), **changes)  # type: ignore[arg-type]
+
+
+def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", level: str = "linears",
+         kv_tokens: float = math.inf) -> dict[str, float]:  # fmt: skip
+    seconds, gathered, published = Roofline(size, of, work, scheme, level, 32, kv_tokens).step()
+    return seconds | {"gathered": gathered, "published": published}
+
+
+def test_arithmetic_by_hand() -> None:
+    """One FLOP a second. Four rows of 33 tokens, of which 25 are scored; attention 2 x 33² x 64 a layer and row."""
+    found = step(SMALL, rates(flop=1.0))
+    one_row = 2 * 33 * WEIGHTS + 2 * 25 * HEAD + 2 * 33**2 * 64 * 2
+    assert found["old_log_prob"] == found["forward"] == 4 * one_row
+    assert found["backward"] == 2 * 4 * one_row
+    prefill = 2 * 8 * WEIGHTS + 2 * 8**2 * 64 * 2 + 2 * HEAD
+    assert found["prefill"] == 4 * prefill, "without a prefix cache every response has its prompt prefilled"
+    assert found["decode"] == 24 * 4 * 2 * (WEIGHTS + HEAD)
+    assert found["optimizer"] == found["publish"] == found["communication"] == 0
+
+
+@pytest.mark.parametrize(("scheme", "bytes_a_weight"), [("bf16", 2.0), ("w8a8", 1.0), ("w4a16", 0.5 + 2 / 32)])
+def test_memory_by_hand(scheme: str, bytes_a_weight: float) -> None:
+    """One byte a second, and infinite arithmetic: 24 decode steps read all weights, lm_head in BF16, and the caches."""
+    found, off = (step(SMALL, rates(memory=1.0), scheme=scheme, level=level) for level in ("linears", "off"))
+    extra = {"bf16": 0, "w8a8": 4 * 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64), "w4a16": 16 * 14}[scheme]
+    wire = bytes_a_weight * WEIGHTS + extra
+    cache = 4 * (8 + 12.5) * SMALL.kv_bytes_per_token()
+    assert found["decode"] == pytest.approx(24 * (wire + 2 * HEAD + cache))
+    assert found["published"] == wire + 2 * (PARAMETERS - WEIGHTS) and found["publish"] == 4 * found["published"]
+    assert found["optimizer"] == 4 * 38 * PARAMETERS
+    quantizer = 0 if scheme == "bf16" else 2 * WEIGHTS + wire
+    assert (found["quantize"], off["quantize"]) == (quantizer * 4, quantizer), "at off only the publish quantizes"
+    assert off["forward"] == step(SMALL, rates(memory=1.0))["forward"], "at off the trainer multiplies in BF16"
+
+
+def test_experts_by_hand() -> None:
+    """A token multiplies by two of four experts; 1 token reads those, 2 tokens (1 - 0.5²) of all."""
+    roofline = Roofline(MOE, rates(flop=1.0), WORK, "bf16", "off", 32, math.inf)
+    assert roofline.expert_weights == 2 * 4 * 6144 and roofline.weights == 2 * (4 * 6144 + 12288)
+    assert roofline.product(3, "bf16") == 2 * 3 * (roofline.weights - roofline.expert_weights / 2)
+    roofline = Roofline(MOE, rates(memory=1.0), WORK, "bf16", "off", 32, math.inf)
+    assert roofline.product(2, "bf16") == 2 * (roofline.weights - roofline.expert_weights / 4)
+
+
+def test_links_by_hand() -> None:
+    """Two GPUs, one micro-batch each: three gathers of the BF16 weights' other half, half of the FP32 gradients."""
+    work = replace(WORK, gpus=2, rates=None)
+    found = step(SMALL, rates(link=10.0), work)
+    passes = 3 * PARAMETERS + 2 * PARAMETERS
+    assert found["gathered"] == passes + PARAMETERS, "and the publish gathers once more"
+    assert found["communication"] == passes / 10 and found["publish"] == PARAMETERS / 10
+    hidden = step(SMALL, rates(flop=1e3, link=10.0), work)
+    beside = 2 * hidden["forward"] + hidden["backward"]
+    assert hidden["communication"] == pytest.approx(max(passes / 10 - beside, 0))
+    far = step(SMALL, rates(link=10.0, network=1.0), replace(work, gpus=16, prompts=16))
+    assert far["communication"] == pytest.approx(far["gathered"] - 2 * PARAMETERS * 15 / 16), "between nodes"
+
+
+def test_gpus_engines_and_room() -> None:
+    """Half the responses each; a prompt once; blocks again in the backward; a small KV cache takes more steps."""
+    on_gpu = replace(WORK, rates=None)
+    one, two = (step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=gpus)) for gpus in (1, 2))
+    assert two["forward"] == one["forward"] / 2 and two["decode"] == one["decode"] / 2
+    assert one["prefill"] == step(SMALL, rates(flop=1.0))["prefill"] / 2
+    assert one["backward"] == 3 * one["forward"] - 4 * 2 * 25 * HEAD
+    engine = step(SMALL, rates(flop=1.0), replace(on_gpu, gpus=2, tensor_parallel=2))
+    assert engine["decode"] == one["decode"] / 2
+    full, tight = (step(SMALL, rates(memory=1.0), on_gpu, kv_tokens=room)["decode"] for room in (math.inf, 41.0))
+    weights = 2 * (WEIGHTS + HEAD)
+    assert tight - full == pytest.approx(24 * weights), "two at a time read the weights twice as often"
+
+
+def test_measured_rates(tmp_path: Path) -> None:
+    entries = [
+        {"operation": "linear", "scheme": scheme, "kernel": kernel, "m": m, "n": 10, "k": 10, "seconds": {"median": s}}
+        for scheme, kernel, m, s in (("bf16", "bf16", 1, 1.0), ("bf16", "bf16", 100, 10.0), ("w8a8", "fast", 1, 0.5),
+                                     ("w8a8", "slow", 1, 9.0), ("fp8", "reference", 1, 0.1))
+    ]  # fmt: skip
+    path = tmp_path / "k.json"
+    path.write_text(json.dumps({"device": "d", "ceilings": {"copy_bytes_per_s": 5.0}, "results": entries}))
+    found = measured_rates(path)
+    assert found.product["bf16"] == ((1.0, 200.0), (100.0, 2000.0)) and found.product["w8a8"] == ((1.0, 400.0),)
+    assert [found.flop_per_s("bf16", rows) for rows in (1, 9, 11, 10**6)] == [200, 200, 2000, 2000]
+    assert found.product["fp8"] == found.product["bf16"] and found.memory == 5.0
+    said = dict.fromkeys(found.said)
+    assert any("fp8" in line and "assumed" in line for line in said) and not any(
+        "assumed" in line for line in said if line.startswith(("bf16", "w8a8", "memory"))
+    )
+    path.write_text(json.dumps({"device": "d", "ceilings": {"copy_bytes_per_s": 5.0}, "results": entries[2:]}))
+    with pytest.raises(UserError, match="BF16"):
+        measured_rates(path)
+
+
+def test_the_stated_error_is_that_of_the_committed_measurements() -> None:
+    document = json.loads((RESULTS / "steps_cpu.json").read_text())
+    given, of = document["workload"], measured_rates(RESULTS / "kernels_cpu.json")
+    keys = ("prompts", "n", "prompt_length", "mini_batches")
+    work = Work(**{key: given[key] for key in keys}, response_length=(given["response_length"],), gpus=1,
+                micro_batch=given["micro_batch_size"], rates=Path("kernels_cpu.json"))  # fmt: skip
+    size = ModelSize.from_config(document["model"])
+    quotients: dict[str, list[float]] = {phase: [] for phase in ERROR}
+    for result in document["results"]:
+        seconds, _, _ = Roofline(
+            size, of, work, result["scheme"], result["level"], given["group_size"], math.inf
+        ).step()
+        predicted = seconds | {
+            "step": sum(seconds.values()),
+            "rollout": seconds["prefill"] + seconds["decode"],
+            "update": seconds["forward"] + seconds["backward"] + seconds["optimizer"],
+        }
+        for phase, quotient in quotients.items():
+            quotient.append(predicted[phase] / summary(result["phases"][phase]["samples"])["median"])
+    assert {phase: (round(min(q), 2), round(max(q), 2)) for phase, q in quotients.items()} == ERROR
+    assert len(document["results"]) == 11
+
+
+@pytest.mark.parametrize("gpu", SHEETS)
+def test_every_number_of_a_data_sheet_is_marked_as_assumed(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert all("(assumed: 0." in line for line in assumed_rates(gpu).said) and len(assumed_rates(gpu).said) == 7
+    assert main(["plan", f"gpu={gpu}", "gpu_memory_utilization=0.8"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("(assumed: ") == 7 and "predicted / measured" in said and "No GPU has been compared" in said
+
+
+def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Low bits shorten decode, the publish and the memory of nothing else; the quotients stand beside."""
+    path = tmp_path / "plan.json"
+    given = ["model=qwen3-30b-a3b", "gpu=h800", "tensor_parallel=2", "schemes=bf16,w4a16", f"json={path}"]
+    assert main(["plan", *given]) == 0
+    base, off, linears = json.loads(path.read_text())["results"]
+    assert off["seconds"]["decode"] < base["seconds"]["decode"] and off["published_bytes"] < base["published_bytes"] / 3
+    assert off["gathered_bytes"] == base["gathered_bytes"] == linears["gathered_bytes"] > 1e12
+    assert off["memory_bytes"] < linears["memory_bytes"], "the trainer holds the low-bit tensors too"
+    said = capsys.readouterr().out
+    assert "Qwen3-30B-A3B on 8 x H800" in said and f"| {base['step'] / linears['step']:.2f} |" in said
+
+
+def test_a_plan_from_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Work(model="SmolLM2-135M", gpus=1, prompts=8, n=4, prompt_length=8, response_length=(16,), mini_batches=1,
+                micro_batch=32, rates=RESULTS / "kernels_cpu.json")  # fmt: skip
+    rows = predict(work, measured_rates(RESULTS / "kernels_cpu.json"))
+    assert len(rows) == 7 and all(row["gathered_bytes"] == row["seconds"]["communication"] == 0 for row in rows)
+    assert rows[0]["published_bytes"] == 2 * find_model("SmolLM2-135M").size.parameters
+    given = ["model=SmolLM2-135M", f"rates={work.rates}", "prompts=8", "n=4", "prompt_length=8", "response_length=16"]
+    assert main(["plan", *given, "micro_batch=32"]) == 0
+    said = capsys.readouterr().out
+    assert "(measured: vllm_cpu_int8)" in said and "No GPU" not in said and f"{rows[-1]['step']:.4g}" in said

@@ -91,17 +91,17 @@ class DataConfig(Section):
     """Column that holds the prompt."""
 
     filter_overlong_prompts: bool = False
-    """Leave out prompts longer than max_prompt_length; otherwise one is an error."""
+    """Leave out prompts longer than max_prompt_length; if false, such a prompt is an error."""
 
 
 class RewardConfig(Section):
     """How a response is scored."""
 
     function: RewardName = "arithmetic"
-    """`arithmetic`, `math_verify`, or a function of yours: `module:function` or `path/to/file.py:function`."""
+    """`arithmetic`, `math_verify`, or your own function: `module:function` or `path/to/file.py:function`."""
 
     timeout_s: Annotated[float | None, Unit("seconds")] = Field(default=60.0, gt=0, le=86_400)
-    """Seconds that one response may take; longer is an error. null is no limit."""
+    """Time limit for scoring one response; exceeding it is an error. null means no limit."""
 
 
 class RolloutConfig(Section):
@@ -114,20 +114,20 @@ class RolloutConfig(Section):
     """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass kept. Below 1 for backend=local at quant.align model or exact only."""
+    """Nucleus sampling: the probability mass kept. Below 1, backend=local needs quant.align=model or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Likeliest tokens that are sampled from; -1 or 0 is all. As top_p for backend=local, model or exact only."""
+    """Sample from this many of the likeliest tokens; -1 or 0 means all. backend=local needs what it needs for top_p."""
 
     val_temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of evaluations; 0 is greedy. Above 0 with backend=verl only, whose data may ask for several
-    responses to a problem (scripts/prepare_math_eval.py)."""
+    """Sampling temperature of evaluations; 0 is greedy. Above 0 only with backend=verl, whose data may ask for several
+    responses per problem (scripts/prepare_math_eval.py)."""
 
     max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
-    """Most sequences that vLLM decodes at a time."""
+    """Maximum number of sequences that vLLM decodes at once."""
 
     max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Most tokens of one vLLM step, at least max_num_seqs; null is vLLM's default."""
+    """Maximum number of tokens in one vLLM step, at least max_num_seqs; null means vLLM's default."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
@@ -139,7 +139,7 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """GPUs that one copy of the rollout model is split over. The local backend has one."""
+    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local."""
 
     rebuild_on_failure: bool = False
     """If vLLM fails or dies, start another engine and continue. Local backend only: verl restarts nothing."""
@@ -149,9 +149,9 @@ class QuantConfig(Section):
     """What is quantized, in the rollouts and in the trainer's forward alike."""
 
     scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = "w4a16"
-    """`w4a16`: symmetric int4 weights with one BF16 scale a group, BF16 activations. `w4a8`: the same weights, int8
+    """`w4a16`: symmetric int4 weights with one BF16 scale per group, BF16 activations. `w4a8`: the same weights, int8
     activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no quantization.
-    8-bit weights have one scale an output channel, 8-bit activations one a token."""
+    8-bit weights have one scale per output channel, 8-bit activations one per token."""
 
     group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
     """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
@@ -165,8 +165,8 @@ class QuantConfig(Section):
     rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
-    """Largest mean |δ| between trainer and engine, in nats a token (mismatch/abs_mean): above it a run stops before its
-    first update, and warns after it. null is the limit of the level: qarl/metrics/guard.py."""
+    """Largest mean |δ| between trainer and engine, in nats per token (mismatch/abs_mean). Above it a run stops before
+    its first update; later it only warns. null means the limit of the level: qarl/metrics/guard.py."""
 
 
 class ActorConfig(Section):
@@ -177,11 +177,11 @@ class ActorConfig(Section):
     """
 
     ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
-    """Prompts per optimizer step, as in verl: with rollout.n responses each. Divides data.train_batch_size."""
+    """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
 
     ppo_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
-    """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Divides a
-    mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
+    """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Must
+    divide a mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
     """Responses per forward when the old log-probs are computed. Bounds memory only."""
@@ -231,10 +231,10 @@ class OptimConfig(Section):
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper's is Muon."""
+    """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper's value, there for Muon and without its unit (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper gives this value for Muon, without a unit (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -256,7 +256,7 @@ class OptimConfig(Section):
 
     muon_lr: float = Field(default=0.02, ge=0)
     """Muon's peak learning rate, in spectral norm per update: an element moves by about this / sqrt(input width). The
-    default is the muon-optimizer package's, meant for pre-training; fine-tuning wants less."""
+    default is the muon-optimizer package's, meant for pre-training; fine-tuning needs less."""
 
     muon_momentum: Fraction = 0.95
     """Muon's momentum."""
@@ -270,39 +270,39 @@ class TrainerConfig(Section):
     """Length of the run, evaluation and output."""
 
     nnodes: Annotated[int, Unit("machines")] = Field(default=1, ge=1)
-    """Machines of the run. The local backend has one."""
+    """Number of machines. Must be 1 with backend=local."""
 
     n_gpus_per_node: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """GPUs of each machine, or on CPU the number of trainer processes. The local backend has one."""
+    """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
     total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
     """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate every this many steps; -1 is never."""
+    """Evaluate after every this many steps; -1 means never."""
 
     val_before_train: bool = True
-    """Evaluate before the first step, too: the number that training is compared with."""
+    """Also evaluate before the first step, as the number to compare training with."""
 
     val_max_prompts: Annotated[int | None, Unit("prompts")] = Field(default=None, ge=1)
-    """Most prompts of one evaluation, the first ones of val_files (verl: drawn by `seed` where data.shuffle is on, the
-    same ones every time); null is all."""
+    """Maximum number of prompts per evaluation: the first ones of val_files (verl: drawn by `seed` if data.shuffle is
+    on, the same ones every time); null means all."""
 
     logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
-    """Where metrics go besides the run folder's metrics.jsonl, which is always written."""
+    """Where metrics go in addition to metrics.jsonl in the run folder, which is always written."""
 
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
-    """CPU threads of a process: backend=local has one for trainer and engine, verl one for each rank. null is
-    OMP_NUM_THREADS, or else the CPUs this process may use, which verl's ranks on a CPU share; on GPUs Ray decides."""
+    """CPU threads per process: backend=local runs trainer and engine in one process, verl one process per rank. null
+    means OMP_NUM_THREADS or else all usable CPUs, which verl's ranks on a CPU share; on GPUs Ray decides."""
 
     save_final: bool = True
     """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
 
     save_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Write a checkpoint to resume from every this many steps, and at the end; -1 is never."""
+    """Write a checkpoint to resume from after every this many steps and at the end; -1 means never."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
     """How many of the newest checkpoints are kept; an older one is removed once a newer one is complete on disk. null

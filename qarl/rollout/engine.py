@@ -11,11 +11,15 @@ resume.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,6 +107,8 @@ class RolloutEngine:
         import torch._dynamo
         from vllm import LLM
 
+        _tidy_up_at_exit()
+        _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
         if self.config.enforce_eager and not torch.cuda.is_available():
             # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
@@ -239,7 +245,10 @@ class RolloutEngine:
             self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
-        """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on."""
+        """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on.
+
+        The end of the program closes it too.
+        """
         self.receiver = None
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
@@ -253,6 +262,28 @@ class RolloutEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
+
+
+@cache
+def _tidy_up_at_exit() -> None:
+    """Register `_close_all`, once, and after vLLM has registered its own: the last one registered is called first."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    """Close the engines that the program left open.
+
+    vLLM hides its objects from the garbage collector until its engine is shut down. Those in cycles, of an engine that
+    was dropped too, would outlive the interpreter, and nanobind would list each of them as leaked.
+    """
+    for engine in list(_OPEN):
+        with suppress(Exception):  # it may be broken, and nobody can mend it any more
+            engine.close()
+    gc.unfreeze()
+    gc.collect()
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:

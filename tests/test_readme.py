@@ -45,7 +45,8 @@ def test_the_config_is_one() -> None:
     assert build_config(values | {"backend": "verl"}).backend == "verl"
 
 
-def test_the_command_line_of_verl_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.verl
+def test_the_command_line_of_verl_is_one() -> None:
     """Hydra composes it: every key exists, and the group gives what TBPO and the quantized actor need."""
     pytest.importorskip("verl")
     from hydra import compose, initialize_config_module

@@ -1,6 +1,6 @@
-"""Where a verl run starts: anew, or after one of verl's checkpoints, by the rules of `qarl.trainer.resume`.
+"""Where a verl run starts: fresh, or after one of verl's checkpoints, by the rules of `qarl.trainer.resume`.
 
-verl goes on from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts anew where
+verl resumes from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts fresh if
 it names nothing; without data.pt it silently begins the data again. Here the config is compared with that of the run
 that wrote the checkpoint, half a checkpoint is no checkpoint, and the file is made to name the newest whole one. verl
 unpickles what it loads: a checkpoint that could run code is refused.
@@ -33,7 +33,7 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 
 @contextmanager
 def open_verl_run(config: Config) -> Iterator[int]:
-    """Lock the run folder, and yield the step after which verl will go on, 0 for a run that starts anew.
+    """Lock the run folder, and yield the step after which verl resumes, 0 for a run that starts fresh.
 
     A run that is in the way is moved aside.
 
@@ -53,7 +53,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 
 
 def find_verl_start(config: Config) -> tuple[int, bool]:
-    """The step after which verl will go on, and whether it does so in its run folder as it is; nothing is changed.
+    """The step after which verl resumes, and whether it does so in its run folder as it is; nothing is changed.
 
     Raises:
         UserError: as `open_verl_run`.
@@ -80,7 +80,7 @@ def newest_whole(checkpoints: Path) -> Path | None:
             "none of the run's checkpoints is whole",
             where=str(checkpoints),
             why=f"{tracker.name} says {named!r}: {problem}",
-            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts anew",
+            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts fresh",
         )
     _note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
     return whole
@@ -115,7 +115,7 @@ def _check_config(config: Config, folder: Path) -> None:
     except (OSError, yaml.YAMLError):
         saved = None
     if not isinstance(saved, Mapping):
-        _note(f"{path} is not there or not readable: nobody checks that the run goes on with the config it began with")
+        _note(f"{path} is not there or not readable: nobody checks that the run resumes with the config it began with")
         return
     refuse_moved(saved.get("verl") or {}, str(path))
     before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
@@ -134,7 +134,8 @@ def _make_newest(run_dir: Path, folder: Path) -> None:
     """Name `folder` to verl, rename those of later steps, and drop the summary of a course that the run leaves."""
     for other in folder.parent.glob("global_step_*"):
         if step_of(other) > step_of(folder):
-            _note(f"{other} lies after the step the run goes on from; it is now {set_aside(other, 'superseded').name}")
+            name = set_aside(other, "superseded").name
+            _note(f"{other} is of a later step than the one that the run resumes from; it is now {name}")
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")
     staging.replace(folder.parent / TRACKER)

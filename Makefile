@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 CORES := $(shell nproc)
 # Marks (see pyproject.toml) and folders of tests that `make test-fast` leaves out.
 HEAVY := slow or long or vllm or verl or compiles or gpu
-HEAVY_FOLDERS := e2e gpu verl_backend
+HEAVY_FOLDERS := bench e2e gpu scripts verl_backend
 
 .PHONY: setup quickstart model test test-fast test-slow lint clean
 

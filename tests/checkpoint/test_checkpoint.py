@@ -272,6 +272,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.long
 def test_sigkill_while_saving_leaves_whole_checkpoints_only(pristine_model, tmp_path):
     """Checkpoints written over and over, some in place of an older one, and killed at five random moments."""
     chance = random.Random(0)

@@ -212,6 +212,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "overwriting"])
 def test_a_full_disk_leaves_no_half_folder(tmp_path, existing):
     """In a process whose file size limit the export runs into: a write that the operating system refuses."""

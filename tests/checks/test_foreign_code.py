@@ -181,6 +181,7 @@ def test_verl_would_run_what_nobody_needs(
             refuse_hidden_code(settings["false"], *model_folder.load_tokenizer(str(only)))
 
 
+@pytest.mark.long
 def test_a_run_with_yes_on_standard_input(pristine_model: Path, tmp_path: Path) -> None:
     model = hostile(pristine_model, tmp_path)
     command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"model.path={model}"]

@@ -51,6 +51,8 @@ from qarl.config import ConfigError, build_config
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import _llm_arguments
 
+pytestmark = pytest.mark.long
+
 
 def argument(name: str) -> Observe:
     """One of `vllm.LLM`'s arguments."""

@@ -16,7 +16,7 @@ from qarl.checks import hub
 from qarl.config import load_config
 from qarl.config.source import available_configs
 
-pytestmark = pytest.mark.usefixtures("startable_run")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("startable_run")]
 
 
 @pytest.fixture

@@ -214,6 +214,7 @@ def threads(request) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @needs_w4a16_cpu
 @pytest.mark.parametrize("shape", [(33, 47), (1, 8), (128, 1001), (1536, 512)])
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
@@ -327,6 +328,7 @@ def test_the_engine_is_told_to_leave_w4a16_activations_alone(monkeypatch):
     assert envs.environment_variables["VLLM_CPU_INT4_W4A8"]() is False
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
 def test_the_first_product_of_a_process_may_be_one_of_tiles():
     """Linux answers with an illegal instruction where nobody asked for the tiles before."""

@@ -23,7 +23,7 @@ from qarl.quant import get_scheme
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
-pytestmark = [needs_w4a16_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
 
 
 BF16_STEP = 2**-8

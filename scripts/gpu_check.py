@@ -1,4 +1,4 @@
-"""What can only be known on a GPU, checked and measured part by part, within nine minutes.
+"""Everything that needs a GPU, checked and measured part by part, within nine minutes.
 
     environment    device, versions, and which kernel serves each scheme, with the reasons
     bench          `qarl.bench kernels` on a few shapes, and the verdicts on its bounds
@@ -199,7 +199,7 @@ BOUNDS = (
     Bound("transposed W4A16, M = 4096: 0.8x BF16", 0.8, "input_gradient", lambda m: m == 4096, ("w4a16 triton",)),
     Bound("quantize and pack: 70% of a copy", 0.7, "quantize", lambda m: True, QUANTIZERS, None),
 )
-"""What the kernels are held to on an H200."""
+"""The kernels are held to these on an H200."""
 
 
 def verdicts(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -58,12 +58,13 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,
-                     "memory_bytes": held.peak[1], "memory_phase": held.peak[0]})  # fmt: skip
+                     "memory_bytes": held.peak[1], "memory_phase": held.peak[0],
+                     "too_much": 0 < rates.memory_bytes < held.peak[1]})  # fmt: skip
     return rows
 
 
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
-    """Of one GPU, or of the process on a CPU: `qarl.checks.memory.estimate`, as the doctor's."""
+    """The doctor's estimate for one GPU, or for the process on a CPU."""
     on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
     micro = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     given: dict[str, Any] = {
@@ -92,7 +93,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [row["scheme"], row["level"], *(f"{row['seconds'][phase]:.3g}" for phase in phases)]
         cells += [f"{row['step']:.4g}", f"{rows[0]['step'] / row['step']:.2f}" * (rows[0]["scheme"] == "bf16")]
         cells += [f"{row[key] / 1e9:.4g}" for key in ("gathered_bytes", "published_bytes")]
-        lines.append(f"| {' | '.join(cells)} | {row['memory_bytes'] / 2**30:.1f} ({row['memory_phase']}) |")
+        lines.append(f"| {' | '.join(cells)} | {row['memory_bytes'] / 2**30:.1f} "
+                     f"({row['memory_phase']}{', too much' * row['too_much']}) |")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -100,7 +102,7 @@ def footer(work: Work) -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
     return (
         "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
-        f"Error, as predicted / measured seconds of 11 steps on a CPU: {errors}."
+        f"Error, as predicted / measured seconds of 11 steps on a CPU (135M parameters; more if smaller): {errors}."
         + " No GPU has been compared." * (work.rates is None)
         + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes a "
         f"parameter and optimizer step, {roofline.MOST_SEQUENCES} sequences at a time, responses of the mean length."

@@ -1,4 +1,4 @@
-"""What every file of figures holds besides them: device, versions, commit and date."""
+"""The facts that every file of figures holds: device, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the installed packages among `PACKAGES`, and of Python and CUDA."""
+    """Versions of the installed `PACKAGES`, Python and CUDA."""
     found = {}
     for name in PACKAGES:
         try:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that this file is in; "-dirty" is added if it has changes; "unknown" outside of one."""
+    """The commit of this file's checkout, with "-dirty" if it has changes; "unknown" outside of one."""
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

@@ -10,9 +10,10 @@ from pathlib import Path
 from qarl.checks.memory import ModelSize, wire_bytes
 from qarl.errors import UserError
 
+Curves = dict[str, tuple[tuple[float, float], ...]]
 EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
-"""Of the tensor cores' rate in a large product, of memory and of links. Assumed."""
+"""Assumed shares of the data sheet's rates: tensor cores in a large product, memory, links."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
 """Bytes of a parameter and AdamW step (FP32 gradient, moments and master, BF16 weight); passes over published bytes;
 vLLM's max_num_seqs."""
@@ -26,12 +27,9 @@ SHEETS = {
 NVLink and of a GPU's network adapter in one direction."""
 
 
-Curves = dict[str, tuple[tuple[float, float], ...]]
-
-
 @dataclass(frozen=True)
 class Rates:
-    """Of one device. `product`: scheme -> (rows, FLOP/s); `memory`, `link`, `network`: bytes/s; `said`: each in a line,
+    """One device. `product`: scheme -> (rows, FLOP/s); `memory`, `link`, `network`: bytes/s; `said`: each in a line,
     with "assumed" if nobody measured it."""
 
     device: str

@@ -163,6 +163,7 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert off["seconds"]["decode"] < base["seconds"]["decode"] and off["published_bytes"] < base["published_bytes"] / 3
     assert off["gathered_bytes"] == base["gathered_bytes"] == linears["gathered_bytes"] > 1e12
     assert off["memory_bytes"] < linears["memory_bytes"], "the trainer holds the low-bit tensors too"
+    assert linears["too_much"] == (linears["memory_bytes"] > 80e9) and base["memory_bytes"] > 0
     said = capsys.readouterr().out
     assert "Qwen3-30B-A3B on 8 x H800" in said and f"| {base['step'] / linears['step']:.2f} |" in said
 

@@ -260,7 +260,7 @@ def publishing(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rollout
 
 @pytest.mark.vllm
 def test_engines_that_hold_other_weights(publishing: RolloutBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one linear; of all, after a publish that writes nothing; and then those of the trainer again."""
+    """One linear; all of them, after a publish that writes nothing; and then those of the trainer again."""
     phases = PublishBench.round(publishing)[0, 0]
     assert phases["publish"] > 0 and {f"publish.{part}" for part in ("validate", "transfer", "apply")} <= phases.keys()
     check_linears(publishing.policy, publishing.engine)

@@ -1,4 +1,4 @@
-"""What nothing but a device can say about the Triton kernels. Triton's interpreter can try those that need no graph."""
+"""Facts about the Triton kernels that only a device shows. Triton's interpreter can try those that need no graph."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[
 
 
 def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
-    """What a product of `scheme` multiplies by."""
+    """The rows as a product of `scheme` reads them."""
     if scheme == "w4a16":
         return x
     values, scale = QUANTIZERS[scheme, on_cuda](x)

@@ -171,7 +171,7 @@ def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]
 
 
 def _share(way: Routing) -> float:
-    """Of the experts, those that have rows."""
+    """The share of the experts that have rows."""
     return float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())
 
 
@@ -196,7 +196,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, until: torch.Tensor) -> torch.
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
-    """What a product of `kernel` multiplies by."""
+    """The rows as a product of `kernel` reads them."""
     if scheme == "w4a16":
         return torch.Tensor.double
     return lambda x: _exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))

@@ -23,7 +23,7 @@ MASTER_DTYPES = ("fp32", "bf16")
 
 
 class Case(NamedTuple):
-    """What a launch measures. `level` is empty for `rollout` and `publish`."""
+    """A scheme at a level, which a launch measures. `level` is empty for `rollout` and `publish`."""
 
     scheme: str
     level: str

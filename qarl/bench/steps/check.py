@@ -36,7 +36,7 @@ LEAVES = {part for parts in PARTS.values() for part in parts}
 
 
 class WrongNumbers(Exception):
-    """What was measured computes something else than the reference: it gets no figures."""
+    """The case computes something else than the reference: it gets no figures."""
 
 
 @torch.no_grad()

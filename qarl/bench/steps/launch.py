@@ -72,7 +72,7 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """What a launch measures."""
+    """The thing that a launch measures."""
 
     policy: Policy
     engine: RolloutEngine | None

@@ -1,4 +1,4 @@
-"""What a launch runs: the local trainer and its engine as they are, on random prompts of a model's copy."""
+"""The parts of a launch: the local trainer and its engine as they are, on random prompts of a model's copy."""
 
 from __future__ import annotations
 

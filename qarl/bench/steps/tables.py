@@ -15,7 +15,7 @@ from qarl.bench import report
 Document = Mapping[str, Any]
 Result = Mapping[str, Any]
 Samples = Sequence[Sequence[float]]
-"""Of each launch those of its rounds."""
+"""A list for each launch: one sample a round."""
 PHASES = {
     "steps": ("rollout", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step"),
     "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
@@ -33,7 +33,7 @@ RATIOS = {
 
 
 def units(samples: Samples) -> list[float]:
-    """What counts as one measurement: a launch, by its median; of a single launch its rounds."""
+    """One number a launch, the median of its rounds; for a single launch its rounds."""
     return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
 
 
@@ -50,7 +50,7 @@ def ratio(base: Samples, other: Samples) -> dict[str, float]:
 
 
 def markdown(document: Document) -> str:
-    """What was measured and on what, then seconds, ratios to BF16, and tokens/s with peak memory."""
+    """A line about model and machine, then seconds, ratios to BF16, and tokens/s with peak memory."""
     parts = [_head(document), _seconds(document), _ratios(document), _throughput(document)]
     parts += [f"Not measured: {name}: {why}" for name, why in document["failures"].items()]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -39,6 +39,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         *keys,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+    environment |= {"RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "observed.pt", weights_only=False)

@@ -253,8 +253,9 @@ def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
 
 
 @needs_w4a16_cpu
-def test_the_int8_handler_outlives_the_wire_tensors():
+def test_the_int8_handler_outlives_the_wire_tensors(monkeypatch):
     """It holds a bare pointer to its scales: freed memory would be multiplied by."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # tiles need no handler
     kernel = available("w8a8", vllm_ops.VllmCpuInt8Linear, (256, 256))
     q, x = make_weight("w8a8", (256, 256)), make_input(5, 256)
     prepared = kernel.prepare(q.tensors)
@@ -290,6 +291,17 @@ def test_kernel_choice_names_its_reason():
     assert choose_linear_kernel("w4a8", CPU, (64, 64)).reason == "reference"
     with pytest.raises(UserError, match="no kernel multiplies by fp3 weights"):
         choose_linear_kernel("fp3", CPU, (64, 64))
+
+
+def test_a_kernel_that_lacks_the_group_size_is_passed_over(monkeypatch):
+    class Coarse(ReferenceW4A16Linear):
+        name, group_sizes = "coarse", (64, 128)
+
+    monkeypatch.setitem(LINEAR_KERNELS, "w4a16", (Coarse, ReferenceW4A16Linear))
+    for size in (64, 128, None):
+        assert choose_linear_kernel("w4a16", CPU, (64, 128), group_size=size).kernel is Coarse
+    choice = choose_linear_kernel("w4a16", CPU, (64, 128), group_size=32)
+    assert choice.kernel is ReferenceW4A16Linear and "has groups of 64, 128, not of 32" in choice.reason
 
 
 def test_a_kernel_can_be_forced():

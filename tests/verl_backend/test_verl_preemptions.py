@@ -59,6 +59,7 @@ def servers(monkeypatch):
         return SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: addresses[name]))
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util, "list_named_actors", lambda: [*answers, "vllm_server_0_1", "agent_loop_worker_0"])
     monkeypatch.setattr(ray, "get_actor", actor)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
@@ -99,6 +100,13 @@ def test_a_server_that_does_not_say_is_a_warning_once(sampler, servers, caplog, 
     assert "disable_log_stats=False" in record.getMessage()
     servers["vllm_server_1_0"] = good
     assert sampler.sample(1, "train", 4)[1]["rollout/preemptions"] == 0.0
+
+
+def test_without_ray_none_is_started(sampler, monkeypatch, caplog):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: pytest.fail("starts a Ray"))
+    assert sampler.sample(1, "train", 4)[1] == {"verls": 1.0}
+    assert "there is no server" in caplog.text
 
 
 def test_the_counter_is_that_of_vllm():

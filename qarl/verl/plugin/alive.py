@@ -61,6 +61,8 @@ def engine_servers() -> dict[str, Any]:
     """Ray's actors around an engine, by name: one a replica."""
     import ray
 
+    if not ray.is_initialized():  # asking would start a Ray
+        return {}
     return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
 
 

@@ -10,7 +10,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here h
                            FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
     infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
     train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
-    optimizer_step, load_checkpoint   the quantized tensors are made anew, once
+    optimizer_step, load_checkpoint   the quantized tensors are made again, once
     save_checkpoint        verl's own, and a record with which load_checkpoint compares what it loaded
     get_per_tensor_param   the publish: the very tensors that the next forward multiplies by. On CPU the weights of an
                            unquantized actor, too: vLLM's linears there cannot be loaded in the way of verl's receiver

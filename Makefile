@@ -35,6 +35,7 @@ quickstart: model
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # What needs neither an engine, verl nor a compiler: for a look after every change.

@@ -42,7 +42,7 @@ PROMPTS, SAMPLES = 12, 8
 LIMIT = 400.0
 """Seconds after which a start that has not ended is called hung, and ended."""
 
-REWARD = '''
+REWARD = """
 import os
 
 from qarl.data.rewards import arithmetic
@@ -54,7 +54,7 @@ def counted(*args, **kwargs):
         with open({path!r}, "ab") as file:
             file.write(b".")
     return reward
-'''
+"""
 
 
 class Run:

@@ -34,14 +34,10 @@ from qarl.process import limit_threads
 _STEPS = ("qarl.bench.steps.arguments", "qarl.bench.steps.run")
 PARTS = {
     "kernels": ("qarl.bench.kernels.arguments", "qarl.bench.kernels.run"),
-    "steps": _STEPS,
-    "rollout": _STEPS,
-    "trainer": _STEPS,
-    "publish": _STEPS,
+    **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
     "plan": ("qarl.bench.plan", ""),
 }
-"""Name of a part -> the module with its keys, `KEYS`, and the one whose `run` takes them and gives the exit code. The
-first does not import torch: the threads are set before that. `plan` runs nothing, and is one module."""
+"""Part -> the module with its `KEYS`, which imports no torch (threads are set first), and the one with `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     part = _part(argv[0] if argv else "")
-    keys, runner = PARTS[part]
-    module = importlib.import_module(keys)
+    module, runner = importlib.import_module(PARTS[part][0]), PARTS[part][1]
     if not runner:
         return int(module.run_plan(part, argv[1:]))
     arguments = module.KEYS.parse(part, argv[1:])
@@ -62,11 +57,9 @@ def _main(argv: list[str]) -> int:
 
 def describe(topics: list[str]) -> str:
     """The help: this page, or what the modules of the parts in `topics` say about their keys."""
-    texts = [__doc__ or ""]
-    if topics:
-        modules = [importlib.import_module(PARTS[_part(part)][0]) for part in topics]
-        texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
-    return "\n\n".join(inspect.cleandoc(text) for text in texts)
+    modules = [importlib.import_module(PARTS[_part(part)][0]) for part in topics]
+    texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
+    return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
 
 
 def _part(name: str) -> str:

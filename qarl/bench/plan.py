@@ -103,7 +103,8 @@ def footer(work: Work) -> str:
     return (
         "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
         f"Error, as predicted / measured seconds of 11 steps on a CPU (135M parameters; more if smaller): {errors}."
-        + " No GPU has been compared." * (work.rates is None)
+        + " No GPU has been compared."
+        * (work.rates is None)
         + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes a "
         f"parameter and optimizer step, {roofline.MOST_SEQUENCES} sequences at a time, responses of the mean length."
     )

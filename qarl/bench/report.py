@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -61,8 +60,3 @@ def commit() -> str:
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return run.stdout.strip() or "unknown"
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

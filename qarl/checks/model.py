@@ -97,7 +97,9 @@ def trainer_class(hf_config: Any) -> str:
             f"transformers has no causal language model for model_type {hf_config.model_type!r}",
             where=_WHERE,
             why="a model whose class comes with its folder is not trained, with model.trust_remote_code=true either: "
-            "vLLM would run another class" if getattr(hf_config, "auto_map", None) else None,
+            "vLLM would run another class"
+            if getattr(hf_config, "auto_map", None)
+            else None,
             fix="give a causal language model that transformers and vLLM both know",
         ) from None
     chosen: Any = found[0] if isinstance(found, tuple | list) else found

@@ -177,6 +177,8 @@ def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
         return None
     reason = f"vLLM samples at {MIN_TEMPERATURE} instead"
     return Problem("rollout.val_temperature", temperature, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
+
+
 def _divisors(number: int) -> str:
     small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]

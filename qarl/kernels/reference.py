@@ -65,9 +65,7 @@ class ReferenceW8A8Linear:
         return tensors["weight"].double() * tensors["weight_scale"].double()
 
     @classmethod
-    def linear(
-        cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16."""
         values, scale = cls.quantize_input(x)
         exact = (values.double() * scale.double()) @ cls.weight(prepared).t()

@@ -1,6 +1,6 @@
 """Quantization: one function makes the low-bit tensors; forward, wire and checkpoint all use its output.
 
-    from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
+from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
 """
 
 from qarl.quant.convert import QuantReport, packed_state_dict, quantize_model

@@ -146,8 +146,7 @@ class QuantLinear(nn.Linear):
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Call after weights were written where autograd's version counter does not see it (`param.data`, shared memory).
-    """
+    """Call after weights were written past autograd's version counter (`param.data`, shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.invalidate()

@@ -65,8 +65,7 @@ class Batch:
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
     """Pad a rollout on the right. All micro-batches of a step share T, so batching cannot change a row's result."""
     sequences = [
-        prompt + response
-        for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
+        prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]
     longest = max(map(len, sequences))
     total = -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE

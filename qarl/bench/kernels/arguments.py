@@ -1,9 +1,9 @@
 """Arguments of `python -m qarl.bench kernels`.
 
-    python -m qarl.bench kernels                                       everything, on the GPU if there is one
-    python -m qarl.bench kernels model=Qwen3-8B m=1,4096 json=FILE.json
-    python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer on the CPU
-    python -m qarl.bench kernels model=Qwen3-30B-A3B operation=grouped_linear,experts
+python -m qarl.bench kernels                                       everything, on the GPU if there is one
+python -m qarl.bench kernels model=Qwen3-8B m=1,4096 json=FILE.json
+python -m qarl.bench kernels device=cpu threads=1                  a 1024 -> 3072 layer on the CPU
+python -m qarl.bench kernels model=Qwen3-30B-A3B operation=grouped_linear,experts
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from qarl.bench.kernels import dense, experts, tables
 from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.competitor import Competitor
 from qarl.bench.kernels.timing import Times, ceilings, measure
+from qarl.checkpoint.json_file import write_json
 from qarl.kernels.experts.fused import ExpertsShape
 
 
@@ -52,9 +53,9 @@ def run(arguments: Arguments) -> int:
     for group in itertools.chain(_dense(arguments, device, document), _experts(arguments, device, document)):
         document["results"] += _measure(group, device, arguments, document)
         if arguments.json:  # after every group: what was measured before Ctrl-C or a crash is kept
-            report.write_json(arguments.json, document)
+            write_json(arguments.json, document)
     if arguments.json:  # with what the last layer could not build
-        report.write_json(arguments.json, document)
+        write_json(arguments.json, document)
     for name, why in document["not_measured"].items():
         print(f"not measured: {name}: {why}", file=sys.stderr)
     return 1 if document["not_measured"] else 0

@@ -1,10 +1,10 @@
 """Arguments of `steps`, `rollout`, `trainer` and `publish`: the same keys for all four, checked before any work.
 
-    python -m qarl.bench steps                                  all schemes; on a CPU a model of 135M parameters
-    python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
-    python -m qarl.bench rollout batch=1,16,64 response_length=32,128
-    python -m qarl.bench trainer                                old log-probs and update, without an engine
-    python -m qarl.bench publish                                quantize and publish, part by part
+python -m qarl.bench steps                                  all schemes; on a CPU a model of 135M parameters
+python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
+python -m qarl.bench rollout batch=1,16,64 response_length=32,128
+python -m qarl.bench trainer                                old log-probs and update, without an engine
+python -m qarl.bench publish                                quantize and publish, part by part
 """
 
 from __future__ import annotations

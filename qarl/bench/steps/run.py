@@ -23,6 +23,7 @@ from qarl.bench.steps import tables
 from qarl.bench.steps.arguments import Arguments, Case
 from qarl.bench.steps.launch import answer
 from qarl.bench.steps.setup import config_of
+from qarl.checkpoint.json_file import write_json
 
 WORKLOAD = ("prompts", "n", "prompt_length", "sequences", "mini_batches", "micro_batch_size", "threads", "master_dtype")
 
@@ -70,7 +71,7 @@ class Measured:
                     print(f"launch {number + 1} of {launches}: {case}", file=sys.stderr, flush=True)
                     self._launch(case, folder)
                     if self.arguments.json:
-                        report.write_json(self.arguments.json, self.document())
+                        write_json(self.arguments.json, self.document())
         except KeyboardInterrupt:
             return True
         return False

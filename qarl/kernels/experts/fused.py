@@ -36,9 +36,7 @@ class ExpertsKernel(Protocol):
     name: str
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         """Why this kernel cannot serve experts of this scheme and shape here, or None when it can."""
         ...
 
@@ -84,9 +82,7 @@ class TritonExperts(_GroupedExperts):
     name = "triton"
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         return triton_unavailable(scheme_name, device)
 
     @staticmethod
@@ -102,9 +98,7 @@ class ReferenceExperts(_GroupedExperts):
     name = "reference"
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         return None
 
     @staticmethod

@@ -157,9 +157,7 @@ class VllmMarlinExperts:
     name = "vllm_marlin_experts"
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set: vLLM quantizes the activations"
         why_not = _why_not(scheme_name, device, shape, group_size, ("MarlinExperts",))
@@ -198,9 +196,7 @@ class VllmMarlinExperts:
         return Experts(made[0], made[2], made[1], made[3])
 
     @staticmethod
-    def forward(
-        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
-    ) -> torch.Tensor:
+    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
         """x [T, H] BF16 -> [T, H] BF16."""
         experts = len(prepared.gate_up)
         nothing = _no_columns(experts, x.device)
@@ -274,15 +270,11 @@ class VllmTritonExperts(_EightBitExperts):
     name = "vllm_triton_experts"
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         return _why_not(scheme_name, device, shape, group_size, ("TritonExperts",))
 
     @staticmethod
-    def forward(
-        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
-    ) -> torch.Tensor:
+    def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
         """x [T, H] BF16 -> [T, H] BF16."""
         config = importlib.import_module(f"{_MOE}.config")
         scales = {"w1_scale": prepared.gate_up_scale, "w2_scale": prepared.down_scale}
@@ -309,12 +301,8 @@ class VllmCutlassExperts(_EightBitExperts):
     name = "vllm_cutlass_experts"
 
     @staticmethod
-    def unavailable(
-        scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None
-    ) -> str | None:
-        why_not = _why_not(
-            scheme_name, device, shape, group_size, ("TritonOrCutlassExperts", "CutlassExpertsFp8")
-        )
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        why_not = _why_not(scheme_name, device, shape, group_size, ("TritonOrCutlassExperts", "CutlassExpertsFp8"))
         if why_not:
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):

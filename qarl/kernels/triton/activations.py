@@ -222,9 +222,7 @@ def norm_quantize(
     return QuantizedNorm(values, scale, total, rstd)
 
 
-def silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_tokens(silu_mul(gate, up))`: BF16 [M, K] twice, which may be the halves of one tensor."""
     gate, up = _rows(gate, "gate", (torch.bfloat16,)), _rows(up, "up", (torch.bfloat16,))
     require(gate.shape == up.shape, f"gate {list(gate.shape)} and up {list(up.shape)} are multiplied")

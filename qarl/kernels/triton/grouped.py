@@ -206,9 +206,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> to
     return getattr(F, "grouped_mm", torch._grouped_mm)(x.contiguous(), weight, offs=ends)
 
 
-def _check_experts(
-    packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor
-) -> tuple[int, tuple[int, int, int]]:
+def _check_experts(packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[int, tuple[int, int, int]]:
     """(group size, (E, N, K))."""
     require(packed.ndim == 3 and packed.shape[0] > 0, "weight_packed of experts must be int32 [E, N, K/8]")
     group = check_weight(packed, scale)

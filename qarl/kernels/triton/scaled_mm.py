@@ -198,7 +198,7 @@ def check_8bit(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> str:
-    """"w8a8" or "fp8", for a weight [..., N, K]."""
+    """ "w8a8" or "fp8", for a weight [..., N, K]."""
     require(x.dtype == weight.dtype, f"activations are {x.dtype} and weights {weight.dtype}")
     require(x.dtype in (torch.int8, torch.float8_e4m3fn), f"operands must be int8 or float8_e4m3fn, not {x.dtype}")
     require(x.ndim == 2 and x.shape[1] == weight.shape[-1], f"expected [M, {weight.shape[-1]}], got {list(x.shape)}")

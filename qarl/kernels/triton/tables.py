@@ -44,7 +44,6 @@ class Tile(NamedTuple):
         """What is Triton's and not the kernel's."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
-
     def persistent(self, tiles: int, device: torch.device) -> bool:
         """Whether programs take several tiles each."""
         return 0 < self.per_sm * processors(device) < tiles

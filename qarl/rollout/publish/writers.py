@@ -277,9 +277,7 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
     return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
-def _reload(
-    model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]
-) -> None:
+def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
     """vLLM's layerwise reload of `modules` alone: their parameters go to the meta device, are loaded, and come back
     processed into the storage they had."""
     from vllm.config import set_current_vllm_config

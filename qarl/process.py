@@ -108,8 +108,8 @@ _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
 def keep_freed_memory() -> bool:
     """Let malloc keep what is freed, so that the next step gets pages that are there; whether it was told to.
 
-    glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache of its own on a CPU: each
-    step then faults its activations, gradients and temporaries in anew, page by page. On a virtual machine that was a
+    glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache on a CPU: each
+    step then faults its activations, gradients and temporaries in again, page by page. On a virtual machine that was a
     quarter of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
     process stays at its highest mark. Elsewhere than with glibc, where another malloc is preloaded, and where the user
     tuned it, nothing is done.

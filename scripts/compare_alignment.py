@@ -4,7 +4,7 @@
     python scripts/compare_alignment.py --variants bf16-off w4a16-off w4a16-model --set trainer.total_training_steps=50
     python scripts/compare_alignment.py --seeds 0 1 2 --variants w4a16-linears w4a16-linears-paper-bands
 
-Each run is `python -m qarl.train config=quickstart.yaml` in a process of its own, differing from the others in the
+Each run is `python -m qarl.train config=quickstart.yaml` in a separate process, differing from the others in the
 named keys alone. Figures are means over all steps of a run, then over seeds; the runs, `table.md`, `results.json` and
 plots are written to `--output`. Exit code 1 when alignment misses its limits.
 """

@@ -3,7 +3,7 @@
     python scripts/export_check.py --output result.json
 
 For each scheme: two steps of the quickstart at learning rates that move the weights, a checkpoint, `qarl.export`, and
-then the greedy responses of a vLLM of its own process on the exported folder. On those tokens, log-probs of
+then the greedy responses of a vLLM in a separate process on the exported folder. On those tokens, log-probs of
 
     vllm           that vLLM itself
     exact, model   our trainer's forward at these alignment levels, from the checkpoint's BF16 weights
@@ -71,7 +71,7 @@ def train_and_export(folder: Path, scheme: str) -> tuple[Config, Path, Path]:
 
 
 def vllm_responses(folder: Path, prompts: list[list[int]]) -> RolloutBatch:
-    """Greedy responses of a vLLM that loads `folder` as it is, in a process of its own."""
+    """Greedy responses of a vLLM that loads `folder` as it is, in a separate process."""
     configure_vllm_process()
     request = json.dumps([str(folder), prompts, *_LENGTHS])
     run = subprocess.run([sys.executable, "-c", _FRESH_VLLM], input=request, capture_output=True, text=True)

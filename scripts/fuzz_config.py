@@ -138,7 +138,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TooLong after so many seconds, those not counted in which the machine was busy with other processes."""
+    """TooLong after that many seconds, those not counted in which the machine was busy with other processes."""
     began, waited = time.perf_counter(), seconds_waited()
 
     def handler(signum: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
     python scripts/long_responses.py --tokens 1000
 
-The quickstart's model, its positions extended, goes on past its end-of-text: `--responses` rows of `--tokens` tokens
+The quickstart's model, its positions extended, continues past its end-of-text: `--responses` rows of `--tokens` tokens
 at temperature 1. Cells: mean |δ|, largest |δ|, share of tokens with δ other than 0, and seconds of one forward over
 all rows.
 """

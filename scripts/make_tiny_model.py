@@ -3,7 +3,7 @@
     python scripts/make_tiny_model.py          # about a minute on one CPU core; a second call returns at once
 
 It writes an ordinary Hugging Face folder (`--output`) and `train.parquet` / `test.parquet` in verl's schema (`--data`).
-The warm start is supervised learning on the answers only, stopped when a check on problems of its own reaches
+The warm start is supervised learning on the answers only, stopped when a check on separate problems reaches
 `--target` greedy accuracy, so that reinforcement learning starts with something to reward and something to learn.
 Three choices matter for what comes after:
 

@@ -3,7 +3,7 @@
     python scripts/publish_stress.py --schemes w4a16 w8a8 fp8 bf16 --publishes 100
 
 For each scheme a few sets of weights (the tiny model, with noise on top) are exported, and each is loaded once by a
-vLLM in a process of its own that knows nothing of QaRL; what it generates greedily is the reference. Then one engine is
+vLLM in a separate process that knows nothing of QaRL; what it generates greedily is the reference. Then one engine is
 published to again and again, with the sets in random order, and after every publish what it generates must equal the
 reference of that set bit for bit. Exit code 1 where it does not, or where memory grows or a tensor moves.
 """
@@ -49,7 +49,7 @@ Generated = tuple[list[list[int]], list[list[float]]]
 
 
 def fresh(folder: Path) -> Generated:
-    """What a vLLM of its own generates from `folder`."""
+    """The text that a fresh vLLM generates from `folder`."""
     command = [sys.executable, "-c", FRESH_VLLM, json.dumps([str(folder), PROMPTS, MAX_TOKENS, MAX_MODEL_LEN])]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)

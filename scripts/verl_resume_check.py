@@ -11,7 +11,7 @@ of its first step to about its last, inside steps and checkpoints alike; and sta
     data position                        the steps after the checkpoint ask the prompts that the killed run's asked; a
                                          kill right after a checkpoint leaves none to compare
 
-A run killed before its first checkpoint starts anew: only its prompts are compared. Sampling is not bitwise repeatable
+A run killed before its first checkpoint starts fresh: only its prompts are compared. Sampling is not bitwise repeatable
 across verl's servers, so later steps are not compared. The result is JSON, written after each kill; the exit code is 1
 on any difference.
 """

@@ -1,4 +1,4 @@
-"""The process set-up, each in a process of its own: malloc's settings stay for good."""
+"""The process set-up, each in a separate process: malloc's settings stay for good."""
 
 from __future__ import annotations
 

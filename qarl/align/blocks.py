@@ -10,7 +10,7 @@
 
 q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round alike on both sides.
 
-A layer of a loaded model becomes an aligned one by changing its class to a subclass of its own, under the same name:
+A layer of a loaded model becomes an aligned one by changing its class to its own subclass, under the same name:
 what FSDP2's `fully_shard` does too. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and
 wrapping by class name are untouched.
 """

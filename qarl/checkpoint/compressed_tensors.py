@@ -213,7 +213,7 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) ->
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises no class of its own
+    except Exception as error:  # tokenizers raises no class for it
         if isinstance(error, OSError) or "os error" not in str(error):
             raise
         raise _as_os_error(error) from error

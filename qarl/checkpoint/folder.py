@@ -1,4 +1,4 @@
-"""Checkpoints that a run goes on from: on disk whole or not at all, and checked by digest before they are used.
+"""Checkpoints that a run resumes from: on disk whole or not at all, and checked by digest before they are used.
 
 `checkpoints/step_N/` is a Hugging Face folder with the BF16 weights the forward sees, loadable as it is, plus
 

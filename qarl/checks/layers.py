@@ -45,7 +45,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
 
 
 def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
-    """The layers that are quantized. UserError where there is none."""
+    """The layers that are quantized. UserError if there is no such layer."""
     selected = {name: shape for name, shape in shapes.items() if not is_ignored(name, ignore)}
     if not selected:
         raise UserError(

@@ -349,7 +349,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
     own = [2 * n * k for n, k in shapes if kernels.get((n, k)) in OWN_INPUT_GRADIENT]
     held = sum(2 * n * k for n, k in shapes) - sum(own)
-    # Sharded layers dequantize anew for each backward.
+    # Sharded layers dequantize again for each backward.
     dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
         Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),

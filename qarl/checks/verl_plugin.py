@@ -17,8 +17,8 @@ def check_plugin_installed() -> None:
     raise UserError(
         "verl does not find QaRL's plugin",
         where="entry points of group verl.plugins in this Python environment",
-        why="QaRL is run without being installed, or the metadata of an older installation are in front of its own (a "
-        "folder qarl.egg-info in the working directory is)",
+        why="QaRL is not installed, or an older installation's metadata come first (those of a folder qarl.egg-info in "
+        "the working directory do)",
         fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
     )
 

@@ -6,7 +6,7 @@ any work. `load_config` is the way in; the text under each key below is also wha
 
 Keys are named and counted as in verl where verl has them (https://verl.readthedocs.io/en/latest/examples/config.html):
 batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. Departures: `actor` and
-`rollout` are not nested under `actor_rollout_ref`, the optimizer is a section of its own, and `trainer` counts steps
+`rollout` are not nested under `actor_rollout_ref`, the optimizer is a separate section, and `trainer` counts steps
 only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853, appendix B.
 
 Importing this module imports neither torch, transformers, vLLM nor verl. Files are looked for where they are read.

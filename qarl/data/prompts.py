@@ -156,7 +156,7 @@ def _read_rows(file: str) -> datasets.Dataset:
             _check_json(Path(file))
         elif not pyarrow.parquet.ParquetFile(file).metadata.num_rows:
             raise StopIteration
-        # A cache of its own: the user's would keep a copy of every version of every file.
+        # A separate cache: the user's would keep a copy of every version of every file.
         with tempfile.TemporaryDirectory() as cache_dir:
             return datasets.load_dataset(
                 _FORMATS[Path(file).suffix], data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True

@@ -33,7 +33,7 @@ def check_folder(context: Context, topic: Topic) -> None:
 
 
 def check_start(context: Context, topic: Topic) -> None:
-    """Whether the run starts anew or goes on from a checkpoint."""
+    """Whether the run starts fresh or resumes from a checkpoint."""
     if not context.target.here:
         return
     config = context.config
@@ -52,9 +52,9 @@ def check_start(context: Context, topic: Topic) -> None:
         for note in start.notes:
             topic.note(note, fix="nothing, if that is what you want")
     if step:
-        topic.ok(f"the run goes on from step {step}, {origin}")
+        topic.ok(f"the run resumes from step {step}, {origin}")
     elif not run_folder.holds_a_run(run_dir):
-        topic.ok("the run starts anew")
+        topic.ok("the run starts fresh")
     if not stays and run_folder.holds_a_run(run_dir):
         topic.note(
             f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",

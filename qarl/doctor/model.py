@@ -100,7 +100,7 @@ def check_lm_head(context: Context, topic: Topic) -> None:
     if getattr(context.hf_config.get(), "tie_word_embeddings", False):
         topic.ok("lm_head is tied to the input embedding: it stays BF16 and is published once, as the embedding")
     else:
-        topic.ok("lm_head is a tensor of its own and stays BF16")
+        topic.ok("lm_head is a separate tensor and stays BF16")
 
 
 def check_positions(context: Context, topic: Topic) -> None:

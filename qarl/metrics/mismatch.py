@@ -132,7 +132,7 @@ def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
 class PhaseTimer:
     """Wall-clock seconds of one training step by phase.
 
-    `with timer.phase("rollout"): ...` adds to that phase, also when the block raises; `pop()` reads and starts anew.
+    `with timer.phase("rollout"): ...` adds to that phase, also when the block raises; `pop()` reads and resets.
     On an accelerator pass its `synchronize` (torch.cuda.synchronize): kernels run after the Python that queued them,
     and would be counted to the next phase.
     """

@@ -108,7 +108,7 @@ class Tracker:
             self._try(name, lambda view: view.log(values, step))
 
     def message(self, text: str) -> None:
-        """Say something on the console, or on stderr where that is none of the loggers."""
+        """Say something on the console, or on stderr where that is not one of the loggers."""
         if "console" in self._views:
             self._try("console", lambda view: view.message(text))
         else:

@@ -7,7 +7,7 @@ Two things differ from `qarl.quant.linear`:
   version counter. So nothing here can see that a weight has changed: whoever changes weights (an optimizer step, a
   loaded checkpoint) says so with `invalidate_quantized`. In between, the quantized tensors are made once, by whichever
   comes first, a forward or a publish, and serve both.
-- The dequantized weight is made anew in each backward: kept, it would be the unsharded model a second time.
+- The dequantized weight is made again in each backward: kept, it would be the unsharded model a second time.
 
 What is quantized is the BF16 cast of the master, which is what the forward is given: a cast and a gather commute.
 """

@@ -163,7 +163,7 @@ class Scheme:
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """The scheme a checkpoint's `quantization_config` describes. UserError if it is none of `SCHEMES`."""
+        """The scheme a checkpoint's `quantization_config` describes. UserError if it is not one of `SCHEMES`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         where = "quantization_config"
@@ -178,7 +178,7 @@ class Scheme:
             return _from_parsed(parsed)
         except ValueError as error:  # pydantic's is one
             raise UserError(
-                "the checkpoint's quantization is none of QaRL's schemes",
+                "the checkpoint's quantization is not one of QaRL's schemes",
                 where=where,
                 why=str(error),
                 fix=f"use one of {', '.join(SCHEMES)}",

@@ -5,7 +5,7 @@ and a publish hands tensors over without copying them through a pipe. The engine
 `stale`: it generates only after a complete publish, and refuses again once a publish failed half way.
 
 Log-probs are vLLM's `processed_logprobs`, those of the distribution that was sampled from (temperature, top-p), as
-in verl. Every request has a seed of its own, so a response does not depend on what else was in the batch or on a
+in verl. Every request has its own seed, so a response does not depend on what else was in the batch or on a
 resume.
 """
 
@@ -378,7 +378,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A prompt prefilled in chunks gets other bits than one prefilled whole, and in vLLM 0.29 on CPU a request with
-        # a seed of its own crashes when its prefill is chunked ("CPU Generator does not use offset").
+        # its own seed crashes when its prefill is chunked ("CPU Generator does not use offset").
         # Requests that share a cached prefix prefill only the rest, which is another tiling too.
         arguments["enable_chunked_prefill"] = False
         arguments["enable_prefix_caching"] = False

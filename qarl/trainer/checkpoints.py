@@ -1,7 +1,7 @@
-"""Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run goes on from it.
+"""Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run resumes from it.
 
 A resumed run takes the same steps, bit for bit, as one that was never interrupted: the prompts are drawn by seed and
-position, every request is sampled with a seed of its own, and weights, masters, moments and generators come back as
+position, every request is sampled with its own seed, and weights, masters, moments and generators come back as
 they were. The first step after a resume is compared with the step before: weights and published tensors by digest,
 the mismatch by k3 (a policy that was restored or published wrongly shows there, as a jump).
 
@@ -50,7 +50,7 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run and, where it goes on from one, puts the trainer back to it."""
+    """Writes the checkpoints of a run and, where it resumes from one, puts the trainer back to it."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """With a checkpoint: restore `trainer` to it; publish afterwards, then call `resumed`."""
@@ -69,7 +69,7 @@ class Checkpoints:
         make_newest(trainer.config.run_dir, checkpoint)
         differ = differing_tensors(checkpoint.state["published"], trainer.policy)
         self._resume_metrics = {"resume/step": trainer.step, "resume/published_equal": float(not differ)}
-        tracker.message(f"goes on from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
+        tracker.message(f"resumes from {checkpoint.folder}, step {trainer.step}: weights equal by digest")
         changed = changed_keys(checkpoint.config, trainer.config)
         if changed:
             tracker.message("changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
@@ -104,12 +104,12 @@ class Checkpoints:
                 state=training_state(trainer, metrics),
             )
         except StorageError as error:
-            tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training goes on: {error}")
+            tracker.message(f"warning: the checkpoint of step {trainer.step} failed, training continues: {error}")
             return {"checkpoint/failed": 1.0, "checkpoint/seconds": time.perf_counter() - start}
         try:
             prune(self.folder, trainer.config.trainer.max_ckpt_to_keep)
         except StorageError as error:
-            tracker.message(f"warning: an old checkpoint stays, training goes on: {error}")
+            tracker.message(f"warning: an old checkpoint stays, training continues: {error}")
         seconds = time.perf_counter() - start
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
@@ -157,7 +157,7 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
             "the training prompts are not those of the checkpoint",
             where="data.train_files",
             why="the files, the tokenizer or the chat template changed since",
-            fix="restore them, or start anew with another name=...",
+            fix="restore them, or start fresh with another name=...",
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):

@@ -171,7 +171,7 @@ class LocalTrainer:
     def loss(
         self, batch: Batch, old_log_probs: torch.Tensor, rows: slice, responses: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The forward of a micro-batch out of a mini-batch with so many `responses`: its loss and TBPO's statistics."""
+        """The forward of a micro-batch out of a mini-batch of `responses` responses: its loss and TBPO's statistics."""
         return tbpo_loss(
             self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature),
             old_log_probs[rows],
@@ -188,7 +188,7 @@ class LocalTrainer:
         self.optimizer.accumulate()
 
     def optimizer_step(self) -> float:
-        """Move the weights and make their low-bit tensors anew; the gradient's norm, and where that is not finite the
+        """Move the weights and quantize them again; the gradient's norm, and where that is not finite the
         weights stay."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
@@ -239,7 +239,7 @@ class LocalTrainer:
         """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
         if not self.config.rollout.rebuild_on_failure:
             raise error
-        print(f"warning: {error}\n  the rollout engine is started anew", file=sys.stderr)
+        print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
         self.engine.rebuild()
         self.rebuilds += 1
 

@@ -29,14 +29,14 @@ _BANDS_TOO_NARROW = (
     "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need more than the paper's) "
     "or lower optim.lr"
 )
-_SKIPPED = "their gradient was NaN or Inf; if it goes on, lower optim.lr or look at mismatch/abs_max"
+_SKIPPED = "their gradient was NaN or Inf; if it continues, lower optim.lr or look at mismatch/abs_max"
 
 
 def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds.
 
     `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count. `checkpoint`:
-    what to go on from, see `qarl.trainer.resume.open_run`.
+    what to resume from, see `qarl.trainer.resume.open_run`.
     """
     start = time.perf_counter() if started is None else started
     parts = prepare_run(config)

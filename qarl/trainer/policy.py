@@ -137,7 +137,7 @@ class Policy:
         return logits[places], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Whether the logits of so many positions are too many to hold, and lm_head is one that can be split."""
+        """Whether the logits of that many positions are too many to hold, and lm_head is one that can be split."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         return plain and positions * head.out_features > LOGITS_AT_A_TIME

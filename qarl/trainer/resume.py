@@ -1,6 +1,6 @@
-"""Where a run starts: anew, or from a checkpoint. Decided by run folder and config, before anything is loaded.
+"""Where a run starts: fresh, or from a checkpoint. Decided by run folder and config, before anything is loaded.
 
-    trainer.resume_mode=auto         an interrupted run of this name goes on; a finished one is moved aside
+    trainer.resume_mode=auto         an interrupted run of this name resumes; a finished one is moved aside
                         disable      whatever has this name is moved aside
                         resume_path  go on from trainer.resume_from_path, in its own run folder or in a new one; where
                                      an interrupted run did that already, from its newest checkpoint
@@ -66,15 +66,15 @@ class Start:
     notes: tuple[str, ...] = ()
 
     def stays_in(self, run_dir: Path) -> bool:
-        """Whether the run goes on in `run_dir`; else what is there is moved aside."""
+        """Whether the run resumes in `run_dir`; else what is there is moved aside."""
         return self.checkpoint is not None and _within(self.checkpoint.folder, run_dir)
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[Checkpoint | None]:
-    """Lock the run folder, and yield the checkpoint to go on from; None for a run that starts anew.
+    """Lock the run folder, and yield the checkpoint to resume from; None for a run that starts fresh.
 
-    Earlier runs are moved aside where this one starts anew, and what a killed process left half-written is removed.
+    Earlier runs are moved aside if this one starts fresh, and what a killed process left half-written is removed.
     After the resume call `make_newest`.
 
     Raises:
@@ -126,7 +126,7 @@ def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
     for step, folder in list_checkpoints(checkpoints_dir(run_dir)):
         if step > checkpoint.step:
             renamed = set_aside(folder, "superseded").name
-            _note(f"{folder} lies after the step the run goes on from; it is now {renamed}")
+            _note(f"{folder} lies after the step the run resumes from; it is now {renamed}")
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
@@ -159,7 +159,7 @@ def _how_to_extend(config: Config) -> tuple[str, ...]:
     if not found or found[0][0] >= config.trainer.total_training_steps:
         return ()
     how = "trainer.resume_mode=resume_path trainer.resume_from_path=.../checkpoints"
-    return (f"{config.name} is finished, so this run starts anew; to go on from its end: {how}/step_{found[0][0]}",)
+    return (f"{config.name} is finished, so this run starts fresh; to resume from its end: {how}/step_{found[0][0]}",)
 
 
 def _newest(run_dir: Path) -> Start:
@@ -170,7 +170,7 @@ def _newest(run_dir: Path) -> Start:
             f"none of the {len(problems)} checkpoints of the run is whole",
             where=str(checkpoints_dir(run_dir)),
             why=f"{problems[0].what}: {problems[0].why}",
-            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts anew",
+            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts fresh",
         )
     folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
     return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
@@ -214,7 +214,7 @@ def check_changes(
             f"the run cannot go on from {folder}: the config changes what is trained",
             where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()),
             why="the rest of the run would belong to another experiment than its beginning",
-            fix="give these keys their old values; or start anew with another name=..., or trainer.resume_mode=disable",
+            fix="give these keys their old values, or start fresh: another name=..., or trainer.resume_mode=disable",
         )
     if step > config.trainer.total_training_steps:
         raise UserError(

@@ -14,7 +14,7 @@ from checkout import ROOT
 from qarl.bench.__main__ import PARTS, main
 from qarl.bench.kernels import dense, experts, run, tables
 from qarl.bench.kernels.arguments import Arguments
-from qarl.bench.kernels.competitor import Competitor
+from qarl.bench.kernels.competitor import Competitor, error_of
 from qarl.bench.kernels.timing import Times, measure
 from qarl.bench.sources import MODELS, find_model, linear_shapes
 from qarl.errors import UserError
@@ -153,6 +153,16 @@ def test_a_wrong_kernel_gets_no_figure(
     assert "w4a16 reference" not in captured.out and "w4a16 reference: its result is off" in captured.err
     document = json.loads(path.read_text())
     assert "reference" not in {entry["kernel"] for entry in document["results"]} and len(document["not_measured"]) == 2
+
+
+def test_a_row_that_is_not_compared_must_be_finite() -> None:
+    """Of 300 rows the first and last 64 are compared."""
+    expected = torch.ones(128, 4)
+    for row, value, wrong in ((150, 9.0, False), (150, float("nan"), True), (299, 9.0, True), (0, 9.0, True)):
+        y = torch.ones(300, 4)
+        y[row, 1] = value
+        found = Competitor("bf16", "one", y.clone, error_of(y.clone, expected), 1e-3, 1).wrong()
+        assert (found is not None) == wrong, (row, value)
 
 
 def test_a_wrong_expert_gets_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -569,7 +569,7 @@ def start_of(*arguments: str) -> list[tuple[str, str]]:
 
 
 def test_where_the_run_starts_is_what_training_does() -> None:
-    assert start_of() == [("ok", "the run starts anew")]
+    assert start_of() == [("ok", "the run starts fresh")]
     config = load_config(["config=run.yaml", LONG])
     interrupted_run(config, finished=True)
     before = sorted(Path("runs").rglob("*"))
@@ -578,7 +578,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     shutil.rmtree("runs")
     run_dir = interrupted_run(config, 2, 4)
     before = sorted(Path("runs").rglob("*"))
-    assert start_of() == [("ok", f"the run goes on from step 4, {run_dir}/checkpoints/step_4")]
+    assert start_of() == [("ok", f"the run resumes from step 4, {run_dir}/checkpoints/step_4")]
     ((status, what),) = start_of("trainer.resume_mode=disable")
     assert status == "note" and "will be moved" in what
     ((status, what),) = start_of("optim.lr=1e-7")
@@ -588,7 +588,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     ((status, what),) = start_of("trainer.resume_mode=resume_path", f"{path}3")
     assert status == "error" and "there is no checkpoint" in what
     found = start_of("trainer.resume_mode=resume_path", f"{path}2", "name=second")
-    assert found == [("ok", f"the run goes on from step 2, {run_dir}/checkpoints/step_2")]
+    assert found == [("ok", f"the run resumes from step 2, {run_dir}/checkpoints/step_2")]
     (run_dir / "checkpoints" / "step_4" / "state.json").write_text("{")
     assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
     assert sorted(Path("runs").rglob("*")) == before

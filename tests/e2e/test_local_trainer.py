@@ -55,7 +55,7 @@ def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
 
 
 def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(trainer, tmp_path):
-    """After the last publish: the running engine, and a vLLM of its own process on the saved folder, token by token."""
+    """After the last publish: the running engine, and a vLLM in a separate process on the saved folder, by token."""
     start = Policy.load(trainer.config)
     moved = [
         name

@@ -1,4 +1,4 @@
-"""A publish that fails during training: what the trainer holds stays as it was, and training goes on afterwards."""
+"""A publish that fails during training: what the trainer holds stays as it was, and training continues afterwards."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, monkeypatch, capfd):
         trainer.engine.llm.llm_engine.engine_core.shutdown()
         second = trainer.train_step()
         assert second["publish/rebuilds"] == 1
-        assert "started anew" in capfd.readouterr().err
+        assert "started fresh" in capfd.readouterr().err
         assert second["mismatch/abs_max"] == 0, "the new engine has the trainer's weights"

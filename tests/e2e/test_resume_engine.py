@@ -96,7 +96,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capfd,
     assert first["resume/step"] == 2 and first["resume/published_equal"] == 1
     assert first["resume/k3"] == first["mismatch/k3"]
     assert first["resume/k3_before"] == read_metrics(parts.run_dir)[1]["mismatch/k3"]
-    assert "goes on from" in output and "first step after the resume" in output and "warning" not in output
+    assert "resumes from" in output and "first step after the resume" in output and "warning" not in output
     lines = [json.loads(line)["step"] for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines == [1, 2, 3, 3, 4]
 
@@ -118,7 +118,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, monkeypatch, 
     capfd.readouterr()
     summary = run(refused)
     output = capfd.readouterr().out
-    assert "warning: the checkpoint of step 2 failed, training goes on" in output and "File too large" in output
+    assert "warning: the checkpoint of step 2 failed, training continues" in output and "File too large" in output
     assert [entry["checkpoint/failed"] for entry in read_metrics(refused.run_dir)] == [0, 1, 0, 0]
     assert summary["failed_checkpoints"] == 1
     assert [step for step, _ in list_checkpoints(refused.run_dir / "checkpoints")] == [4, 3]

@@ -102,7 +102,7 @@ def test_a_publish_there_and_back_is_exact_and_replaces_everything(published, fo
 
 
 def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(engine, folder, tmp_path):
-    """A vLLM in a process of its own that knows nothing of QaRL loads the folder as it is."""
+    """A vLLM in a separate process that knows nothing of QaRL loads the folder as it is."""
     from transformers import AutoTokenizer
 
     other = load_model(folder, noise_seed=3)

@@ -102,7 +102,7 @@ def test_publishes_there_and_back_are_exact(running):
 
 
 def test_running_engine_equals_a_freshly_started_vllm_on_the_saved_checkpoint(running, tmp_path):
-    """A vLLM in a process of its own that knows nothing of QaRL loads the folder as it is."""
+    """A vLLM in a separate process that knows nothing of QaRL loads the folder as it is."""
     from transformers import AutoTokenizer
 
     model = running.load_model(noise_seed=3)

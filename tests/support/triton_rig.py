@@ -1,6 +1,6 @@
 """How Triton kernels are tested: under its interpreter, on a GPU, and compiled for GPUs that are not here.
 
-The tests in tests/kernels/triton_kernels/ run one file at a time under the interpreter, each in a process of its own
+The tests in tests/kernels/triton_kernels/ run one file at a time under the interpreter, each in a separate process
 (`run_interpreted`), because TRITON_INTERPRET acts when a kernel is defined. By hand:
 `TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_kernels/test_quantize.py`. On a machine with a GPU pytest also
 collects them as they are, and the same tests run compiled on `DEVICE`.

@@ -46,7 +46,7 @@ def test_a_finished_or_disabled_run_is_moved_aside(tmp_path, mode, capsys):
         assert checkpoint is None
     assert names(tmp_path) == ["quickstart", "quickstart.1"]
     assert names(settings.run_dir) == [".lock"]
-    assert ("to go on from its end" in capsys.readouterr().err) is (mode == "auto")
+    assert ("to resume from its end" in capsys.readouterr().err) is (mode == "auto")
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path):

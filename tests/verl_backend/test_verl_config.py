@@ -534,7 +534,7 @@ def test_half_a_checkpoint_is_none(opened, capsys):
     with pytest.raises(UserError, match="one rank"):
         opened(**path)
     assert opened() == 4
-    assert opened.tracker.read_text() == "4"  # which verl goes on from
+    assert opened.tracker.read_text() == "4"  # which verl resumes from
     assert not last.exists() and "global_step_4 is the newest whole" in capsys.readouterr().err
     opened.tracker.write_text("")
     assert opened() == 4

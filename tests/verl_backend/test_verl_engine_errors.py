@@ -153,3 +153,23 @@ def test_another_packages_engine_stays(monkeypatch, caplog):
     assert engines["fsdp"][("cuda", "nvidia")] is engines["fsdp2"]["cpu"] is QaRLFSDPEngine
     (record,) = caplog.records
     assert "fsdp2" in record.message and "keeps another package's engine" in record.message
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [({}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": torch.tensor([1.0, 0.25])}, 0.25)],
+)
+def test_the_temperature_of_a_batch(data, expected):
+    """A sharper distribution makes each rounding weigh more: the guard's limit follows it."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from qarl.verl.plugin.guard import temperature_of
+
+    rows = TensorDict({"response_mask": torch.ones(2, 3)}, batch_size=2)
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor):
+            rows[key] = value
+        else:
+            tu.assign_non_tensor(rows, **{key: value})
+    assert temperature_of(rows) == expected

@@ -6,7 +6,7 @@ on at head size 128 (its tiles fit the L2 cache). So a row is laid out as the en
 request, as in a prefill, and every token of the response as a request of one query, as in decoding.
 
 Batch-invariant: the keys of one query are never split among threads (`enable_kv_split`; `qarl.process` tells the engine
-the same), and each row is a call of its own, because on several threads the tiles of a long prompt depend on what else
+the same), and each row is a separate call, because on several threads the tiles of a long prompt depend on what else
 is in the call. In that respect the engine's prefill is not batch-invariant; nor is it where it prefills a long prompt
 in pieces.
 

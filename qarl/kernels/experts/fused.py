@@ -5,7 +5,7 @@ The kernel of the forward is the rollout engine's fused one where it can be call
 products, one after the other. The backward is the same for all:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
-    da  = (dy Ŵd)                                      w * da goes on; da · â is the gradient of the router's weight w
+    da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: in BF16 what was multiplied, 8-bit activations dequantized
 

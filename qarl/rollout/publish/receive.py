@@ -109,7 +109,7 @@ class WeightReceiver:
         elif self._open is None:
             raise TransferFailed(
                 f"{name} arrived outside of a publish",
-                why="a publish starts with a record of its own",
+                why="a publish starts with its own record",
                 fix="send what qarl.rollout.publish.wire.encode_publish yields, all of it and in order",
             )
         elif name == UNIT:

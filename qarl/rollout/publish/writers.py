@@ -38,7 +38,7 @@ class ReloadFailed(UserError):
             what,
             why=why,
             fix="RolloutEngine.rebuild() starts another engine, and rollout.rebuild_on_failure=true does so in a run; "
-            "or start the run again, which goes on from its last checkpoint",
+            "or start the run again, which resumes from its last checkpoint",
         )
 
 
@@ -212,7 +212,7 @@ def _write_plain(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """BF16: vLLM packs the weight of a linear anew, and for some drops the plain one; an embedding may be padded."""
+    """BF16: vLLM packs the weight of a linear again, and for some drops the plain one; an embedding may be padded."""
     layer: Any = module
     weight = _stacked(parts, "weight")
     if layer.weight.numel():

@@ -10,7 +10,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here h
                            FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
     infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
     train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
-    optimizer_step, load_checkpoint   the quantized tensors are made anew, once
+    optimizer_step, load_checkpoint   the quantized tensors are made again, once
     save_checkpoint        verl's own, and a record with which load_checkpoint compares what it loaded
     get_per_tensor_param   the publish: the very tensors that the next forward multiplies by. On CPU the weights of an
                            unquantized actor, too: vLLM's linears there cannot be loaded in the way of verl's receiver
@@ -41,7 +41,7 @@ from qarl.quant.linear import invalidate_quantized
 from qarl.quant.scheme import get_scheme
 from qarl.verl.plugin.alive import Watch
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
-from qarl.verl.plugin.guard import mismatch_is_over
+from qarl.verl.plugin.guard import mismatch_is_over, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
@@ -68,6 +68,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
+    _temperature: float = 1.0
     """Whether this process has made an update: the weights are no longer those that it loaded."""
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
@@ -214,6 +215,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and loss_mode(loss_function) != "tbpo":
             return super().train_batch(data, loss_function)
         counts = self._count(data)
+        self._temperature = temperature_of(data)
         self._responses = max(counts.responses, 1)
         if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
             raise UserError(
@@ -247,7 +249,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if abs_mean is None:
             return False
         return mismatch_is_over(
-            self.quant, self.align, abs_mean, length=length, before_first_update=before_first_update
+            self.quant,
+            self.align,
+            abs_mean,
+            length=length,
+            temperature=self._temperature,
+            before_first_update=before_first_update,
         )
 
     def _count(self, data: Any) -> MiniBatchCounts:

@@ -57,7 +57,7 @@ def tbpo_policy_loss(
     """
     if rollout_is_weights is not None:
         raise UserError(
-            "TBPO has a weight of its own for the mismatch, and verl's would come on top of it",
+            "TBPO has its own weight for the mismatch, and verl's would come on top of it",
             where="algorithm.rollout_correction.rollout_is",
             fix="set it to null; actor_rollout_ref.actor.policy_loss.seq_tis_imp_ratio_cap caps TBPO's weight",
         )

@@ -1,10 +1,10 @@
-"""The entry point of group `verl.plugins`: verl imports this module at the end of its own import, in every process.
+"""The entry point of group `verl.plugins`: verl imports this module at the end of verl's import, in every process.
 
 Most of those processes train nothing and import no engine, so nothing heavy is imported here. What registers the loss
 and the engine runs when verl has imported the module that holds the registry, through an import finder: to register at
 once would be to import verl's engines into every process.
 
-verl swallows exceptions of plugins; so what goes wrong is logged here, and stock verl goes on. A config that names
+verl swallows exceptions of plugins; so what goes wrong is logged here, and stock verl continues. A config that names
 something of ours then fails by its name.
 """
 

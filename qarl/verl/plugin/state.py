@@ -2,7 +2,7 @@
 
 verl writes model and optimizer shards, scheduler and random-number states a rank, and loads them unread. Beside them
 goes a small JSON with a checksum of every tensor. After a load the live state is compared with it: a file that was cut
-short or swapped, or a load that left something out, is an error that names the tensor, not a run that goes on from
+short or swapped, or a load that left something out, is an error that names the tensor, not a run that continues from
 another state. Parts that verl was told not to save or not to load (`checkpoint.save_contents`, `load_contents`) are
 neither recorded nor compared.
 """

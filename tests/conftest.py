@@ -64,14 +64,15 @@ def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def startable_run(tmp_path: Path, pristine_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory: a run that would start, with a model and data of its own, on a CPU with every flag."""
-    from qarl.checks import layers, machine
+    from qarl.checks import layers, lengths, machine, model
     from qarl.rollout.engine import RolloutEngine
 
     def construct(*args: Any, **kwargs: Any) -> None:
         raise EngineConstructed
 
     monkeypatch.setattr(RolloutEngine, "__init__", construct)
-    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: True)
+    for module in (layers, lengths, machine, model):
+        monkeypatch.setattr(module, "runs_on_cpu", lambda backend: True)
     monkeypatch.setattr(machine, "cpu_flags", lambda: set(machine.W4A16_CPU_FLAGS))
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # main sets it; this puts it back
     monkeypatch.chdir(tmp_path)

@@ -184,15 +184,15 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPat
 
     hf_config = load_hf_config("model")
     spec = FullAttentionSpec(block_size=lengths.KV_BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    layers = {f"layer{i}": spec for i in range(2)}
+    specs = {f"layer{i}": spec for i in range(2)}
     for response in (1, 112, 113, 300):
         vllm_config = fake_vllm_config(16 + response)
-        for size in range(1, 6 * len(layers) * spec.page_size_bytes, 8191):
+        for size in range(1, 6 * len(specs) * spec.page_size_bytes, 8191):
             gib = f"rollout.cpu_kvcache_space_gib={size / 2**30!r}"
             config = load_config(["config=run.yaml", f"data.max_response_length={response}", gib])
-            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, layers, size), ValueError)  # noqa: B023  at once
+            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, specs, size), ValueError)  # noqa: B023  at once
             assert refuses(lambda: lengths.check_kv_cache(config, hf_config), UserError) == theirs  # noqa: B023  called at once
-    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr(lengths, "runs_on_cpu", lambda backend: False)
     lengths.check_kv_cache(config, hf_config)
 
 
@@ -262,7 +262,7 @@ def test_cpu_without_the_kernels_instructions(
     refusal(words=["quant.scheme", f"lacks {' and '.join(missing)}", "quant.scheme=bf16"])
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml", "quant.scheme=bf16"])
-    monkeypatch.setattr(layers, "runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr(machine, "runs_on_cpu", lambda backend: False)
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml"])
 
@@ -470,6 +470,7 @@ def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
 
 
 @mock.patch.dict(os.environ)  # a dry run of verl sets its variables
+@pytest.mark.verl
 def test_a_dry_run_of_what_cannot_run_says_so_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config=qwen3_30b_w4a16.yaml", "dry_run=true"]) == 2
     printed = capsys.readouterr()
@@ -502,7 +503,7 @@ def test_the_device_of_a_run(
 ) -> None:
     monkeypatch.setenv("VERL_PLATFORM", platform)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(layers, "runs_on_cpu", process.runs_on_cpu)
+    monkeypatch.setattr(machine, "runs_on_cpu", process.runs_on_cpu)
     monkeypatch.setattr(machine, "cpu_flags", set)
     assert verl.runs_on_cpu is process.runs_on_cpu
     assert process.runs_on_cpu(backend) == on_cpu

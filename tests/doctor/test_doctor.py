@@ -199,7 +199,13 @@ FAULTS["code that verl would run"] = (config_is(auto_map={"AutoConfig": "code.Co
 FAULTS["output folder is a link to itself"] = (lambda: Path("out").symlink_to("out"), ["output_dir=out"])
 
 
-@pytest.mark.parametrize(("spoil", "arguments"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("spoil", "arguments"),
+    [
+        pytest.param(*fault, id=name, marks=pytest.mark.verl if "backend=verl" in fault[1] else ())
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_the_doctor_finds_what_training_refuses(
     capsys: pytest.CaptureFixture[str], spoil: Callable[[], None], arguments: list[str]
 ) -> None:

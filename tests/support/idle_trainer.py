@@ -27,9 +27,6 @@ class Trainer:
     def publish(self) -> PublishReport:
         return PublishReport(0, 1, self.published, 0, 0, {})
 
-    def probe(self) -> str:
-        return "probe: fine"
-
     def train_step(self) -> dict[str, float]:
         self.step += 1
         return {"actor/skipped_steps": 0}

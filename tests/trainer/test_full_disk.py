@@ -31,7 +31,7 @@ from qarl.metrics.tracker import Tracker, read_metrics, write_versions
 from qarl.trainer import ending
 from qarl.trainer.loop import run_and_keep
 
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe", "git_takes_no_lock")
 
 OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]
 
@@ -129,7 +129,7 @@ def test_a_disk_that_stays_full_reports_the_metrics_first(tmp_path: Path, capsys
 # Name of the write -> what to patch, the loggers, whether the run is finished all the same.
 SITES: dict[str, tuple[list[tuple[Any, str]], list[str], bool]] = {
     "metrics, a line": ([(tracking._JsonLines, "log")], [], False),
-    "summary": ([(tracking, "write_text")], [], False),
+    "summary": ([(tracking, "write_json")], [], False),
     "plots": ([(ending, "plot_run")], [], True),
     "tensorboard": ([(tracking._TensorBoard, "log")], ["tensorboard"], True),
     "tensorboard, at the end": ([(tracking._TensorBoard, "close")], ["tensorboard"], True),

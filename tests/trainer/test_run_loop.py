@@ -15,7 +15,7 @@ from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
 from qarl.trainer.loop import run_and_keep, run_steps
 
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
 
 
 OVERRIDES = ["trainer.total_training_steps=3", "trainer.logger=[]", "trainer.plots=false", "trainer.test_freq=2"]

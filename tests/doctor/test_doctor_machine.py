@@ -13,6 +13,7 @@ from qarl.doctor.target import Target
 pytestmark = pytest.mark.usefixtures("startable_run")
 
 
+@pytest.mark.verl
 def test_ranks_on_one_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, str]] = []
 

@@ -40,6 +40,7 @@ def second_time(*arguments: str, **environment: str) -> tuple[bool, int]:
     return kept == "True", int(faults)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is told by glibc's mallopt")
 def test_freed_memory_is_not_faulted_in_again() -> None:
     pages = 36 * 2**26 // os.sysconf("SC_PAGE_SIZE")
@@ -49,6 +50,7 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
     assert kept and faults < faulted // 8
 
 
+@pytest.mark.long
 def test_what_the_user_told_malloc_stays() -> None:
     kept, faults = second_time("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept and faults > 0

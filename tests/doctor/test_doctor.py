@@ -232,6 +232,7 @@ def test_package_that_is_not_installed(
     assert_same_diagnosis(capsys, *arguments)
 
 
+@pytest.mark.verl
 def test_metadata_of_an_older_qarl_in_front(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

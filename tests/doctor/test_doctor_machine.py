@@ -10,7 +10,7 @@ from doctor_rig import topic_of
 from qarl.doctor import memory
 from qarl.doctor.target import Target
 
-pytestmark = pytest.mark.usefixtures("startable_run")
+pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("startable_run")]
 
 
 def test_ranks_on_one_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,7 +356,7 @@ def _git_commit() -> str | None:
     """The commit of the checkout that holds this file, with "+changes" where tracked files differ; None elsewhere."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

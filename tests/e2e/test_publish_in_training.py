@@ -91,5 +91,5 @@ def test_with_rebuild_on_failure_the_run_goes_on(tmp_path, monkeypatch, capfd):
         trainer.engine.llm.llm_engine.engine_core.shutdown()
         second = trainer.train_step()
         assert second["publish/rebuilds"] == 1
-        assert "started fresh" in capfd.readouterr().err
+        assert "is restarted" in capfd.readouterr().err
         assert second["mismatch/abs_max"] == 0, "the new engine has the trainer's weights"

@@ -83,7 +83,7 @@ def test_every_sequence_of_failures(sequence, rebuild, capsys):
         assert error.value is engine.raised[-1] and len(engine.raised) == survived + 1
         assert engine.published == []
     assert engine.rebuilt == trainer.rebuilds == sum(kind in ("reload", "engine") for kind in sequence[:survived])
-    assert capsys.readouterr().err.count("started fresh") == engine.rebuilt
+    assert capsys.readouterr().err.count("is restarted") == engine.rebuilt
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ PLAIN = {
 
 
 def is_plain(config: Any) -> bool:
-    """Whether the embedding is known to be equal, so that vLLM, which is slow to import, need not be asked."""
+    """Whether both sides are known to compute the same embedding, so that vLLM (slow to import) is not needed."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(parameters.pop("rope_type", "default"))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0

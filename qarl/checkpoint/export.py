@@ -90,7 +90,7 @@ def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    """UserError where writing to `output` would touch the source or what is not ours to replace."""
+    """Raise UserError if writing to `output` would touch the source checkpoint or overwrite other files."""
     target, origin = output.resolve(), checkpoint.resolve()
     if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
         raise UserError(f"output={output} would touch the checkpoints {checkpoint.parent}", fix="choose another folder")
@@ -109,7 +109,7 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> ExportRequest:
-    """The request in `arguments`, key=value each. UserError for the first that is wrong."""
+    """Parse `arguments`, each key=value. Raises UserError for the first one that is wrong."""
     values: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")

@@ -12,7 +12,7 @@ from qarl.checkpoint.storage import write_text
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all. StorageError where the disk does not take it."""
+    """Write a JSON file completely or not at all. Raises StorageError if the disk refuses it."""
     write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
 
 

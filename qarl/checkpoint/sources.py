@@ -1,4 +1,4 @@
-"""What `qarl.export` reads: a checkpoint of a local or of a verl run, as streams of BF16 weights or FP32 masters."""
+"""The input of `qarl.export`: a checkpoint of a local or verl run, as streams of BF16 weights or FP32 masters."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
 
 
 def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
-    """[N, K] of every linear of the model that `hf_config` describes; no weights are read."""
+    """[N, K] of every linear layer in the model that `hf_config` describes. Reads no weights."""
     modules = meta_model(hf_config, trust_remote_code=trust_remote_code).named_modules()
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}

@@ -115,7 +115,7 @@ class ModelSize:
         return linears
 
     def linears(self) -> dict[str, Shape]:
-        """[N, K] of every linear of all blocks; lm_head is not among them."""
+        """[N, K] of every linear layer in all blocks, without lm_head."""
         return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
 
     @property

@@ -1,4 +1,4 @@
-"""A model folder, or a name on the Hub: its config and tokenizer, and clear errors where they cannot be loaded."""
+"""Load config and tokenizer from a model folder or a name on the Hub, with clear errors if that fails."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def check_plugin_installed() -> None:
     raise UserError(
         "verl does not find QaRL's plugin",
         where="entry points of group verl.plugins in this Python environment",
-        why="QaRL is not installed, or an older installation's metadata come first (those of a folder qarl.egg-info in "
-        "the working directory do)",
+        why="QaRL is not installed, or the metadata of an older installation is found first (for example in a folder "
+        "qarl.egg-info in the working directory)",
         fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
     )
 

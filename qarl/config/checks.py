@@ -1,7 +1,7 @@
-"""Checks between keys that are valid each by itself.
+"""Checks between keys that are each valid on their own.
 
-They work on a flat dict from dotted key to value, not on a `Config`: so they run on the good keys of a bad config too,
-and one error shows everything. A check is skipped when a key it needs is bad.
+They work on a flat dict from dotted key to value, not on a `Config`. So they also run on the valid keys of an invalid
+config, and one error reports everything. A check is skipped when a key it needs is bad.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from qarl.errors import UserError
 
 
 class _NotGiven:
-    """The value of a key that was not given, which `null` is not."""
+    """Stands for the value of a key that was not given. An explicit `null` is a given value."""
 
     def __repr__(self) -> str:
         return "(not given)"
@@ -59,7 +59,7 @@ class ConfigError(UserError):
 
 
 def show(value: Any, limit: int = 120) -> str:
-    """`value` as one would write it in YAML, on one line, shortened to `limit` characters."""
+    """`value` as it would be written in YAML: one line, cut to `limit` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):

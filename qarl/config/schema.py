@@ -70,10 +70,11 @@ class DataConfig(Section):
     """Prompts and batch sizes."""
 
     train_files: PathList = Field(min_length=1)
-    """Parquet files of training prompts: at least one, in verl's row layout. One name may be given without a list."""
+    """Parquet or JSON files (.parquet, .jsonl, .json) of training prompts: at least one, in verl's row layout. One name
+    may be given without a list."""
 
     val_files: PathList = []
-    """Parquet files of evaluation prompts, same layout. May be empty only if nothing is evaluated."""
+    """Files of evaluation prompts, same formats and layout. May be empty only if nothing is evaluated."""
 
     train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step; each is answered rollout.n times."""
@@ -161,8 +162,9 @@ class QuantConfig(Section):
 
     align: Literal["off", "linears", "model", "exact"] = "model"
     """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
-    `linears`: low-bit products on the very tensors that are published. `model`: also the engine's arithmetic in norms,
-    rotary embedding, attention and lm_head. `exact`: the engine's own operators. bf16 has no low-bit products."""
+    `linears`: low-bit products on the very tensors that are published. `model`: also the engine's rounding in residual
+    additions, norms, rotary embedding and attention. `exact`: also its own attention operator. bf16 has no low-bit
+    products."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest mean |δ| between trainer and engine, in nats per token (mismatch/abs_mean). Above it a run stops before

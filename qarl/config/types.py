@@ -59,7 +59,7 @@ def whole_text(text: str) -> str:
 
 
 def possible_path(text: str) -> str:
-    """`text`, or an error where no file can have that name."""
+    """Return `text`; raise an error if no file can have that name."""
     if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
         reason = f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between slashes)"
         raise PydanticCustomError("path_length", "{reason}", {"reason": reason, "fix": "give a shorter path"})

@@ -235,8 +235,8 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
         raise UserError(
             f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
             where=place,
-            why=f"a response without its score cannot be learned from, and a 0 would be a lie (response: {response})",
-            fix="make it faster, let it give up by itself, or raise reward.timeout_s (null is no limit)",
+            why=f"a response without a score cannot be used, and a score of 0 would be wrong (response: {response})",
+            fix="make it faster, give it its own time limit, or raise reward.timeout_s (null means no limit)",
         ) from error
     except BaseException as error:
         raise UserError(

@@ -70,7 +70,7 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
 
 
 def check_routers(context: Context, topic: Topic) -> None:
-    """Whether routers of experts stay BF16 in vLLM."""
+    """Check that the routers of mixture-of-experts layers stay BF16 in vLLM."""
     size = context.size.get()
     if not (size.experts and context.scheme.quantized):
         return

@@ -68,7 +68,7 @@ def check_gpu(context: Context, topic: Topic) -> None:
 
 
 def check_elsewhere(context: Context, topic: Topic) -> None:
-    """What of this machine is left out."""
+    """Report which parts of the machine were not checked."""
     if not context.target.here:
         topic.note(
             "judged for another machine: this one's CPU, threads, memory, disk and packages are not checked",

@@ -98,7 +98,7 @@ def check_builds(context: Context, topic: Topic) -> None:
 
 
 def requirements(device: str) -> list[Requirement]:
-    """What pyproject.toml asks for on this kind of device; NotCheckedError where qarl is not installed as a package."""
+    """Requirements in pyproject.toml for this device. Raises NotCheckedError if qarl is not installed as a package."""
     try:
         lines = importlib.metadata.requires("qarl") or []
     except importlib.metadata.PackageNotFoundError as error:

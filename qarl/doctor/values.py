@@ -8,7 +8,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_values(context: Context, topic: Topic) -> None:
-    """Whether every number is within sane bounds."""
+    """Check that every number is within sane bounds."""
     found = unusual_values(context.config)
     for unusual in found:
         topic.warning(unusual.what, where=unusual.key, why=unusual.why, fix=unusual.fix)

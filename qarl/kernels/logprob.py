@@ -76,7 +76,7 @@ def chosen_log_probs(
 def chosen_kept(
     hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`find_kept` of the logits that hidden states [T, H] and lm_head [V, H] give, made a block of rows at a time."""
+    """`find_kept` on the logits of hidden states [T, H] and lm_head [V, H], computed one block of rows at a time."""
     packed = hidden.new_empty(len(hidden), packed_width(weight.shape[0]), dtype=torch.uint8)
     outside = torch.empty_like(tokens, dtype=torch.bool)
     for block in _blocks(len(hidden), rows_at_a_time(weight.shape[0])):
@@ -88,7 +88,7 @@ def chosen_kept(
 def log_probs_of_logits(
     logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from logits [T, V]: upcast before the temperature and the softmax."""
+    """`chosen_log_probs` from logits [T, V], which are upcast before temperature and softmax."""
     scaled = logits.float() / temperature
     if kept is not None:
         scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)

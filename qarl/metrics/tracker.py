@@ -77,7 +77,7 @@ class Tracker:
         start_step: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        """Open every logger; UserError as `check_loggers`, before anything is written.
+        """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
         `start_step`: the last step done before a resume. `stream`: where the console logger writes, stdout by default.
         """

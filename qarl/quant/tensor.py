@@ -50,7 +50,7 @@ class QuantizedTensor:
         return sha.hexdigest()
 
     def equals(self, other: QuantizedTensor) -> bool:
-        """Same names, dtypes, shapes and bytes, on whatever devices: 0.0 and -0.0 differ."""
+        """Whether names, dtypes, shapes and bytes are equal, on any devices. 0.0 and -0.0 are different."""
         if self.tensors.keys() != other.tensors.keys():
             return False
         for name, mine in self.tensors.items():

@@ -202,7 +202,7 @@ class RolloutEngine:
         )
 
     def _preemptions(self) -> int:
-        """Those since this vLLM was started."""
+        """Preemptions since this vLLM was started."""
         metrics: list[Any] = self.llm.get_metrics()
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
@@ -219,7 +219,7 @@ class RolloutEngine:
         return publish_weights(self, self.receiver, tensors, version=version)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """`call` into vLLM; but for a request that it refuses, an exception of its means that it is lost."""
+        """Make `call` into vLLM. Any exception means that the engine is lost, unless vLLM only refused the request."""
         try:
             return call()
         except Exception as error:
@@ -232,7 +232,7 @@ class RolloutEngine:
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """What carries a publish to the engine: here nothing, it is in this process."""
+        """Carry a publish to the engine. The stream is passed through: the engine is in this process."""
         return stream
 
     def reset_prefix_cache(self) -> bool:
@@ -245,7 +245,7 @@ class RolloutEngine:
             self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
-        """Free the engine and vLLM's process-wide groups with it: no other engine of this process works on.
+        """Free the engine and vLLM's process-wide groups. Other engines in this process stop working.
 
         The end of the program closes it too.
         """

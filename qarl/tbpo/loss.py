@@ -9,9 +9,9 @@ For response i with advantage A_i, over its valid tokens t:
     A_i > 0   band (-inf, 1 + seq_clip_ratio_high]: PPO's bound
     A_i < 0   band [1 - neg_seq_clip_ratio_low, 1 + neg_seq_clip_ratio_high]
 
-Inside its band a response has the gradient -clip(w_i) * r_i * A_i / T_i a token; outside it none at all. That is where
-TBPO leaves PPO and GSPO (verl's `compute_policy_loss_gspo`): the larger of clipped and unclipped loss, which they take,
-still pushes down a negative sample whose ratio is above the band, with a force that grows with the ratio.
+Inside its band a response contributes the gradient -clip(w_i) * r_i * A_i / T_i per token; outside it contributes none.
+This differs from PPO and GSPO (verl's `compute_policy_loss_gspo`). They take the larger of clipped and unclipped loss,
+which still pushes down a negative sample whose ratio is above the band, and harder the larger the ratio.
 
 The bands are for the paper's "error tokens" (section 3.2): repetitive, garbled tokens of quantized rollouts, mostly in
 negative samples and of very low probability, so that their ratios become extreme.
@@ -250,7 +250,7 @@ def _check_values(
     response_mask: torch.Tensor,
     valid: torch.Tensor,
 ) -> int:
-    """The number of non-empty responses, or the first thing wrong as a ValueError; one transfer where all is well."""
+    """The number of non-empty responses. Raises ValueError for the first bad value; one transfer if all are good."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,
@@ -261,7 +261,7 @@ def _check_values(
     bad = {f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite() for name, tensor in named.items()}
     bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
     varies = valid & (per_token.float() != advantage.unsqueeze(-1))
-    bad["advantages varies within a response, TBPO takes one number for each: it first does"] = varies
+    bad["advantages varies within a response, but TBPO takes one number per response; first"] = varies
     count, *found = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
     for (what, where), number in zip(bad.items(), found, strict=True):
         if number:

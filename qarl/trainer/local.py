@@ -1,6 +1,6 @@
-"""The local backend: one process, vLLM in it, and the readable statement of the algorithm.
+"""The local backend: trainer and vLLM in one process. Read this file to learn the algorithm.
 
-One training step, one function a stage:
+One training step, with one function per stage:
 
     rollout      sample rollout.n responses a prompt from the engine's low-bit weights
     reward       score them; group-relative advantages

@@ -2,8 +2,8 @@
 
     trainer.resume_mode=auto         an interrupted run of this name resumes; a finished one is moved aside
                         disable      whatever has this name is moved aside
-                        resume_path  go on from trainer.resume_from_path, in its own run folder or in a new one; where
-                                     an interrupted run did that already, from its newest checkpoint
+                        resume_path  resume from trainer.resume_from_path, in its own run folder or in a new one; if an
+                                     interrupted run already did that, from its newest checkpoint
 
 A run is finished when its summary says so: reached `total_training_steps`, everything written. One process at a time
 works in a run folder (a lock that the operating system drops with the process). verl has the same three modes; it
@@ -119,8 +119,8 @@ def find_start(config: Config) -> Start:
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Once the resume has worked: rename checkpoints of later steps, which belong to a course the run leaves now, and
-    drop the old summary. Nothing where the checkpoint is another run's."""
+    """Once the resume has worked: rename the checkpoints of later steps, which this run replaces, and delete the
+    old summary. Does nothing if the checkpoint belongs to another run."""
     if not _within(checkpoint.folder, run_dir):
         return
     for step, folder in list_checkpoints(checkpoints_dir(run_dir)):
@@ -202,16 +202,16 @@ def check_changes(
     *,
     also: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> tuple[str, ...]:
-    """Whether a run of `config` may go on from the checkpoint of `step` in `folder`, which a run of `saved` wrote.
+    """Check that a run of `config` may resume from the checkpoint of `step` in `folder`, written by a run of `saved`.
 
-    `also`: further keys that changed, with the old and the new value. Returns what is worth saying; UserError where it
-    may not.
+    `also`: further keys that changed, with the old and the new value. Returns notes for the user; raises UserError if
+    the run may not resume.
     """
     changed = changed_keys(saved, config)
     other = {key: values for key, values in changed.items() if key not in _FREE | _ROUNDING} | dict(also or {})
     if other:
         raise UserError(
-            f"the run cannot go on from {folder}: the config changes what is trained",
+            f"the run cannot resume from {folder}: the config changes what is trained",
             where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()),
             why="the rest of the run would belong to another experiment than its beginning",
             fix="give these keys their old values, or start fresh: another name=..., or trainer.resume_mode=disable",

@@ -65,7 +65,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """The checkpoint that verl's file names, if it is whole; else the newest whole one, with a note why."""
+    """The checkpoint named in verl's tracker file if it is complete; else the newest complete one, with a note."""
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""

@@ -131,7 +131,7 @@ def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monke
     buffer, state = sampler
     state |= prompts(a="running")
     actors[0]["agent_loop_worker_0_ab"] = RuntimeError("gone")
-    with pytest.raises(UserError, match="while its responses were waited for") as caught:
+    with pytest.raises(UserError, match="while the sampler waited for its responses") as caught:
         buffer.sample(1, "train", 1)
     assert "agent_loop_worker_0_ab: RuntimeError: gone" in caught.value.where
 

@@ -78,7 +78,7 @@ class ExpertLayer:
 
 
 def grouped_linear(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """y = x W_e^T."""
+    """Competitors for y = x W_e^T over the rows of each expert."""
     way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
     x = random_rows(len(way.order), weight.shape[2], weight)
     flop, moved = _cost(way, weight)

@@ -1,7 +1,7 @@
 """One launch: a process that builds one scheme at one level, warms up, is checked, and is timed for a few rounds.
 
-vLLM keeps process-wide state, so every engine has a process; and what differs from process to process (its memory's
-pages, its place on the machine) is in the spread over launches. A process answers once and ends.
+vLLM keeps process-wide state, so each engine runs in a separate process. Differences between processes (memory pages,
+placement on the machine) therefore show up in the spread over launches. A process sends one answer and exits.
 """
 
 from __future__ import annotations

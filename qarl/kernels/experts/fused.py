@@ -160,7 +160,7 @@ class LowBitExperts(NamedTuple):
         """Raises ValueError where the two are not those of one layer."""
         (experts, rows), (others, hidden) = (tensors["weight_scale"].shape[:2] for tensors in (gate_up, down))
         if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
-            raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] are of two layers")
+            raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
         return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
 
 
@@ -234,7 +234,7 @@ class _FusedExperts(torch.autograd.Function):
 def _zeros(
     needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients where there are no tokens: the engine's quantizers cannot be launched on no rows."""
+    """Zero gradients for an input without tokens: the engine's quantizers cannot be launched on zero rows."""
     (count, rows), hidden = experts.gate_up["weight_scale"].shape[:2], x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)

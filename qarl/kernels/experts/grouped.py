@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 
 def route(topk_ids: torch.Tensor, experts: int) -> Routing:
-    """Of `topk_ids` [T, k], each in 0..experts-1; stable: the rows of one expert stay in the order of their tokens."""
+    """Sort the rows of `topk_ids` [T, k] (each in 0..experts-1) by expert; the sort is stable, so tokens keep order."""
     chosen, order = topk_ids.flatten().long().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True)
     return Routing(order, order // topk_ids.shape[1], ends.to(torch.int32))
@@ -83,7 +83,7 @@ def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """grad_e^T x_e of every expert's rows, BF16 [E, N, K] from BF16 [M, N] and [M, K]; zero where there are none."""
+    """grad_e^T x_e of every expert's rows, BF16 [E, N, K] from BF16 [M, N] and [M, K]; zero without rows."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]

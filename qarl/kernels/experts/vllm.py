@@ -79,7 +79,7 @@ class Experts(NamedTuple):
 
 @cache
 def _unusable() -> str | None:
-    """Why the functions cannot be called, or None; `why_not_here` has found vLLM and `_C`."""
+    """Why the functions cannot be called, or None. Call `why_not_here` first: it checks for vLLM and `_C`."""
     if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
         return f"this vLLM build has no {', '.join(missing)}"
     return why_unusable(FUNCTIONS)
@@ -296,7 +296,7 @@ class VllmTritonExperts(_EightBitExperts):
 
 
 class VllmCutlassExperts(_EightBitExperts):
-    """e4m3 by CUTLASS's grouped product. On capability 10.0 vLLM gives batches of 8 tokens and less to Triton."""
+    """e4m3 by CUTLASS's grouped product. On capability 10.0 vLLM uses Triton for batches of 8 tokens or fewer."""
 
     name = "vllm_cutlass_experts"
 

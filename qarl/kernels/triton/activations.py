@@ -198,7 +198,7 @@ def norm_quantize(
     """`quantize_tokens(rms_norm(x, weight, eps, residual, rounding))`; see qarl.kernels.activations for both.
 
     x BF16 or FP32 [M, K] and residual BF16 [M, K], rows may be strided; weight BF16 [K]; K up to 16384. Only the order
-    in which squares are added is this kernel's own.
+    in which the squares are added is different.
     """
     x = _rows(x, "x", (torch.bfloat16, torch.float32))
     rows, cols = x.shape

@@ -221,7 +221,7 @@ def _check_ends(ends: torch.Tensor, experts: int, weight: torch.Tensor) -> None:
 
 
 def _aot() -> list[AotKernel]:
-    """Every tile of the tables; 128 experts; groups of 128, and of 32 with a last block that is not whole."""
+    """Every tile in the tables, with 128 experts; group sizes 128, and 32 with an incomplete last block."""
     integers = dict.fromkeys(("experts", "tiles_m", "M", "N", "K", "stride_xm", "stride_gm"), "i32")
     pointers = {"packed_ptr": "*i16", "scale_ptr": "*bf16", "ends_ptr": "*i32", "y_ptr": "*bf16", "dx_ptr": "*bf16",
                 "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32"}  # fmt: skip

@@ -88,7 +88,7 @@ class TritonW4A16Linear:
 
 
 class TritonW8A8Linear:
-    """int8 weights and activations, the activations quantized by our kernel (activations.py, scaled_mm.py)."""
+    """int8 weights and activations; our kernel quantizes the activations (activations.py, scaled_mm.py)."""
 
     name = "triton"
     dtype = torch.int8

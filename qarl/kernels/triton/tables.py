@@ -1,14 +1,15 @@
-"""Which tile a product is computed with: tables for Hopper, Ampere and Blackwell, read from tables.json beside this.
+"""Choose the tile for each product, from the tables for Hopper, Ampere and Blackwell in tables.json.
 
 A table is a list of rules for one operation; the first whose bounds hold for the shape (rows M, output channels N,
 input channels K, group size) decides. Nothing is timed at run time: the same shape on the same kind of GPU always gets
 the same tile, so the same order of summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
 
-Rows `max_m`, `max_n`, `max_k` are inclusive upper bounds. Where no rule of a W4A16 operation holds, M is past the ridge
-and the weight is dequantized first. Operations whose name ends in `_invariant` have one rule, without a bound on M.
+Rows `max_m`, `max_n`, `max_k` are inclusive upper bounds. If no rule of a W4A16 operation matches, the product is
+compute-bound and the weight is dequantized first. Operations whose name ends in `_invariant` have at most one rule,
+without a bound on M.
 
-Every tile of the Ampere table fits in 99 KiB of shared memory, so that it also serves capabilities 8.6 and 8.9. That of
-Blackwell holds tiles that compile there without spills, and no claim of speed.
+Every tile of the Ampere table fits in 99 KiB of shared memory, so that it also serves capabilities 8.6 and 8.9. The
+Blackwell table holds tiles that compile there without spills; nothing is claimed about their speed.
 """
 
 from __future__ import annotations

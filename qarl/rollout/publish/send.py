@@ -3,7 +3,7 @@
     validate   names, dtypes, shapes and finite values against what the engine's config asks for; a checksum each
     transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
     apply      each unit is written into vLLM's modules
-    commit     tied layers, a spoilt KV cache, the prefix cache; then the version
+    commit     tied layers, a spoilt KV cache; then the version; then the prefix cache
 
 From the first check on the engine is stale, and it stays so when anything fails: what it holds then is not what the
 trainer has, even where not one weight was touched.

@@ -197,7 +197,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
     def _outputs_by_log_softmax(self, output: Any, output_args: Any, micro_batch: Any, processor: Any) -> Any:
-        """verl's outputs, but for the log-probs."""
+        """verl's outputs, with the log-probs computed here instead."""
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
             return super().prepare_model_outputs(output, output_args, micro_batch, processor)
         log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
@@ -338,7 +338,7 @@ def loss_mode(loss_function: Any) -> str | None:
 
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
-    """UserError for settings of verl's that the quantized forward cannot go with."""
+    """Raise UserError for verl settings that the quantized forward does not support."""
     where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
     precision = engine_config.mixed_precision or {}
     param_dtype = precision.get("param_dtype", "bf16")
@@ -358,7 +358,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
     wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
     if wrong:
         raise UserError(
-            "QaRL's quantized actor does not go with these settings of verl's",
+            "QaRL's quantized actor does not support these verl settings",
             where=", ".join(key for key, _ in wrong),
             fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
         )

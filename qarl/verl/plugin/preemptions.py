@@ -1,8 +1,8 @@
 """How often vLLM's KV cache was too small during a generation, from the counter that its servers publish.
 
-verl's trainer sees no engine, and what it calls `num_preempted` is filled by no release of vLLM. Each of its servers
-answers over HTTP at `/metrics`, for Prometheus, where statistics are on: `actor_rollout_ref.rollout.disable_log_stats`
-must be False.
+verl's trainer has no access to the engine, and no release of vLLM fills in verl's `num_preempted`. But each vLLM server
+serves Prometheus metrics at `/metrics` if statistics are on: `actor_rollout_ref.rollout.disable_log_stats` must be
+False.
 """
 
 from __future__ import annotations

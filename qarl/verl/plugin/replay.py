@@ -1,10 +1,10 @@
-"""verl's replay buffer for synchronous training: polled more often, and closed to what is not a whole batch.
+"""verl's replay buffer for synchronous training: polled more often, and refusing incomplete batches.
 
-The trainer sleeps between looks at the rollout's progress, two seconds in verl 0.9.1, and no key sets that: a step of
-a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names a class, and this one has another default.
+The trainer polls the rollout's progress. In verl 0.9.1 it sleeps two seconds between polls, and no key changes that:
+a step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names a class; this one polls more often.
 
-verl takes a group whose generation failed for a finished one, with the responses that it has. Where an engine dies
-those are the short ones, and the update would be made of them. Here a failed group is an error, as is a process that
+verl treats a group whose generation failed as finished, with the responses it has. If an engine dies, those are the
+short ones, and the update would use only them. Here a failed group is an error, as is a process that
 dies while its responses are waited for.
 
 What the sampler returns besides a batch is logged with the step: so it is the sampler that counts preemptions.
@@ -77,7 +77,7 @@ class PromptReplayBuffer(ReplayBuffer):
             self._watched = time.monotonic()
             self._watch.ask()
             if dead := self._watch.dead():
-                raise _stopped(dead, "while its responses were waited for")
+                raise _stopped(dead, "while the sampler waited for its responses")
 
 
 def refuse_ignored(trainer_mode: str, asked: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ FOLDER_MARKS = {"bench": "long", "e2e": "vllm", "gpu": "gpu", "scripts": "long",
 """Every test in these folders of tests/ has the mark."""
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""
+
+
+def pytest_configure() -> None:
+    """A shell has SIGINT ignored in its background jobs, and so in the programs that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -353,3 +353,32 @@ def test_the_first_product_of_a_process_may_be_one_of_tiles():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "[1, 32]" in run.stdout, run.stderr[-2000:]
+
+
+def test_an_int8_layer_with_a_bias_rounds_once():
+    """oneDNN multiplies by the row's scale and adds the bias in one operation; two round otherwise in the last bit."""
+    torch.manual_seed(0)
+    sums, scale = torch.randn(64, 3000) * 1000, torch.rand(64, 1) * 0.01 + 1e-4
+    bias = (torch.randn(3000) * 1e-3 - sums[0] * scale[0]).bfloat16()  # near the negative of the first row
+    rows = torch.arange(64, dtype=torch.int8)[:, None]
+
+    def multiply(values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(sums[values[:, 0].long()])
+
+    found = cpu.int8_linear(multiply, (rows, scale), 3000, bias)
+    once = (sums.double() * scale.double() + bias.double()).float()
+    twice = (sums * scale).add(bias.float())
+    assert torch.equal(found, once.bfloat16()) and not torch.equal(found, twice.bfloat16())
+
+
+def test_an_fp8_product_never_has_few_rows(monkeypatch):
+    """Libraries multiply a few rows by other code, whose sums have another order: rows are filled up."""
+    quantized = make_weight("fp8", (96, 320))
+    prepared = cpu.VllmCpuFP8Linear.prepare(quantized.tensors)
+    given = []
+    for module, name in ((cpu.F, "linear"), (cpu, "_scaled_mm")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda x, w, f=original: given.append(len(x)) or f(x, w))
+    for rows in (0, 1, 16, 17, 40):
+        assert cpu.VllmCpuFP8Linear.linear(make_input(rows, 320), prepared, None).shape == (rows, 96)
+    assert given == [17, 17, 17, 17, 40]

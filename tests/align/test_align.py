@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from qarl.align import AlignReport, align_model
 from qarl.align.attention import _sdpa, _TileAttention, engine_attention, fp32_attention
 from qarl.align.blocks import AlignedRMSNorm, add_residual, align_module
+from qarl.align.model import resolve_level
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.reference import ReferenceW4A16Linear
@@ -342,6 +343,11 @@ def test_what_is_not_built_falls_back_and_says_why():
     found = report(transformers.MistralConfig(**SIZES, **HEADS), "exact")
     assert (found.asked, found.level) == ("exact", "linears")
     assert "fell back to linears" in str(found) and "not for mistral" in str(found)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    level, why = resolve_level(
+        transformers.Qwen2Config(**SIZES, **HEADS, **windows), "model", device_type="cpu", kernels=set()
+    )
+    assert level == "linears" and "not for sliding windows" in why[0]
     found = align_model(tiny(transformers.LlamaConfig(**SIZES, **HEADS)).float(), "model")
     assert found.level == "linears" and "float32" in str(found)
     for level in ("off", "linears"):

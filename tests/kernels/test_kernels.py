@@ -133,6 +133,8 @@ def test_a_row_depends_on_nothing_but_itself(scheme, kernel, uninitialized_memor
     assert torch.equal(kernel.linear(x[::2], prepared, None), whole[::2])
     wide = torch.cat([x, x], dim=1)
     assert torch.equal(kernel.linear(wide[:, :384], prepared, None), whole)
+    columns = x.t().contiguous().t()  # neighbours of a row are 600 elements apart
+    assert torch.equal(kernel.linear(columns, prepared, None), whole)
     assert torch.equal(kernel.dequantized_input(wide[:, :384]), kernel.dequantized_input(x))
 
 

@@ -379,7 +379,11 @@ def test_learning_rates_are_those_of_the_local_backend(schedule, warmup):
 def test_reward_functions_are_found_by_verl():
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    for function in ("arithmetic", "qarl.data.rewards:arithmetic", str(ROOT / "qarl" / "rewards.py") + ":arithmetic"):
+    for function in (
+        "arithmetic",
+        "qarl.data.rewards:arithmetic",
+        str(ROOT / "qarl" / "data" / "rewards.py") + ":arithmetic",
+    ):
         resolved = verl_config(quickstart(**{"reward.function": function}), on_cpu=True)
         reward = get_custom_reward_fn(resolved)
         arguments = {"data_source": "x", "ground_truth": "12", "extra_info": {}}

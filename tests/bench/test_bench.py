@@ -73,7 +73,7 @@ def test_help_names_every_part_and_key(capsys: pytest.CaptureFixture[str]) -> No
     assert main([]) == 2 and main(["kernel"]) == 2 and "nearest: kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"    {part} " in said for part in PARTS)
+    assert all(f"\n  {part} " in said for part in PARTS)
     for part, key in (("kernels", "operation"), ("steps", "launches"), ("plan", "tensor_parallel")):
         assert main([part, "-h"]) == 0 and key in capsys.readouterr().out
 

@@ -22,13 +22,13 @@ import torch
 import yaml
 from reach_rows import Notes, merged
 
-import qarl.trainer.local as local
 from qarl import train
 from qarl.config import Config, build_config
 from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
+from qarl.trainer import local, loop
 from qarl.trainer.setup import RunParts
 
 
@@ -241,7 +241,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
         configure_vllm_process()
         patch.setattr("vllm.LLM", PolicyAsLLM)
         patch.setattr(local, "RolloutEngine", Engine)
-        patch.setattr(local, "LocalTrainer", Trainer)
+        patch.setattr(loop, "LocalTrainer", Trainer)
         PolicyAsLLM.made, Trainer.made, Trainer.doing = [], [], ""
         for name, value in ({"failures": 0, "noise": 0.0} | stub).items():
             patch.setattr(PolicyAsLLM, name, value)

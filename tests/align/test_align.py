@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
+from qarl.trainer.policy import Policy
 
 needs_engine_attention = pytest.mark.skipif(
     vllm_attention.unavailable("cpu", 32) is not None, reason=str(vllm_attention.unavailable("cpu", 32))
@@ -162,6 +164,42 @@ def test_queries_are_scaled_without_rounding():
     )
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
     assert (found != exact.bfloat16()).float().mean() < 0.02
+
+
+@needs_engine_attention
+def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes(monkeypatch):
+    """As in the rollout: with AMX tiles the bits are the same either way, with vectors they are not."""
+    from vllm import _custom_ops as ops
+
+    original, asked = ops.cpu_attn_get_scheduler_metadata, []
+    monkeypatch.setattr(
+        ops, "cpu_attn_get_scheduler_metadata", lambda **given: asked.append(given) or original(**given)
+    )
+    query, key, value = random_attention(1, 8)
+    engine_attention(torch.nn.Module(), query, key, value, None, 0.2, prompt_lengths=torch.tensor([5]))
+    (given,) = asked
+    assert given["seq_lens"].tolist() == [5, 6, 7, 8] and given["query_start_loc"].tolist() == [0, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("level", ["exact", "model", "linears", "off"])
+def test_the_policy_tells_exact_attention_the_prompts(level, in_blocks):
+    def forward(input_ids: torch.Tensor, **given: Any) -> Any:
+        asked.append(given.get("prompt_lengths"))
+        states = torch.zeros(len(input_ids), 4, 8)
+        return SimpleNamespace(logits=states, last_hidden_state=torch.zeros(len(input_ids), 5, 8))
+
+    asked: list[Any] = []
+    forward.base_model = forward
+    policy = SimpleNamespace(align=level, model=forward, logits_in_blocks=lambda positions: in_blocks)
+    batch = SimpleNamespace(
+        input_ids=torch.zeros(3, 5, dtype=torch.int64),
+        response_mask=torch.ones(3, 2, dtype=torch.bool),
+        prompt_lengths=torch.tensor([2, 3, 3]),
+    )
+    Policy.before_tokens(policy, batch, slice(1, 3))
+    (given,) = asked
+    assert given.tolist() == [3, 3] if level == "exact" else given is None
 
 
 @needs_engine_attention

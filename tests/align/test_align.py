@@ -164,6 +164,8 @@ def test_queries_are_scaled_without_rounding():
     )
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
     assert (found != exact.bfloat16()).float().mean() < 0.02
+    fine = query.float() * (1 + 2**-10)  # between two BF16 numbers: the engine sees the nearer one
+    assert torch.equal(_sdpa(fine, key, value, None, 0.3), found)
 
 
 @needs_engine_attention

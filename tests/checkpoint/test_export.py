@@ -273,7 +273,7 @@ def test_no_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
         (["runs=RUN", "output=x"], r"did you mean run=\.\.\."),
         (["--run=RUN", "output=x"], r"did you mean run=\.\.\."),
         (["run=RUN", "output=x", "format=int4"], "not one of quantized, bf16, fp32"),
-        (["run=RUN", "output=x", "step=last"], "not a number of a step"),
+        (["run=RUN", "output=x", "step=last"], "step=last is not a step"),
         (["run=RUN", "output=x", "step=3"], "choose from step=2, step=10"),
         (["run=RUN", "output=x", "max_shard_size=0"], "not a size"),
         (["run=RUN", "output=x", "max_shard_size=5XB"], "not a size"),

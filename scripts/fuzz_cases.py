@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.config import Config, Section
+from qarl.config import Config
+from qarl.config.schema import Section
 
 BASE = """\
 name: fuzz

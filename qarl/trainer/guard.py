@@ -23,7 +23,7 @@ def check_batch(
 
 
 def watch(
-    config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool
+    config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool, on_gpu: bool
 ) -> tuple[dict[str, float], list[str]]:
     """Metrics and warnings of a step whose update has not begun: `mismatch/over_limit` (0 or 1), and with top-p or
     top-k `mismatch/outside_kept`, the sampled tokens outside of the trainer's kept sets.
@@ -41,7 +41,7 @@ def watch(
                 "look at mismatch/abs_max"
             )
     if metrics["rollout/preemptions"]:
-        key = "gpu_memory_utilization" if batch.response_mask.device.type == "cuda" else "cpu_kvcache_space_gib"
+        key = "gpu_memory_utilization" if on_gpu else "cpu_kvcache_space_gib"
         warnings.append(
             f"{metrics['rollout/preemptions']:.0f} times a response was put off and computed again, because the KV "
             f"cache is too small: raise rollout.{key} or lower rollout.max_num_seqs"

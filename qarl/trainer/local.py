@@ -80,7 +80,12 @@ class LocalTrainer:
             old_log_probs = self.old_log_probs(batch)
         metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
         watched, self.warnings = watch(
-            self.config, self.policy.align, batch, metrics, before_first_update=not self.updated
+            self.config,
+            self.policy.align,
+            batch,
+            metrics,
+            before_first_update=not self.updated,
+            on_gpu=self.policy.device.type == "cuda",
         )
         with measure_phases() as quantizing:
             with self.timer.phase("update"):

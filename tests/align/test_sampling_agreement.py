@@ -27,9 +27,9 @@ from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
 from qarl.trainer.batch import Batch
 from qarl.trainer.guard import watch
-from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import PROBE_RESPONSES, probe
+from qarl.trainer.probe import probe
 from qarl.trainer.setup import prepare_run
 
 pytestmark = [pytest.mark.usefixtures("in_the_checkout"), pytest.mark.vllm, needs_w4a16_cpu]
@@ -135,18 +135,24 @@ def test_a_kept_set_stays_when_the_weights_move(trainer, sampled):
     log_probs = trainer.old_log_probs(fresh)
     assert log_probs.isfinite().all() and fresh.outside.any()
     metrics = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
-    found, warnings = watch(trainer, fresh, metrics)
+    found, warnings = watch(
+        trainer.config,
+        trainer.policy.align,
+        fresh,
+        metrics,
+        before_first_update=not trainer.updated,
+        on_gpu=False,
+    )
     assert found["mismatch/outside_kept"] == float(fresh.outside.sum())
     assert [text for text in warnings if "sampled tokens are outside" in text]
 
 
 def test_the_probe_is_repeatable_and_leaves_the_generators(trainer):
-    seeds = [request_seed(0, -1, i) for i in range(PROBE_RESPONSES)]
     state = torch.get_rng_state()
-    first = probe(trainer, seeds)
+    first = probe(trainer)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(5)
-    assert probe(trainer, seeds) == first
+    assert probe(trainer) == first
     torch.set_rng_state(state)
     assert first.startswith("probe: mean |δ| 0 over")
 
@@ -160,7 +166,7 @@ def test_a_broken_agreement_stops_the_run_before_its_first_update_and_warns_late
     weights = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
     try:
         with pytest.raises(MismatchError, match=r"quant\.align=model allows"):
-            probe(trainer, [1, 2, 3, 4])
+            probe(trainer)
         with pytest.raises(MismatchError, match="disagree"):
             trainer.train_step()
         assert trainer.step == step and not trainer.updated
@@ -199,12 +205,12 @@ def test_preemptions_name_the_keys_that_help():
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
     run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
     for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
-        policy = SimpleNamespace(align="model", device=torch.device(device))
-        stub = SimpleNamespace(config=run, policy=policy, updated=False)
-        _, warnings = watch(stub, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0})
+        where = {"before_first_update": True, "on_gpu": device == "cuda"}
+        _, warnings = watch(run, "model", batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 3.0}, **where)
         (text,) = warnings
         assert text.startswith("3 times") and key in text and "rollout.max_num_seqs" in text
-        assert watch(stub, batch, {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0})[1] == []
+        healthy = {"mismatch/abs_mean": 0.0, "rollout/preemptions": 0.0}
+        assert watch(run, "model", batch, healthy, **where)[1] == []
 
 
 @pytest.mark.parametrize("name", ["temperature", "val_temperature"])
@@ -261,11 +267,10 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
     check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
 
 
-def test_without_an_update_the_first_batch_after_a_resume_counts_too():
-    """`updated` belongs to the program, not to the run: a resumed trainer is guarded as a new one."""
+def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():
     batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
     run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
-    policy = SimpleNamespace(align="model", device=torch.device("cpu"))
-    resumed = SimpleNamespace(config=run, policy=policy, updated=False, step=40)
+    metrics = {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0}
     with pytest.raises(MismatchError):
-        watch(resumed, batch, {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0})
+        watch(run, "model", batch, metrics, before_first_update=True, on_gpu=False)
+    assert watch(run, "model", batch, metrics, before_first_update=False, on_gpu=False)[1]

@@ -243,7 +243,7 @@ class Verl:
     @functools.cached_property
     def dispatched(self) -> str:
         """Which backend the command line starts."""
-        import qarl.trainer.local
+        import qarl.trainer.loop
         import qarl.verl.run
         from qarl import train
 
@@ -259,7 +259,7 @@ class Verl:
         Path("dispatched.yaml").write_text(self.config.resolved_yaml())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(qarl.verl.run, "train", start("verl"))
-            patch.setattr(qarl.trainer.local, "train", start("local"))
+            patch.setattr(qarl.trainer.loop, "train", start("local"))
             train.main(["config=dispatched.yaml"])
         return started[-1]
 

@@ -77,7 +77,7 @@ def test_the_benchmarks_arguments_are_valid_on_both_devices(part: str) -> None:
 
     for cpu in (False, True):
         name, *given = gpu_check.command_of(part, cpu=cpu, folder=Path("f"))[3:]
-        found = Kernels.parse(given) if name == "kernels" else Steps.parse(name, given)
+        found = (Kernels if name == "kernels" else Steps).parse(name, given)
         assert found.device == ("cpu" if cpu else "cuda") and found.json == Path("f/report.json")
 
 

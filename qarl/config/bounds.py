@@ -73,7 +73,7 @@ TABLE: dict[str, Bounds | Exempt] = {
         0.1, 2.0, "responses are close to random tokens", "responses to one prompt are almost alike and teach little"
     ),
     "rollout.top_p": Bounds(0.1, 1.0, "", "almost only the likeliest token is left: responses are almost alike"),
-    "rollout.top_k": Exempt("its type keeps it at -1 or above; -1 and 0 keep every token, as in vLLM"),
+    "rollout.top_k": Bounds(-1, 2**24, "no vocabulary has as many tokens: it keeps every one, as -1 does"),
     "rollout.val_temperature": Bounds(0.0, 2.0, "responses are close to random tokens"),
     "rollout.max_num_seqs": Bounds(1, 16384, "vLLM reserves buffers for every sequence"),
     "rollout.max_num_batched_tokens": Bounds(1, 2**21, "vLLM reserves activations for every token of a step"),

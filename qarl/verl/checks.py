@@ -101,6 +101,10 @@ def refuse_ignored(composed: Any) -> None:
 
     keys = "actor_rollout_ref.rollout"
     rollout, mode = composed.actor_rollout_ref.rollout, composed.trainer.v1.trainer_mode
+    for name in ("temperature", "top_p", "top_k"):
+        value = rollout[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{keys}.{name} must be a number, got {value!r}", where=f"verl.{keys}.{name}")
     whole = "the engine would sample from the likeliest tokens only, and the trainer's log-probs are over all"
     below = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be of another temperature"
     problems = [

@@ -637,3 +637,10 @@ def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):
     check_run(quickstart(**changes))
     with pytest.raises(UserError, match="batches of 24 from 12 prompts"):
         check_run(quickstart(**changes, **{"data.train_batch_size": 24}))
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
+@pytest.mark.parametrize("value", ["hot", None, True, [1.0]])
+def test_sampling_that_is_not_a_number_is_refused(key, value):
+    with pytest.raises(UserError, match=rf"rollout\.{key} must be a number"):
+        verl_config(quickstart(verl={f"actor_rollout_ref.rollout.{key}": value}), on_cpu=True)

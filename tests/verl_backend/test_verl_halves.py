@@ -66,7 +66,7 @@ def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(resu
 @pytest.mark.parametrize(
     ("job", "limit"),
     [
-        ("guarded", "0.0021 that quant.align=model allows"),
+        ("guarded", "0.0051 that quant.align=model allows"),
         ("guarded without quantization", "0.15 that an actor without"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a model's config may say: each key that vLLM or transformers reads, with its verdict.
+"""The keys of a model's config: each one that vLLM or transformers reads, with its verdict.
 
 A key that one side honours and the other ignores makes two models of one config, and a mismatch that nothing names. So
 for Llama, Qwen2 and Qwen3 every key that either reads (`config_keys.json`, made by scripts/config_keys.py) has a

@@ -53,7 +53,7 @@ def check_family(hf_config: Any) -> None:
 
 
 def shown_mismatch(hf_config: Any) -> str | None:
-    """What was measured of a family outside of `FAMILIES`, in words."""
+    """The measured mismatch of a family outside `FAMILIES`, in words."""
     found = SHOWN.get(hf_config.model_type)
     if found is None:
         return None

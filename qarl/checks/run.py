@@ -63,6 +63,10 @@ class RunInputs:
     def reward_fn(self) -> RewardFn:
         return get_reward_fn(self.config.reward.function)
 
+    @cached_property
+    def stop_warnings(self) -> list[str]:
+        return check_stops(self.config.model.path, self.tokenizer, self.hf_config)
+
 
 class Check(NamedTuple):
     """`make` raises `UserError` if the run would fail. `backend`: the only one that needs it, or "" for both."""
@@ -82,7 +86,7 @@ CHECKS = (
     Check("model", lambda run: check_model(run.hf_config)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),
     Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
-    Check("ends of responses", lambda run: check_stops(run.config.model.path, run.tokenizer, run.hf_config)),
+    Check("ends of responses", lambda run: run.stop_warnings),
     Check("length", lambda run: check_length(run.config, run.hf_config)),
     Check("KV cache", lambda run: check_kv_cache(run.config, run.hf_config)),
     Check("linears", lambda run: check_linears(run.config, run.hf_config)),
@@ -110,7 +114,7 @@ def check_run(config: Config) -> RunInputs:
     for check in checks_for(config.backend):
         check.make(run)
     report_level(config, run.hf_config)
-    for warning in check_stops(config.model.path, run.tokenizer, run.hf_config):
+    for warning in run.stop_warnings:
         print(f"warning: {warning}", file=sys.stderr)
     report_data(run.train_prompts, run.val_prompts)
     return run

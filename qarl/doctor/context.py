@@ -20,6 +20,7 @@ from qarl.checks import layers, model_folder
 from qarl.checks.memory import ModelSize
 from qarl.config import Config
 from qarl.data import PromptDataset, run_prompts
+from qarl.data.rewards import RewardFn, get_reward_fn
 from qarl.doctor.target import Target
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice
@@ -156,6 +157,10 @@ class Context:
     @property
     def kernel_names(self) -> dict[tuple[int, int], str]:
         return {shape: c.kernel.name for shape, c in self.choices.items() if isinstance(c, Choice)}
+
+    @cached_property
+    def reward_fn(self) -> Part[RewardFn]:
+        return Part("the reward function", lambda: get_reward_fn(self.config.reward.function))
 
     def align_level(self) -> tuple[str, tuple[str, ...]]:
         """The level that applies on the target, and why not a higher one."""

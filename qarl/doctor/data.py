@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qarl.data import Prompt, check_disjoint, run_prompts
-from qarl.data.rewards import check_reward_fn, get_reward_fn
+from qarl.data.rewards import check_reward_fn
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 
@@ -47,7 +47,7 @@ def check_val(context: Context, topic: Topic) -> None:
 
 def check_reward(context: Context, topic: Topic) -> None:
     """Whether the reward function can be called on a row."""
-    function = get_reward_fn(context.config.reward.function)
+    function = context.reward_fn.load()
     _missing_elsewhere(context, context.config.data.train_files)
     check_reward_fn(function, context.train_prompts.get(), timeout_s=context.config.reward.timeout_s)
     topic.ok(f"reward.function={context.config.reward.function} scores a row")

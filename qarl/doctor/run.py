@@ -8,6 +8,7 @@ from typing import Any
 from qarl.checks.run import RunInputs, checks_for
 from qarl.config import Config
 from qarl.data import PromptDataset
+from qarl.data.rewards import RewardFn
 from qarl.doctor import (
     backend,
     data,
@@ -81,6 +82,10 @@ class _Inputs(RunInputs):
     @property
     def train_prompts(self) -> PromptDataset:
         return self._context.train_prompts.get()
+
+    @property
+    def reward_fn(self) -> RewardFn:
+        return self._context.reward_fn.get()
 
     @property
     def val_prompts(self) -> PromptDataset | list[Any]:

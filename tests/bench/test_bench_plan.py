@@ -29,7 +29,7 @@ WORK = Work(prompts=2, n=2, prompt_length=8, response_length=(25,), micro_batch=
 
 
 def rates(flop: float = math.inf, memory: float = math.inf, **changes: float) -> Rates:
-    return Rates("one", dict.fromkeys(EFFICIENCY, ((1.0, flop),)), memory, (), **changes)  # type: ignore[arg-type]
+    return Rates("one", dict.fromkeys(EFFICIENCY, ((1.0, flop),)), memory, (), **changes)  # type: ignore[arg-type]  # `changes` are numbers by name
 
 
 def step(size: ModelSize, of: Rates, work: Work = WORK, scheme: str = "bf16", level: str = "linears",

@@ -327,6 +327,7 @@ def examine_big(name: str, gpus: int, parallel: int, *arguments: str) -> tuple[i
     )
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize(
     ("name", "gpus", "parallel", "params"),
     [("Qwen2.5-Math-1.5B", 1, 1, "1.54"), ("Qwen2.5-Math-7B", 8, 2, "7.62"), ("Qwen3-8B", 8, 2, "8.19")],

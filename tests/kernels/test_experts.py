@@ -8,6 +8,7 @@ import torch
 from expert_cases import SHAPE, exact, exact_weight, make, off, stacked
 
 from qarl.errors import UserError
+from qarl.kernels.cpu.experts import VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.fused import (
     EXPERTS_KERNELS,
@@ -90,6 +91,7 @@ def test_experts_of_two_layers_are_refused() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_choice_on_cpu(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(VllmCpuExperts, "unavailable", lambda *arguments: "vllm is not installed")
     choice = choose_experts_kernel(scheme, CPU, SHAPE, group_size=32)
     assert choice.kernel is ReferenceExperts and len(choice.passed_over) == len(EXPERTS_KERNELS[scheme]) - 1
     with pytest.raises(UserError, match="runs on GPUs"):

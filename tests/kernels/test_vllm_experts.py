@@ -104,8 +104,9 @@ def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
 def test_vllm_comes_first() -> None:
     for kernels in EXPERTS_KERNELS.values():
         names = [kernel.name for kernel in kernels]
-        assert names[0].startswith("vllm") and names[-2:] == ["triton", "reference"]
-        for kernel in kernels[:-2]:
+        assert all(name.startswith("vllm") for name in names[:-2]) and names[-2:] == ["triton", "reference"]
+        assert names[0] == "vllm_cpu"
+        for kernel in kernels[1:-2]:
             why_not = kernel.unavailable("w8a8", torch.device("cpu"), QWEN3_30B, None)
             assert why_not == "runs on NVIDIA GPUs, not on cpu"
 

@@ -131,7 +131,7 @@ class VllmCpuFP8Linear:
 
 def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """FP32 [M, N] from e4m3 [M, K] and [N, K]."""
-    one = torch.ones(1)
+    one = torch.ones(1, dtype=torch.float32)
     return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
@@ -145,7 +145,9 @@ def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (_FP8_MIN_ROWS, 130):
-        x, weight = (torch.randn(n, features, generator=generator).mul_(16).to(FP8) for n in (rows, 72))
+        x, weight = (
+            torch.randn(n, features, generator=generator, dtype=torch.float32).mul_(16).to(FP8) for n in (rows, 72)
+        )
         if not torch.equal(_scaled_mm(x, weight), F.linear(x.float(), weight.float())):
             return False
     return True

@@ -60,7 +60,7 @@ class PreparedInt8(NamedTuple):
 
 
 @cache
-def _cpu_ops_missing(operator: str) -> str | None:
+def cpu_ops_missing(operator: str) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
     configure_vllm_process()
@@ -85,7 +85,7 @@ class VllmCpuWNA16Linear:
             return f"runs on cpu, not on {device.type}"
         if shape[0] % 32 or shape[1] % 32:
             return f"needs N and K in multiples of 32, not {list(shape)}"
-        return _cpu_ops_missing("cpu_gemm_wna16")
+        return cpu_ops_missing("cpu_gemm_wna16")
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
@@ -124,7 +124,7 @@ class VllmCpuInt8Linear:
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         if _int8_tiles_serve(shape):
             return "on CPUs with AMX vLLM runs int8_scaled_mm_with_quant"
-        return int8_unavailable(device) or _cpu_ops_missing("create_onednn_scaled_mm_handler")
+        return int8_unavailable(device) or cpu_ops_missing("create_onednn_scaled_mm_handler")
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8:
@@ -139,7 +139,7 @@ class VllmCpuInt8Linear:
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16."""
-        one = torch.ones(1)
+        one = torch.ones(1, dtype=torch.float32)  # vLLM loads under another default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
             torch.ops._C.onednn_scaled_mm(out, rows, one, None, None, None, prepared.handler.handler_tensor)
@@ -162,7 +162,7 @@ class VllmCpuInt8TilesLinear:
             return f"runs on cpu, not on {device.type}"
         if not _int8_tiles_serve(shape):
             return "vLLM runs it on CPUs with AMX, for N in multiples of 16 and K in multiples of 32"
-        return _cpu_ops_missing("int8_scaled_mm_with_quant")
+        return cpu_ops_missing("int8_scaled_mm_with_quant")
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8Tiles:
@@ -194,7 +194,7 @@ class VllmCpuInt8TilesLinear:
 def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`qarl.kernels.activations.quantize_int8` in one pass."""
     values = torch.empty(x.shape, dtype=torch.int8)
-    scale = torch.empty(x.shape[0], 1)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32)
     torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
     return values, scale
 

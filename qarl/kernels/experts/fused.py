@@ -1,8 +1,8 @@
 """The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
 w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
 
-The kernel of the forward is the rollout engine's fused one where it can be called (`vllm_experts.py`), else our grouped
-products, one after the other. The backward is the same for all:
+The kernel of the forward is the rollout engine's where it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts`
+on CPUs), else our grouped products, one after the other. The backward is the same for all:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
     da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from qarl.errors import UserError
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
+from qarl.kernels.cpu.experts import VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
@@ -107,9 +108,9 @@ class ReferenceExperts(_GroupedExperts):
 
 
 EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
-    "w4a16": (VllmMarlinExperts, TritonExperts, ReferenceExperts),
-    "w8a8": (VllmTritonExperts, TritonExperts, ReferenceExperts),
-    "fp8": (VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "w4a16": (VllmCpuExperts, VllmMarlinExperts, TritonExperts, ReferenceExperts),
+    "w8a8": (VllmCpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
+    "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
 }
 """For every scheme its kernels, in order of preference."""
 

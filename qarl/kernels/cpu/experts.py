@@ -1,0 +1,177 @@
+"""The experts of a mixture on a CPU: one function that rollout engine and trainer both call.
+
+vLLM 0.29 serves BF16 experts on every CPU; those of W4A16 and W8A8 only on CPUs with AMX, where W4A16 would multiply by
+int8 activations, and those of FP8 with a scale per channel nowhere. `VllmCpuExperts` multiplies each expert's rows by
+the linear kernel that serves vLLM's dense layers on the machine; QaRL's plugin for vLLM calls it in the engine
+(`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` is vLLM's own operator.
+
+Low-bit experts round a row to BF16 after each product and after silu(gate) and its product with up. The router's
+weights and the sum over a token's experts are FP32, in the router's order, and rounded once. BF16 experts stay in FP32
+from the first product to the last sum, but for one rounding after silu(gate) * up. Trainer and engine must call the same
+of the two: W4A16 weights dequantized for the BF16 operator would give results that differ by 1%.
+
+A token's result depends on no other token: the linear kernels promise it for rows, the sum is of one token.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
+from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear, cpu_ops_missing
+from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of
+
+_LINEARS: dict[str, tuple[Any, ...]] = {
+    "w4a16": (VllmCpuWNA16Linear,),
+    "w8a8": (VllmCpuInt8TilesLinear, VllmCpuInt8Linear),
+    "fp8": (VllmCpuFP8Linear,),
+}
+"""For every scheme the kernels of vLLM's dense layers on CPUs, in order of preference."""
+_BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
+
+
+class PreparedProduct(NamedTuple):
+    """One product of all experts: its linear kernel, and what that made of each expert's weight."""
+
+    kernel: Any
+    experts: list[Any]
+
+
+class PreparedExperts(NamedTuple):
+    gate_up: PreparedProduct
+    down: PreparedProduct
+
+
+class VllmCpuExperts:
+    """Low-bit experts, one after the other, by vLLM's dense CPU kernels."""
+
+    name = "vllm_cpu"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if scheme_name not in _LINEARS:
+            return f"has no product for {scheme_name}"
+        if group_size is not None and group_size % 2:
+            return f"needs groups of an even size, not of {group_size}"
+        for product in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
+            why_not = [kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]]
+            if None not in why_not:
+                return "; ".join(str(reason) for reason in why_not)
+        return None
+
+    @staticmethod
+    def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+        """Every expert's weights as its linear kernel reads them; the wire tensors are not kept."""
+        return PreparedExperts(_prepared(gate_up), _prepared(down))
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedExperts
+    ) -> torch.Tensor:
+        """x [T, H] BF16 -> [T, H] BF16."""
+        gate_up, down = prepared
+        routing = route(topk_ids, len(gate_up.experts))
+        sorted_rows = x[routing.token]
+        y = torch.empty_like(sorted_rows)
+        start = 0
+        for expert, end in enumerate(routing.ends.tolist()):
+            if end > start:
+                gate, up = gate_up.kernel.linear(sorted_rows[start:end], gate_up.experts[expert], None).chunk(2, dim=1)
+                y[start:end] = down.kernel.linear(silu_mul(gate, up), down.experts[expert], None)
+            start = end
+        rows = torch.empty_like(y)
+        rows[routing.order] = y
+        return _weighted_sum(rows.view(*topk_ids.shape, -1), topk_weights)
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if scheme_name == "fp8":
+            return quantize_fp8(x)
+        tiles = torch.cpu._is_amx_tile_supported()
+        return (quantize_int8_cuda if tiles else quantize_int8)(x)
+
+
+def _prepared(tensors: Tensors) -> PreparedProduct:
+    scheme = scheme_of(tensors)
+    names = ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
+    first = tensors[names[0]]
+    shape = (first.shape[1], first.shape[2] * (8 if scheme == "w4a16" else 1))
+    kernel = next(k for k in _LINEARS[scheme] if k.unavailable(scheme, first.device, shape) is None)
+    each = ({name: tensors[name][expert] for name in names} for expert in range(len(first)))
+    return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """BF16 rows [T, k, H] times FP32 weights [T, k] -> BF16 [T, H]."""
+    total = rows[:, 0].float().mul_(weights[:, 0, None])
+    for place in range(1, rows.shape[1]):
+        total.add_(rows[:, place].float().mul_(weights[:, place, None]))
+    return total.to(rows.dtype)
+
+
+class PreparedBf16Experts(NamedTuple):
+    """`gate_up` and `down` packed for vLLM's operator, in the instruction set `isa`."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    isa: str
+
+
+class VllmCpuBf16Experts:
+    """`cpu_fused_moe`, which vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts run."""
+
+    name = "vllm_cpu_bf16"
+
+    @staticmethod
+    def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if scheme_name != "bf16":
+            return f"multiplies BF16 weights, not those of {scheme_name}"
+        if shape.hidden % _BF16_ALIGNMENT:
+            return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            return f"was read for x86, not for {platform.machine()}"
+        return cpu_ops_missing("cpu_fused_moe")
+
+    @staticmethod
+    def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
+        """From `weight`, BF16 [E, 2I, H] and [E, H, I]."""
+        from vllm import _custom_ops as ops
+
+        isa = bf16_isa()
+        first, second = gate_up["weight"].detach(), down["weight"].detach()
+        missing = -second.shape[2] % _BF16_ALIGNMENT
+        if missing:  # columns of zeros, as the engine adds them
+            gates = first.unflatten(1, (2, -1))
+            first, second = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2), F.pad(second, (0, missing))
+        packed = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
+        return PreparedBf16Experts(*packed, isa)
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedBf16Experts
+    ) -> torch.Tensor:
+        """x [T, H] BF16 -> [T, H] BF16; `topk_weights` and `topk_ids` are read as contiguous."""
+        from vllm import _custom_ops as ops
+
+        gate_up, down, isa = prepared
+        y: torch.Tensor = ops.cpu_fused_moe(x, gate_up, down, None, None, topk_weights, topk_ids, "silu", isa, False)
+        return y
+
+    @staticmethod
+    def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise TypeError("BF16 experts do not quantize activations")
+
+
+def bf16_isa() -> str:
+    """vLLM's own rule on x86 (`backend_to_kernel_cls`), whose module is slow to import."""
+    return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -1,0 +1,188 @@
+"""Experts on a CPU: against float64, bit for bit independent of the other tokens, and vLLM's own choice for BF16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("vllm")
+
+from cpu_features import needs_w4a16_cpu
+from expert_cases import exact, exact_weight, make, off, stacked
+
+from qarl.kernels.cpu import experts as cpu
+from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
+
+pytestmark = needs_w4a16_cpu
+CPU = torch.device("cpu")
+SCHEMES = ("w4a16", "w8a8", "fp8")
+SHAPE = ExpertsShape(experts=6, top_k=3, hidden=128, intermediate=64)
+WIDE = ExpertsShape(experts=3, top_k=2, hidden=1024, intermediate=736)
+"""More columns than FP8's product takes in one go on some libraries."""
+
+
+def kernel_of(scheme: str) -> Any:
+    return VllmCpuBf16Experts if scheme == "bf16" else VllmCpuExperts
+
+
+def prepared(scheme: str, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """What `forward` reads, and both weights in float64."""
+    if scheme == "bf16":
+        made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
+        return made, gate_up.double(), down.double()
+    wire = stacked(gate_up, scheme), stacked(down, scheme)
+    return VllmCpuExperts.prepare(*wire), exact_weight(wire[0]), exact_weight(wire[1])
+
+
+def exact_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any) -> torch.Tensor:
+    """float64, rounded to BF16 after silu(gate) * up alone."""
+    out = torch.zeros_like(x)
+    for place in range(ids.shape[1]):
+        for token, expert in enumerate(ids[:, place].tolist()):
+            gate, up = (w1[expert] @ x[token]).chunk(2)
+            out[token] += w2[expert] @ (F.silu(gate) * up).bfloat16().double() * weights[token, place]
+    return out
+
+
+def all_to(expert: int, ids: torch.Tensor) -> torch.Tensor:
+    """Every token to `expert` first, and then to the next ones."""
+    count = int(ids.max()) + 1
+    return ((torch.arange(ids.shape[1], dtype=torch.int32) + expert) % count).expand_as(ids).contiguous()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
+@pytest.mark.parametrize(
+    ("shape", "tokens", "one_expert"),
+    [
+        (SHAPE, 40, False),  # expert 1 has no token
+        (SHAPE, 1, False),
+        (SHAPE._replace(top_k=1), 23, False),
+        (SHAPE._replace(top_k=1), 1, True),
+        (SHAPE, 40, True),
+        (WIDE, 5, False),
+    ],
+)
+def test_the_forward_beside_float64(scheme: str, shape: ExpertsShape, tokens: int, one_expert: bool) -> None:
+    """BF16 rounds a low-bit row three times on its way and its sum once."""
+    x, weights, ids, gate_up, down = make(shape, tokens)
+    if one_expert:
+        ids = all_to(2, ids)
+    made, w1, w2 = prepared(scheme, gate_up, down)
+    y = kernel_of(scheme).forward(x, weights, ids, made)
+    assert y.shape == x.shape and y.dtype == torch.bfloat16
+    operands = x.double(), weights.double(), ids, w1, w2
+    expected = exact_bf16(*operands) if scheme == "bf16" else exact(scheme, *operands)
+    assert off(y, expected) < 3e-3
+
+
+@pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
+@pytest.mark.parametrize("shape", [SHAPE, WIDE])
+def test_a_token_does_not_depend_on_the_others(scheme: str, shape: ExpertsShape) -> None:
+    x, weights, ids, gate_up, down = make(shape, 150)
+    made, _, _ = prepared(scheme, gate_up, down)
+    kernel = kernel_of(scheme)
+    whole = kernel.forward(x, weights, ids, made)
+    for size in (1, 2, 7, 64):
+        for start in range(0, 150 if size > 1 else 30, size):
+            rows = slice(start, start + size)
+            part = kernel.forward(x[rows].contiguous(), weights[rows].contiguous(), ids[rows].contiguous(), made)
+            assert torch.equal(part, whole[rows]), (size, start)
+    order = torch.randperm(150)
+    assert torch.equal(kernel.forward(x[order], weights[order], ids[order], made), whole[order])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_expert_is_the_dense_kernel_of_its_scheme(scheme: str) -> None:
+    """One token, one expert, weight 1: the same bits as three dense layers."""
+    from qarl.kernels.activations import silu_mul
+    from qarl.kernels.registry import choose_linear_kernel
+
+    x, _, ids, gate_up, down = make(SHAPE._replace(top_k=1), 40)
+    wire = stacked(gate_up, scheme), stacked(down, scheme)
+    y = VllmCpuExperts.forward(x, torch.ones(40, 1), all_to(3, ids), VllmCpuExperts.prepare(*wire))
+
+    def dense(rows: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensors = {name: tensor[3] for name, tensor in part.items()}
+        kernel = choose_linear_kernel(scheme, CPU, (tensors["weight_scale"].shape[0], rows.shape[1])).kernel
+        return kernel.linear(rows, kernel.prepare(tensors), None)
+
+    assert torch.equal(y, dense(silu_mul(*dense(x, wire[0]).chunk(2, 1)), wire[1]))
+
+
+def test_the_sum_follows_the_routers_order() -> None:
+    rows = torch.tensor([[[2.0**12], [1.0], [-(2.0**12)]]]).bfloat16()
+    weights = torch.tensor([[1.0, 2.0**-12, 1.0]])
+    assert cpu._weighted_sum(rows, weights).item() == 0.0
+    swapped = cpu._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
+    assert swapped.item() == 2.0**-12
+
+
+@pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])
+def test_preparing_under_vllms_default_dtype_changes_nothing(scheme: str) -> None:
+    x, weights, ids, gate_up, down = make(SHAPE, 23)
+    made, _, _ = prepared(scheme, gate_up, down)
+    expected = kernel_of(scheme).forward(x, weights, ids, made)
+    wire = ({"weight": gate_up}, {"weight": down})
+    if scheme != "bf16":
+        wire = stacked(gate_up, scheme), stacked(down, scheme)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        y = kernel_of(scheme).forward(x, weights, ids, kernel_of(scheme).prepare(*wire))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(y, expected)
+
+
+def test_bf16_experts_of_an_odd_width_are_padded() -> None:
+    x, weights, ids, gate_up, down = make(SHAPE._replace(intermediate=56), 23)
+    made, w1, w2 = prepared("bf16", gate_up, down)
+    assert made.gate_up.shape[1] == 128 and made.down.shape[2] == 64
+    y = VllmCpuBf16Experts.forward(x, weights, ids, made)
+    assert off(y, exact_bf16(x.double(), weights.double(), ids, w1, w2)) < 3e-3
+
+
+@pytest.mark.parametrize("intermediate", [64, 56])
+def test_bf16_is_what_vllm_chooses(intermediate: int) -> None:
+    """Its class, its instruction set, its padding and its packing."""
+    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+
+    *_, gate_up, down = make(SHAPE._replace(intermediate=intermediate))
+    given = config.FusedMoEConfig(
+        num_experts=6, num_local_experts=6, num_logical_experts=6, experts_per_token=3, hidden_dim=128,
+        intermediate_size=intermediate, activation=MoEActivation.SILU, device="cpu", in_dtype=torch.bfloat16,
+        routing_method=config.RoutingMethodType.Renormalize,
+        moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+    )  # fmt: skip
+    _, chosen = select_unquantized_moe_backend(moe_config=given)
+    experts: Any = chosen(given, config.FUSED_MOE_UNQUANTIZED_CONFIG)
+    layer: Any = torch.nn.Module()
+    layer.w13_weight = torch.nn.Parameter(gate_up.clone(), requires_grad=False)
+    layer.w2_weight = torch.nn.Parameter(down.clone(), requires_grad=False)
+    layer.use_grouped_topk, layer.renormalize, layer.scoring_func = False, True, "softmax"
+    layer.custom_routing_function, layer.moe_config = None, given
+    experts.process_weights_after_loading(layer)
+    made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
+    assert experts.isa == made.isa and not experts._use_zentorch
+    assert torch.equal(layer.w13_weight, made.gate_up) and torch.equal(layer.w2_weight, made.down)
+
+
+def test_limits() -> None:
+    def why_not(kernel: Any, scheme: str, device: str = "cpu", group: int | None = 32, **sizes: int) -> str:
+        return kernel.unavailable(scheme, torch.device(device), SHAPE._replace(**sizes), group) or ""
+
+    assert why_not(VllmCpuExperts, "w4a16") == why_not(VllmCpuBf16Experts, "bf16") == ""
+    assert why_not(VllmCpuExperts, "w8a8", "cuda") == why_not(VllmCpuBf16Experts, "bf16", "cuda")
+    assert "on cpu, not on cuda" in why_not(VllmCpuExperts, "w8a8", "cuda")
+    assert "multiples of 32" in why_not(VllmCpuExperts, "w4a16", intermediate=48)
+    assert "even size" in why_not(VllmCpuExperts, "w4a16", group=7)
+    assert "w4a8" in why_not(VllmCpuExperts, "w4a8") and "w4a16" in why_not(VllmCpuBf16Experts, "w4a16")
+    assert "hidden size" in why_not(VllmCpuBf16Experts, "bf16", hidden=120)
+    for scheme in SCHEMES:
+        assert choose_experts_kernel(scheme, CPU, SHAPE, group_size=32).kernel is VllmCpuExperts

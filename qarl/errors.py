@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """What is wrong (`what`), and optionally `where`, `why` and `fix`: one line each in the printed message."""
+    """An error that the user can fix: `what` is wrong and, optionally, `where`, `why` and `fix`, a line each."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix

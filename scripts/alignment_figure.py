@@ -17,10 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/levels_cpu.json"
 FIGURE = ROOT / "docs/figures/alignment.svg"
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = {"off": "#d1495b", "linears": "#edae49", "model": "#30638e", "exact": "#003d5b"}
 FLOOR = 3e-4
 """The left end of the logarithmic axis; a mismatch of 0 is written out beside it."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.json_file import write_json
+from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
 from qarl.metrics.plots import plot_compare
 
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = ("off", "linears", "model", "exact")
 PAPER_BANDS = [
     "actor.seq_clip_ratio_high=4e-4",

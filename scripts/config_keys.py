@@ -42,7 +42,7 @@ SHARED = {
         "activations.py",
     ),
 }
-"""What the forward of every family goes through, beside the family's own files."""
+"""Sources that the forward of every family runs, beside the family's own files."""
 FAMILY = {
     "vllm": ("model_executor/models/{family}.py",),
     "transformers": ("models/{family}/modeling_{family}.py", "models/{family}/configuration_{family}.py"),

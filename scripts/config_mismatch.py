@@ -81,7 +81,7 @@ class Measurement:
 
     @torch.no_grad()
     def measure(self, config: Any, scheme: str, other: Any = None) -> dict[str, Any]:
-        """Of each level mean and largest |δ| and the level that applied, or why the config is refused.
+        """By level: mean and largest |δ| and the level that applied, or why the config is refused.
 
         `other`: a config; "other" is then the same of a trainer that reads the weights with it, or why it cannot.
         """

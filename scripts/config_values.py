@@ -34,7 +34,7 @@ EXPERTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""Of mixtures of experts."""
+"""Keys of mixtures of experts."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

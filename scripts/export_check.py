@@ -33,6 +33,7 @@ from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.config import Config, load_config
+from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
 from qarl.diagnose.diagnosis import with_quant
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutBatch
@@ -40,7 +41,6 @@ from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.loop import train
 from qarl.trainer.policy import Policy
 
-SCHEMES = ("w4a16", "w8a8", "fp8", "bf16")
 _LENGTHS = (80, 112)  # of the quickstart: response, and prompt with response
 
 _FRESH_VLLM = """
@@ -84,7 +84,8 @@ def vllm_responses(folder: Path, prompts: list[list[int]]) -> RolloutBatch:
 
 @torch.no_grad()
 def transformers_log_probs(folder: Path, rollout: RolloutBatch) -> list[list[float]]:
-    """Of each response by itself, as its user would: the logits of the whole sequence, upcast before the softmax."""
+    """Log-probs of each response by itself, as its user would compute them: logits of the whole sequence, upcast before
+    the softmax."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()

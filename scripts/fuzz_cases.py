@@ -126,7 +126,7 @@ def plain_types(annotation: Any) -> set[Any]:
 
 
 def values_for(key: str, annotation: Any) -> tuple[str, ...]:
-    """What is worth trying for a key of this type, besides `ANYTHING`."""
+    """Values to try for a key of this type, besides `ANYTHING`."""
     kinds = plain_types(annotation)
     found: tuple[str, ...] = ()
     if key.endswith(("path", "files", "_dir")):
@@ -239,12 +239,12 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_prompt_length": (1, 1e7), "max_response_length": (1, 1e7), "nnodes": (1, 1e5), "n_gpus_per_node": (1, 1e4),
     "tensor_model_parallel_size": (1, 1e3), "top_p": (0.01, 1), "lr_warmup_steps": (0, 1e7), "seed": (0, 2**32 - 1),
 }  # fmt: skip
-"""What nobody wants, by common sense and much wider than the program's own table; other numbers up to 1e9."""
+"""Numbers that nobody wants, by common sense and much wider than the program's own table; else up to 1e9."""
 NEVER_TOO_MANY = {"val_max_prompts", "max_ckpt_to_keep", "test_freq", "save_freq", "seed"}
 
 
 def sane(config: Mapping[str, Any]) -> list[str]:
-    """What is nonsense in a config that was accepted without a word."""
+    """Nonsense in a config that was accepted without a word."""
     found = []
     unused = ["optim.muon_lr", "optim.muon_momentum"] if config["optim"]["name"] != "muon" else []
     for path, value in flat({key: value for key, value in config.items() if key != "verl"}):

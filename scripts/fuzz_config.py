@@ -237,7 +237,7 @@ class Fuzzer:
         return "warned" if warnings_of(self.printed + self.errors) - self.usual else "accepted"
 
     def judge(self, stage: str, code: int, arguments: list[str]) -> tuple[str, str] | None:
-        """What is wrong with a case that ended by itself, and its details."""
+        """The fault of a case that ended by itself, and its details."""
         said = self.printed + self.errors
         if "Traceback (most" in said:
             return "traceback printed", said[-2000:]

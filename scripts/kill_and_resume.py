@@ -102,7 +102,7 @@ def wait(process: subprocess.Popen[bytes], ready: Any, seconds: float) -> None:
 
 
 def compared(metrics: dict[str, Any]) -> dict[str, str]:
-    """What must be equal, in hexadecimal: NaN equals NaN, and 0.0 is not -0.0."""
+    """The values that must be equal, in hexadecimal: NaN equals NaN, and 0.0 is not -0.0."""
     return {
         name: float(value).hex()
         for name, value in metrics.items()
@@ -111,7 +111,7 @@ def compared(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(args: argparse.Namespace) -> tuple[list[str], int]:
-    """What differs between the runs, and how many values were compared."""
+    """The differences between the runs, and how many values were compared."""
     runs = [Path(args.runs) / name for name in ("reference", "killed")]
     reference, killed = ({int(m["step"]): compared(m) for m in read_metrics(run)} for run in runs)
     found = [f"step {step}: only one run has it" for step in reference.keys() ^ killed.keys()]

@@ -1,4 +1,4 @@
-"""What each alignment level costs: the time of a training step of the quickstart, as a ratio to level `off`.
+"""The cost of each alignment level: the time of a training step of the quickstart, as a ratio to level `off`.
 
     python scripts/level_cost.py --schemes w4a16 w8a8 fp8 bf16
 

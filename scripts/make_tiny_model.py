@@ -62,7 +62,7 @@ SPECIAL_TOKENS = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the outputs; its hash, with that of the sources, is the cache key."""
+    """Everything that decides the outputs; its hash, with that of the sources, is the cache key."""
 
     seed: int = 0
     steps: int = 400

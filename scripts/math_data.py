@@ -1,4 +1,4 @@
-"""What both preparation scripts share: rows in, verified rows out, in verl's parquet schema.
+"""Shared by both preparation scripts: rows in, verified rows out, in verl's parquet schema.
 
 Rows are streamed, from a data set on the Hugging Face Hub or, since many clusters are offline, from local .parquet or
 .jsonl files. Order is the source's, so the same source gives the same file.

@@ -29,6 +29,7 @@ import torch
 
 from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
+from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
 from qarl.kernels.kept import Truncation
 from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics
@@ -41,7 +42,6 @@ from qarl.trainer.policy import Policy
 from qarl.trainer.probe import PROBE_RESPONSES, PROBE_STEP, probe
 from qarl.trainer.setup import prepare_run
 
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
 LEVELS = ("off", "linears", "model", "exact")
 CASES = ("quickstart", "long", "mistakes")
 IGNORE = ("lm_head",)

@@ -127,7 +127,7 @@ class Runner:
             raise Unusable(f"{package} is not imported from the copy {copy}: {output[-300:]}")
 
     def check_green(self, copy: Path, tests: Sequence[str]) -> str | None:
-        """What is wrong with the tests without a mutant: they fail, run nothing, or take longer than the limit."""
+        """Faults of the tests without a mutant: they fail, run nothing, or take longer than the limit."""
         code, seconds, output = self.pytest(copy, tests)
         named, passed = " ".join(tests), re.findall(r"(\d+) passed", output)
         if code is None:

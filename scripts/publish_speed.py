@@ -1,4 +1,4 @@
-"""What a publish costs per MB, by phase, beside vLLM's own reload of the same tensors.
+"""The cost of a publish per MB, by phase, beside vLLM's own reload of the same tensors.
 
     python scripts/publish_speed.py --schemes w4a16 w8a8 fp8 bf16
 

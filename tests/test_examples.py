@@ -73,7 +73,7 @@ def test_the_task_has_rows_in_verls_schema(task: Path) -> None:
 
 
 def test_the_task_passes_every_check_of_a_run(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stops a run before its engine starts, data and reward included."""
+    """Runs every check that precedes the engine, data and reward included."""
     from qarl.checks.run import check_run
 
     monkeypatch.chdir(ROOT)

@@ -38,7 +38,7 @@ def test_it_is_short() -> None:
 
 
 def test_the_config_is_one() -> None:
-    """What the YAML leaves out has a default; both backends take it."""
+    """Keys that the YAML leaves out have defaults; both backends take it."""
     values = yaml.safe_load(snippet("yaml"))
     config = build_config(values)
     assert config.quant.scheme == "w4a16" and config.backend == "local"

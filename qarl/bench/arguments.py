@@ -19,7 +19,6 @@ from qarl.errors import UserError
 
 T = TypeVar("T")
 DEVICES = ("cuda", "cpu")
-SCHEMES = ("bf16", "w8a8", "fp8", "w4a16")
 
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from qarl.bench import roofline
-from qarl.bench.arguments import SCHEMES, check_divides, read
+from qarl.bench.arguments import check_divides, read
 from qarl.bench.roofline import Rates, Work
 from qarl.bench.sources import default_group_size, find_model
 from qarl.checks.memory import MemoryEstimate, ModelSize, estimate
 from qarl.config import build_config
+from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 KEYS = Work
@@ -30,7 +31,7 @@ and levels) at the rates in `kernels_cpu.json`."""
 def run_plan(part: str, given: Sequence[str]) -> int:
     """`python -m qarl.bench plan`; the exit code."""
     defaults = ["gpus=1", "mini_batches=1"] if any(one.startswith("rates=") for one in given) else []
-    work = read(Work, [*defaults, *given], {"gpu": roofline.SHEETS, "schemes": SCHEMES})
+    work = read(Work, [*defaults, *given], {"gpu": roofline.SHEETS, "schemes": ROLLOUT_SCHEMES})
     rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
     rows = predict(work, rates)
     mean, longest = work.response_length[0], work.response_length[-1]

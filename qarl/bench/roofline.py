@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qarl.checks.memory import ModelSize, wire_bytes
+from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 Curves = dict[str, tuple[tuple[float, float], ...]]
@@ -100,7 +101,7 @@ class Work:
     gpus: int = 8
     tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.6
-    schemes: tuple[str, ...] = ("bf16", "w8a8", "fp8", "w4a16")
+    schemes: tuple[str, ...] = ROLLOUT_SCHEMES
     prompts: int = 128
     n: int = 8
     prompt_length: int = 1024

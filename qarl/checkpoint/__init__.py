@@ -1,4 +1,4 @@
-"""What a run writes to disk and reads again: checkpoints, exports, and folders that are whole or absent."""
+"""Everything a run writes to disk and reads again: checkpoints, exports, and folders that are whole or absent."""
 
 from __future__ import annotations
 

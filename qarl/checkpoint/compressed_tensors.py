@@ -38,7 +38,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model folder holds besides weights: Hugging Face's own objects."""
+    """The contents of a model folder besides weights: Hugging Face's own objects."""
 
     config: Any
     tokenizer: Any

@@ -27,7 +27,7 @@ FORMATS = ("quantized", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What the command line asks for; `step` None is the latest."""
+    """The arguments of the command line; `step` None is the latest."""
 
     run: Path
     output: Path

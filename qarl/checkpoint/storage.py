@@ -66,7 +66,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses inside is a `StorageError` that names `path`."""
+    """Turns an error of the disk inside into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:

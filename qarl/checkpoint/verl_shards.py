@@ -41,7 +41,7 @@ def step_of(folder: Path) -> int:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """What keeps `folder` from being a whole checkpoint of verl's; None where nothing does.
+    """Why `folder` is not a complete checkpoint of verl's; None if it is one.
 
     Files of torch.save are zip archives, whose directory is written last: one that was cut short has none.
     """
@@ -64,7 +64,7 @@ def list_whole(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def list_torn(checkpoints: Path) -> dict[int, str]:
-    """What is missing of every checkpoint that is not whole, by step."""
+    """For each incomplete checkpoint, by step: what it lacks."""
     found = {step_of(folder): what_is_missing(folder) for folder in checkpoints.glob("global_step_*")}
     return {step: problem for step, problem in found.items() if step and problem is not None}
 
@@ -82,7 +82,7 @@ def load_part(file: Path) -> dict[str, Any]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """What NumPy's random-number state is pickled as: plain arrays, under the names of NumPy 1 and 2."""
+    """Classes that NumPy's random-number state is pickled with: plain arrays, under the names of NumPy 1 and 2."""
     make = np.ndarray((0,)).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
@@ -183,7 +183,7 @@ class VerlWeights:
         return cls(folder, [first, *(Rank.open(files[rank]) for rank in range(1, parts))])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors."""
+        """Shapes of the whole tensors."""
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,1 +1,1 @@
-"""What would go wrong with a run, found before it starts: the local trainer, verl and the doctor call these checks."""
+"""Checks of a run before it starts. The local trainer, verl and the doctor call the same ones."""

@@ -1,4 +1,4 @@
-"""What only the engine would refuse, refused before anything is loaded: the machine, and the model by its config alone.
+"""Refuses, from the model's config alone and before anything is loaded, layers that only the engine would refuse.
 
 vLLM's own messages for a CPU without the kernel, a layer size the kernel cannot take, or half of a fused layer left
 out of the quantization come late, with a traceback, and name none of our keys.
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from qarl.config import Config
+from qarl.config.ignore import is_ignored
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.quant import meta
-from qarl.quant.matcher import is_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
 W4A16_CPU_MULTIPLE = 32

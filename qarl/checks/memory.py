@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qarl.config.checks import matches_ignore
+from qarl.config.ignore import is_ignored
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -28,7 +28,7 @@ GIB = 2**30
 RUNTIME_BYTES = 3 * GIB // 2
 """Libraries, CUDA context and communication buffers of a process; an allowance, not a count."""
 ENGINE_WORKSPACE_BYTES = GIB
-"""What vLLM's forward takes besides weights and KV cache; an allowance."""
+"""An allowance for vLLM's forward, besides weights and KV cache."""
 LOGITS_AT_A_TIME = 2**27
 """qarl.kernels.logprob's, which the local backend never exceeds."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
@@ -149,7 +149,7 @@ class ModelSize:
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """What the backward of one block keeps for a token; see `qarl.align` for what `model` holds in FP32."""
+        """Bytes that one block's backward keeps for a token; `qarl.align` says what level `model` holds in FP32."""
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
@@ -324,12 +324,7 @@ def _weights_and_optimizer(size: ModelSize, config: Config, offload: bool) -> li
 def _quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
     if config.quant.scheme == "bf16":
         return {}
-    ignore = config.quant.ignore
-    return {
-        name: shape
-        for name, shape in size.linears().items()
-        if not any(matches_ignore(name, pattern) for pattern in ignore)
-    }
+    return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
 
 
 def _published(size: ModelSize, config: Config) -> dict[str, int]:
@@ -359,7 +354,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
 
 
 def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """Of one micro-batch at full length, and its logits.
+    """Activations and logits of one micro-batch at full length.
 
     Logits are BF16 and copied to FP32, whose log-softmax is kept for the backward: 10 bytes an entry at most without a
     graph, 12 with one; made in blocks, 18 for an entry of a block and 4 for each weight of lm_head.

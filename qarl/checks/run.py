@@ -30,7 +30,7 @@ from qarl.metrics.tracker import check_loggers
 
 
 class RunInputs:
-    """What a run reads before its weights. Every property raises `UserError` if that part is unusable."""
+    """The files that a run reads before its weights. Every property raises `UserError` if that part is unusable."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

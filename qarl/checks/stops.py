@@ -20,7 +20,7 @@ _GENERATION = "generation_config.json"
 
 
 def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
-    """What is worth a warning about the ends of responses; none where tokenizer and model agree.
+    """Warnings about the ends of responses; none if tokenizer and model agree.
 
     Raises:
         UserError: an `eos_token_id` is no token, or a token of ordinary text.

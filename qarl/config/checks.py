@@ -6,12 +6,12 @@ config, and one error reports everything. A check is skipped when a key it needs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from qarl.config.errors import Problem
+from qarl.config.ignore import is_ignored
 
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
@@ -37,13 +37,6 @@ def _between(*keys: str) -> Callable[[_Check], _Check]:
         return function
 
     return register
-
-
-def matches_ignore(name: str, pattern: str) -> bool:
-    """Whether an entry of `quant.ignore` covers the module `name`: as `qarl.quant.matcher`, which comes with torch."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name
 
 
 @_between("data.train_batch_size", "actor.ppo_mini_batch_size")
@@ -78,7 +71,7 @@ def _int4_group(scheme: str, group_size: int) -> Problem | None:
 @_between("quant.scheme", "quant.ignore")
 def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
     patterns = [ignore] if isinstance(ignore, str) else ignore
-    if scheme == "bf16" or any(matches_ignore("lm_head", pattern) for pattern in patterns):
+    if scheme == "bf16" or is_ignored("lm_head", patterns):
         return None
     reason = "lm_head would be quantized, and rollout engines serve garbage from a quantized lm_head without an error"
     return Problem("quant.ignore", ignore, reason, "add lm_head to the list")

@@ -1,4 +1,4 @@
-"""What the config reader says when the input is wrong: every problem at once, each with key, value, reason and fix.
+"""Errors of the config reader: every problem at once, each with key, value, reason and fix.
 
 Pydantic already finds all bad keys in one pass, but it tells only what a value should be. Here each of its errors is
 turned into a `Problem` that also says where the value came from, what the key means and what to write instead.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -42,6 +42,10 @@ from qarl.config.types import (
 from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
+SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES: tuple[str, ...] = get_args(SchemeName)
+ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
+"""Those that vLLM computes: `qarl.rollout.engine.check_served` says why not the other."""
 
 
 class Section(BaseModel):
@@ -147,9 +151,9 @@ class RolloutConfig(Section):
 
 
 class QuantConfig(Section):
-    """What is quantized, in the rollouts and in the trainer's forward alike."""
+    """Quantization, the same in the rollouts and in the trainer's forward."""
 
-    scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = "w4a16"
+    scheme: SchemeName = "w4a16"
     """`w4a16`: symmetric int4 weights with one BF16 scale per group, BF16 activations. `w4a8`: the same weights, int8
     activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no quantization.
     8-bit weights have one scale per output channel, 8-bit activations one per token."""

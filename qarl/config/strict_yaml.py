@@ -94,7 +94,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """What PyYAML found wrong, on one line and without its own file name and excerpt."""
+    """PyYAML's complaint on one line, without its own file name and excerpt."""
     parts = [getattr(error, "context", None), getattr(error, "problem", None)]
     return ", ".join(part for part in parts if part) or str(error).splitlines()[0]
 

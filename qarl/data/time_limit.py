@@ -58,7 +58,7 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 
 @contextmanager
 def preserved_alarm() -> Iterator[None]:
-    """What happens inside may use the alarm; the caller's timer resumes afterwards, less the time it took.
+    """Lends the alarm to the code inside; the caller's timer resumes afterwards, less the time that took.
 
     Main thread only. A timer that would have run out meanwhile does so at once.
     """

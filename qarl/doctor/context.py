@@ -1,4 +1,4 @@
-"""What the checks of a pre-flight share: the config, the target, and the parts of the run, each loaded at most once.
+"""Shared by the checks of a pre-flight: the config, the target, and the parts of the run, each loaded at most once.
 
 A part that cannot be had is reported by the topic it belongs to, which calls `load`; the others call `get`, and are
 reported as not made. So one fault gives one error, however many checks wanted the part.

@@ -1,4 +1,4 @@
-"""What a pre-flight finds: findings by topic, as text and as JSON."""
+"""Findings of a pre-flight by topic, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """What training would refuse to start with, in its own words."""
+        """Reports an error that training would end with, in training's own words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def attempt(self, check: Callable[..., Result], *arguments: Any) -> Result | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qarl.checks import layers
+from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.quant.matcher import is_ignored, resolve_ignored
 from qarl.rollout import vllm_rules
 
 ROUTERS = ("gate",)
@@ -21,7 +21,7 @@ def check_fused(context: Context, topic: Topic) -> None:
 
 
 def check_resolved(context: Context, topic: Topic) -> None:
-    """What the list leaves in BF16."""
+    """Lists the layers that stay in BF16, and the entries that match nothing."""
     if not context.scheme.quantized:
         topic.ok("scheme bf16: nothing is quantized, quant.ignore is not used")
         return

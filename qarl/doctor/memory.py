@@ -23,7 +23,7 @@ REMEDIES = {
     "update": f"lower actor.ppo_micro_batch_size_per_gpu, set model.gradient_checkpointing=true, {_SHARD}",
     "step": "shard over more GPUs (backend=verl, trainer.n_gpus_per_node), or train a smaller model",
 }
-"""What helps in the phase that takes most."""
+"""By the phase that takes most memory: the advice."""
 
 
 def check_memory(context: Context, topic: Topic) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from qarl.checks import layers
 from qarl.checks.memory import ModelSize
+from qarl.config.ignore import is_ignored
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
-from qarl.quant.matcher import is_ignored
 
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Split along K; all other linears of a block are split along N."""
@@ -76,7 +76,7 @@ def _all_quantized(context: Context) -> layers.Shapes:
 
 
 Problem = tuple[str, str, str]
-"""What, where, why."""
+"""The arguments of a finding: what, where, why."""
 
 
 def _heads(size: ModelSize, parallel: int) -> list[Problem]:

@@ -68,7 +68,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def find_target(options: dict[str, str], backend: str = "local") -> Target:
-    """What the options describe; where they say nothing, this machine as `backend` uses it.
+    """The machine that the options describe; for what they leave out, this machine as `backend` uses it.
 
     UserError for a value that makes no sense.
     """

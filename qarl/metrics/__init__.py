@@ -1,4 +1,4 @@
-"""What a run measures and records: mismatch, seconds per phase, metrics.jsonl, versions, plots."""
+"""Measurements and records of a run: mismatch, seconds per phase, metrics.jsonl, versions, plots."""
 
 from __future__ import annotations
 

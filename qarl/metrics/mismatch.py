@@ -1,4 +1,4 @@
-"""What every step measures: how far the trainer's log-probs are from the rollout's, scores, lengths, seconds per phase.
+"""Metrics of every step: how far the trainer's log-probs are from the rollout's, scores, lengths, seconds per phase.
 
 Pure functions of tensors. Definitions are verl's where verl has one (`verl/trainer/ppo/rollout_corr_helper.py`,
 `metric_utils.py`, `utils/debug/metrics.py`), under the prefix `mismatch/` instead of `rollout_corr/`. Two differences:

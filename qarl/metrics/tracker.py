@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
+"""Records of a run: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
 
 metrics.jsonl is the record and always written, one JSON object a line, flushed each step; the other loggers are views
 of it. JSON has no NaN or infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads

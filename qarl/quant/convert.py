@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
-from qarl.quant.matcher import is_ignored, resolve_ignored
 from qarl.quant.scheme import Scheme, get_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -24,7 +24,7 @@ DEFAULT_IGNORE = ("lm_head",)
 
 @dataclass(frozen=True)
 class QuantReport:
-    """What was quantized (name -> kernel), what was left alone (name -> why), ignore entries that matched nothing."""
+    """Layers quantized (name -> kernel), layers left alone (name -> why), and ignore entries that matched nothing."""
 
     scheme: Scheme
     quantized: dict[str, str]

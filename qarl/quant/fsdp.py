@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from qarl.config.ignore import resolve_ignored
 from qarl.quant.convert import DEFAULT_IGNORE, QuantReport, select_linears, tied_names
 from qarl.quant.linear import QuantLinear
-from qarl.quant.matcher import resolve_ignored
 from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
@@ -79,7 +79,7 @@ def quantize_before_sharding(
 def sharded_wire_tensors(
     model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `qarl.quant.packed_state_dict` yields, of a model that FSDP2 has sharded; a collective, one layer at a time.
+    """As `qarl.quant.packed_state_dict`, for a model sharded by FSDP2; a collective, one layer at a time.
 
     `gather` makes a whole BF16 tensor of a state-dict entry, on every rank. Floating-point tensors travel in BF16.
     """

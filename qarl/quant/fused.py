@@ -45,7 +45,7 @@ def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Q
 def find_difference(
     fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
 ) -> str | None:
-    """What first differs between the two, or None when every byte agrees on the weights of `check_weights`."""
+    """The first difference between the two, or None if every byte agrees on the weights of `check_weights`."""
     for what, weight in check_weights(dtype, device, args.group_size or 64):
         for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
             same = a.dtype == b.dtype and a.shape == b.shape

@@ -32,21 +32,29 @@ _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
 """By (num_bits, type): half the 15 steps from -8 to 7, and so on. -absmax gets code -8; +absmax is clamped to 7."""
 
 
-class _Bits(NamedTuple):
-    """One float dtype as integers: `base` are the bits of `rounder` - 8, whose low four bits are zero."""
+class FloatBits(NamedTuple):
+    """A float dtype read as integers: their dtype, the mask that drops the sign, the smallest magnitude that is Inf or
+    NaN."""
 
     integer: torch.dtype
     magnitude_mask: int
-    rounder: float
-    base: int
+    nonfinite: int
 
 
-# Each rounder is 8 above the power of two (for float32, 1.5 times one) from which floats are whole numbers.
-_BITS = {
-    torch.bfloat16: _Bits(torch.int16, 0x7FFF, 128.0 + 8, 0x4300),
-    torch.float16: _Bits(torch.int16, 0x7FFF, 1024.0 + 8, 0x6400),
-    torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 1.5 * 2**23 + 8, 0x4B400000),
+FLOAT_BITS = {
+    torch.bfloat16: FloatBits(torch.int16, 0x7FFF, 0x7F80),
+    torch.float16: FloatBits(torch.int16, 0x7FFF, 0x7C00),
+    torch.float32: FloatBits(torch.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.float8_e4m3fn: FloatBits(torch.uint8, 0x7F, 0x7F),
 }
+
+_ROUNDERS = {
+    torch.bfloat16: (128.0 + 8, 0x4300),
+    torch.float16: (1024.0 + 8, 0x6400),
+    torch.float32: (1.5 * 2**23 + 8, 0x4B400000),
+}
+"""By dtype: 8 above the power of two (for float32, 1.5 times one) from which floats are whole numbers, and the bits of
+that power, whose low four are zero."""
 
 
 @torch.no_grad()
@@ -61,7 +69,7 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
         raise ValueError(f"quantize makes int4, int8 and e4m3 weights; scheme {scheme.name!r} has none")
-    if weight.dtype not in _BITS:
+    if weight.dtype not in _ROUNDERS:
         raise ValueError(f"{name} is {weight.dtype}; quantize takes bfloat16, float16 and float32")
     if weight.ndim != 2:
         raise ValueError(f"{name} has {weight.ndim} dimensions; quantize takes a [N, K] matrix")
@@ -115,7 +123,7 @@ def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _absmax(groups: Tensor) -> Tensor:
     """[N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers; NaN sorts above Inf."""
-    bits = _BITS[groups.dtype]
+    bits = FLOAT_BITS[groups.dtype]
     return (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
 
 
@@ -127,9 +135,9 @@ def _scale(absmax: Tensor, half_range: float) -> Tensor:
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     """Code + 8, in 0..15, as int16 [N, K/g, g]."""
-    bits = _BITS[groups.dtype]
-    rounded = torch.div(groups, scale.unsqueeze(-1)).add_(bits.rounder).view(bits.integer)
-    return rounded.clamp_(bits.base, bits.base + 15).bitwise_and_(0xF).to(torch.int16)
+    rounder, base = _ROUNDERS[groups.dtype]
+    rounded = torch.div(groups, scale.unsqueeze(-1)).add_(rounder).view(FLOAT_BITS[groups.dtype].integer)
+    return rounded.clamp_(base, base + 15).bitwise_and_(0xF).to(torch.int16)
 
 
 def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qarl.config.schema import SCHEMES
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 QUANT_METHOD = "compressed-tensors"
 TARGETS = ("Linear",)
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "w4a8")
 PACK_FACTOR = 8
 
 

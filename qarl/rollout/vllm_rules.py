@@ -1,4 +1,4 @@
-"""What vLLM itself would decide for a model, asked through its own functions without starting an engine."""
+"""vLLM's own decisions for a model, asked through its functions without starting an engine."""
 
 from __future__ import annotations
 

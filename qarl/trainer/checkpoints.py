@@ -130,7 +130,7 @@ class Checkpoints:
 
 
 def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """What state.json says about the run at this step."""
+    """The part of state.json that describes the run at this step."""
     policy = trainer.policy
     return {
         "step": trainer.step,

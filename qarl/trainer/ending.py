@@ -1,4 +1,4 @@
-"""What a run of the local backend leaves at its end, whatever failed before or fails now.
+"""The end of a local run: its files are written whatever failed before or fails now.
 
 Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the
 end; later ones are printed. A run whose steps and export are there is finished, though a view of it may be lost: then

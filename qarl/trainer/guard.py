@@ -1,4 +1,4 @@
-"""What watches over every step of a local run: the mismatch against its limit, dropped tokens, preemptions."""
+"""Watches every step of a local run: the mismatch against its limit, dropped tokens, preemptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verl run refuses before it starts: what verl cannot do, its own checks, and keys that would spoil a run.
+"""Refusals before a verl run starts: what verl cannot do, what its own checks find, and keys that would spoil a run.
 
 Read in verl 0.9.1.
 """

@@ -1,4 +1,4 @@
-"""What a verl run needs of its process and machine before verl is imported: environment variables, and the checks of
+"""Prepares process and machine for a verl run, before verl is imported: environment variables, and the checks of
 the local backend that need no weights.
 """
 
@@ -11,7 +11,7 @@ from qarl.config import Config
 from qarl.errors import UserError
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
-"""What an 80 GB GPU reports: for estimates on a machine without one."""
+"""Memory that an 80 GB GPU reports; for estimates on a machine without a GPU."""
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:

@@ -180,7 +180,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """What verl does a little differently from what the config's text says."""
+    """Where verl departs a little from the config's own description, a line each."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -386,7 +386,7 @@ def sampler_keys(config: Config) -> Keys:
 
 
 def cpu_keys(config: Config) -> Keys:
-    """What a run without GPUs needs besides `VERL_PLATFORM=cpu`; few processes, because each imports torch and vLLM."""
+    """Settings of a run without GPUs besides `VERL_PLATFORM=cpu`. Few processes: each imports torch and vLLM."""
     rollout = "actor_rollout_ref.rollout"
     return {
         "trainer.device": "cpu",

@@ -1,4 +1,4 @@
-"""What a config may say: the table of keys is true, and what trainer and engine would read otherwise is refused."""
+"""Allowed configs: the table of keys is true, and what trainer and engine would read otherwise is refused."""
 
 from __future__ import annotations
 

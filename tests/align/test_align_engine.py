@@ -73,7 +73,7 @@ def sample(folder: Path, scheme_name: str, prompts: list[list[int]], max_tokens:
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
-    """Of `length` tokens and up to six fewer."""
+    """Prompts of `length` tokens and up to six fewer."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 64, (length - i % 7,), generator=generator).tolist() for i in range(count)]
 

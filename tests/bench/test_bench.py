@@ -156,7 +156,7 @@ def test_a_wrong_kernel_gets_no_figure(
 
 
 def test_a_row_that_is_not_compared_must_be_finite() -> None:
-    """Of 300 rows the first and last 64 are compared."""
+    """Compares the first and last 64 of 300 rows."""
     expected = torch.ones(128, 4)
     for row, value, wrong in ((150, 9.0, False), (150, float("nan"), True), (299, 9.0, True), (0, 9.0, True)):
         y = torch.ones(300, 4)

@@ -39,7 +39,7 @@ def prompts(answer: str = "1") -> list[Prompt]:
 
 
 def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
-    """What `restore` and `Checkpoints` see of a trainer: a policy with its optimizer and data, no engine."""
+    """The part of a trainer that `restore` and `Checkpoints` see: a policy with its optimizer and data, no engine."""
     settings = run_config(output, f"model.path={folder}", "quant.align=off", "quant.scheme=bf16")
     policy = Policy.load(settings)
     optimizer = MasterOptimizer(policy.model.named_parameters(), settings.optim, seed=0, total_training_steps=9)

@@ -197,7 +197,7 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPat
 
 
 def fake_vllm_config(max_model_len: int) -> Any:
-    """What vLLM's count of a cache reads."""
+    """The attributes that vLLM's count of a cache reads."""
     parallel = SimpleNamespace(
         decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
     )

@@ -299,7 +299,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
 @pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
 def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
-    """Of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
+    """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
     kept = []
     for layers in (1, 3):
         config = tiny(family)

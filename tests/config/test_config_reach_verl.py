@@ -26,7 +26,7 @@ pytestmark = pytest.mark.verl
 
 @pytest.fixture(scope="module")
 def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the rows that were asked for observe."""
+    """Observations of the rows that were asked for."""
     keys = [
         item.callspec.id for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
     ]

@@ -20,9 +20,9 @@ from checkout import ROOT
 
 from qarl.checks.memory import GIB, ModelSize, estimate
 from qarl.config import Config, ConfigError, build_config, load_config
+from qarl.config.ignore import is_ignored
 from qarl.config.strict_yaml import parse_value
 from qarl.doctor.target import GPUS
-from qarl.quant.matcher import is_ignored
 from qarl.verl.run import verl_keys
 
 # Input widths of the linear layers that tensor parallelism does not split, and of those it does (o_proj, down_proj),

@@ -1,4 +1,4 @@
-"""What every test of the doctor takes for granted."""
+"""Fixtures of every test of the doctor."""
 
 from __future__ import annotations
 

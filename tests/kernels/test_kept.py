@@ -1,4 +1,4 @@
-"""What top-k and top-p keep: hand-worked sets, vLLM's own function on ties, and log-probs and gradients over them."""
+"""Tokens kept by top-k and top-p: hand-worked sets, vLLM's own function on ties, log-probs and gradients."""
 
 from __future__ import annotations
 

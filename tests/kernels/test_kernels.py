@@ -241,7 +241,7 @@ def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
 
 
 def test_fp8_by_scaled_mm_has_the_same_bits(monkeypatch):
-    """What serves where an FP32 matmul adds in another order."""
+    """The kernel that serves if an FP32 matmul adds in another order."""
     assert cpu._fp32_matmul_equals_scaled_mm(320)
     tensors = make_weight("fp8", (96, 320)).tensors
     x, bias = make_input(40, 320), torch.randn(96).bfloat16()

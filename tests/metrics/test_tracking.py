@@ -1,4 +1,4 @@
-"""What a run writes about itself, read back with json, TensorBoard's own reader and pandas-free Python."""
+"""Records of a run, read back with json, TensorBoard's own reader and pandas-free Python."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.utils import match_name
 
+from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
-from qarl.quant.matcher import is_ignored, resolve_ignored
 from qarl.quant.scheme import QuantArgs, Scheme, get_scheme
 
 PRESETS = {

@@ -23,7 +23,7 @@ def check(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, said: bytes = VERIFIED, steps: Sequence[int] = range(1, 6),
     asked: str = "5",
 ) -> dict[str, Any]:  # fmt: skip
-    """Of a run killed after step 5, with a checkpoint of step 4; `steps` are those whose prompts were written down."""
+    """A run killed after step 5, with a checkpoint of step 4; `steps`: those whose prompts were written down."""
     for side, prompts in (("killed", {step: asked if step == 5 else "" for step in steps}), ("resumed", {5: "5"})):
         (folder / f"kill.{side}").mkdir()
         for step, prompt in prompts.items():

@@ -21,7 +21,7 @@ CONFIG = {"seed": 0, "trainer": {}, "quant": {}, "optim": {}}
 
 
 def whole_state(**changes: Any) -> dict[str, Any]:
-    """What `save_checkpoint` takes as `state`, with `changes`."""
+    """The `state` that `save_checkpoint` takes, with `changes`."""
     state: dict[str, Any] = {
         "step": 3,
         "weight_version": 3,

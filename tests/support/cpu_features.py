@@ -1,4 +1,4 @@
-"""What this CPU can run."""
+"""Instruction sets that this CPU can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine tests share: a small model, prompts, and greedy generation."""
+"""Shared by the engine tests: a small model, prompts, and greedy generation."""
 
 from __future__ import annotations
 

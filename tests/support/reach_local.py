@@ -50,7 +50,7 @@ class PolicyAsLLM:
         self.arguments = arguments
         self.eager_helpers = torch._dynamo.config.disable
         self.requests: list[tuple[str, list[list[int]], list[Any]]] = []
-        """Of each call: what it was for (`Trainer.doing`), prompts and vLLM's parameters."""
+        """For each call: its purpose (`Trainer.doing`), prompts and vLLM's parameters."""
         hf_config = AutoConfig.from_pretrained(arguments["model"])
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), engine_core=core)
@@ -141,7 +141,7 @@ class Engine(RolloutEngine):
 
 
 class Trainer(local.LocalTrainer):
-    """What it does is written down: the forwards of each phase, the batches, and each update."""
+    """Writes down what it does: the forwards of each phase, the batches, and each update."""
 
     made: list[Trainer]
     doing = ""
@@ -218,7 +218,7 @@ class Run:
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each step, the step before training too, if it is logged."""
+        """Values of each step, the step before training too, if it is logged."""
         return read_metrics(self.run_dir)
 
     def requests(self, doing: str = "rollout") -> tuple[list[list[int]], list[Any]]:

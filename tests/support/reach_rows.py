@@ -1,4 +1,4 @@
-"""What both tables of test_config_reach*.py share: rows, the run that they change, what is looked at in an actor."""
+"""Shared by both tables of test_config_reach*.py: rows, the run that they change, what is looked at in an actor."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def written(table: Table) -> list[Any]:
 
 
 class Notes:
-    """What an actor did."""
+    """Records of an actor."""
 
     def __init__(self) -> None:
         self.phase = ""
         self.forwards: dict[str, list[int]] = {"old_log_prob": [], "update": []}
         """Rows of each forward of the first decoder layer, those of a recomputation too."""
         self.norms: list[float] = []
-        """Of the gradient that the optimizer gets."""
+        """Norm of the gradient that the optimizer gets."""
         self.masters: list[dict[str, torch.Tensor]] = []
         """FP32, the weights that the optimizer updates: at first and after each update."""
 

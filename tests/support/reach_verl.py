@@ -103,7 +103,7 @@ class Verl:
 
     @functools.cached_property
     def events(self) -> list[tuple[str, int]]:
-        """What verl's training loop does at which step: `step`, `validate`, `save`."""
+        """The actions of verl's training loop by step: `step`, `validate`, `save`."""
         trainer, events = copy.copy(self.trainer), []
 
         def note(what: str, answer: Any = None) -> Any:
@@ -129,7 +129,7 @@ class Verl:
 
     @functools.cached_property
     def saved(self) -> dict[str, Any]:
-        """What verl's `_save_checkpoint` asks of the workers, and where it wrote."""
+        """The calls of verl's `_save_checkpoint` to the workers, and where it wrote."""
         found: dict[str, Any] = {}
 
         def save(path: str, remote: Any, step: int, max_ckpt_to_keep: Any) -> None:
@@ -223,7 +223,7 @@ class Verl:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each step of the actor."""
+        """Values of each step of the actor."""
         return self.actor.metrics
 
     @property
@@ -237,7 +237,7 @@ class Verl:
         return {name: tuple(tensor.shape) for name, tensor in stream if not name.startswith("qarl.")}
 
     def first_words(self, dataset: Any) -> set[str]:
-        """Of each prompt of a dataset of verl's."""
+        """The first word of each prompt of a dataset of verl's."""
         return {dataset[i]["raw_prompt"][0]["content"].split()[0] for i in range(len(dataset))}
 
     @functools.cached_property
@@ -265,7 +265,7 @@ class Verl:
 
     @functools.cached_property
     def ended(self) -> dict[str, Any]:
-        """What our side of a verl run does while verl logs a step, and at the end."""
+        """Our side of a verl run while verl logs a step, and at the end."""
         import qarl.verl.run as backend
         from qarl.verl.process import set_environment
 
@@ -291,7 +291,7 @@ class Verl:
 
     @functools.cached_property
     def environment(self) -> dict[str, str]:
-        """What every worker of Ray gets, as verl merges it."""
+        """The environment of every worker of Ray, as verl merges it."""
         from omegaconf import OmegaConf
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 

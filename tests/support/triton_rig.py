@@ -30,7 +30,7 @@ def run_interpreted(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def compile_for(target: int) -> dict[str, Any]:
-    """What scripts/triton_aot.py reports for one compute capability."""
+    """The report of scripts/triton_aot.py for one compute capability."""
     run = _run([sys.executable, str(ROOT / "scripts" / "triton_aot.py"), "--targets", str(target)], {})
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

@@ -168,7 +168,7 @@ def publish(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def published_version(engine: Any) -> int:
-    """What the first record of a publish says."""
+    """The contents of the first record of a publish."""
     stream, _ = engine.get_per_tensor_param()
     (begin,) = [read_record(BEGIN, record) for name, record in stream if name.startswith(BEGIN)]
     return int(begin["version"])
@@ -196,7 +196,7 @@ def ask_servers(engine: Any, dead: bool) -> list[dict[str, Any]]:
 
 
 def gathered(text: Any) -> list[Any]:
-    """What each rank has."""
+    """`text` of each rank."""
     found: list[Any] = [None] * int(world)
     torch.distributed.all_gather_object(found, text)
     return found
@@ -218,8 +218,8 @@ def refusal(action: Callable[[], Any]) -> str:
 def save_change_load(
     engine: Any, loss: Any, rows: dict[str, torch.Tensor], mine: list[int], job: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is published after save, another update and load, of all parts and of some; and what is answered to files of
-    rank 0 that are not those that were saved."""
+    """Publishes after save, another update and load, of all parts and of some. Also loads files of rank 0 that are not
+    those that were saved."""
 
     def change() -> dict[str, torch.Tensor]:
         engine.module.train()

@@ -1,4 +1,4 @@
-"""What the local trainer does with every short sequence of publish failures, with and without rebuild_on_failure."""
+"""The local trainer under every short sequence of publish failures, with and without rebuild_on_failure."""
 
 from __future__ import annotations
 

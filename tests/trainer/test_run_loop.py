@@ -1,4 +1,4 @@
-"""What is around the steps of a run: Ctrl-C, a full disk at the end. The steps themselves do nothing; no engine."""
+"""Around the steps of a run: Ctrl-C, a full disk at the end. The steps themselves do nothing; no engine."""
 
 from __future__ import annotations
 

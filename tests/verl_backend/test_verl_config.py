@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from functools import lru_cache
@@ -18,6 +19,7 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import PolicyLossConfig
 
 from qarl.checkpoint.sources import find_checkpoint
 from qarl.checkpoint.verl_shards import VerlWeights
@@ -406,6 +408,8 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
     actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
     assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
+    overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
+    assert overridable - {"_target_"} == {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
     keys = verl_keys(ours, True)
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
@@ -440,7 +444,7 @@ def test_the_groups_are_in_the_package_that_is_built():
         for pattern in patterns
         for path in (ROOT / package.replace(".", "/")).glob(pattern)
     }
-    assert len(files) == 5 and files <= packaged
+    assert len(files) == 6 and files <= packaged
     modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
     assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])
 

@@ -62,7 +62,7 @@ SINGLE_RANK_JOBS = {
         "engine": {"param_offload": True, "optimizer_offload": True},
     },
 }
-"""What the GPU configs switch on and a CPU would do without."""
+"""Settings that the GPU configs switch on and a CPU would do without."""
 
 
 def single(results, name: str) -> dict:
@@ -153,8 +153,8 @@ def test_without_learning_the_ratio_stays_one_though_batches_differ(results, wor
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("job", [2, 4, 5])
 def test_every_forward_of_a_step_has_rows_of_one_length(results, world, job):
-    """Of the log-probs and of the update, in micro-batches of other sizes and of other longest rows; job 5 updates with
-    the shortest rows alone."""
+    """Log-probs and update, in micro-batches of other sizes and of other longest rows; job 5 updates with the shortest
+    rows alone."""
     widths = results[world][job]["widths"]
     assert len(widths) > 4 and len(set(widths)) == 1 and widths[0] % 8 == 0
 

@@ -1,4 +1,4 @@
-"""What the quantized engine refuses of verl's settings and batches, and what it leaves to others."""
+"""Settings and batches of verl's that the quantized engine refuses, and those it leaves to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verl finds after loading the plugin by its entry point, in a separate process, on CPU and as on a GPU."""
+"""verl after loading the plugin by its entry point, in a separate process, on CPU and as on a GPU."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def counters(*values: float) -> str:
 
 @pytest.fixture
 def servers(monkeypatch):
-    """What two servers of a run answer at /metrics, by name; Ray knows them and others."""
+    """Answers of two servers of a run at /metrics, by name; Ray knows them and others."""
     answers = {"vllm_server_0_0": counters(0.0), "vllm_server_1_0": counters(0.0, 0.0)}
     running, addresses = [], {}
     for name in answers:

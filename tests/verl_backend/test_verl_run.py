@@ -27,8 +27,8 @@ pytestmark = [needs_w4a16_cpu, pytest.mark.timeout(900)]
 
 
 BF16_STEP = 2**-8
-"""Of a logit near 1. quant.align=model sums attention in another order than the engine: now and then one logit rounds
-the other way."""
+"""The rounding step of a logit near 1. quant.align=model sums attention in another order than the engine: now and then
+one logit rounds the other way."""
 
 # Differs between the answers of a random model.
 REWARD = """

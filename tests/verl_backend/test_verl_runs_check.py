@@ -1,4 +1,4 @@
-"""What the two scripts over whole verl runs take for well: every figure of theirs can make them fail."""
+"""The limits of the two scripts over whole verl runs: every figure of theirs can make them fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verl run refuses while it is set up, before Ray is started."""
+"""Refusals of a verl run while it is set up, before Ray is started."""
 
 from __future__ import annotations
 

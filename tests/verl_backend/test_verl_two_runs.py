@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 
 def publish(tmp_path, rounds: int, *, apart: bool) -> list[dict]:
-    """What each of two runs got of `rounds` publishes."""
+    """The publishes that each of two runs got, of `rounds`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "verl_two_runs.py")]
     handle, folder = f"ipc://{tmp_path}/socket", str(tmp_path) if apart else ""

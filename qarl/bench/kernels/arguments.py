@@ -14,11 +14,12 @@ from pathlib import Path
 
 from qarl.bench.arguments import DEVICES, default_device, read
 from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
+from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "quantize_activations")
 EXPERT_OPERATIONS = ("grouped_linear", "grouped_input_gradient", "experts")
-SCHEMES = ("w4a16", "w8a8", "fp8")
+LOW_BIT = tuple(name for name in ROLLOUT_SCHEMES if name != "bf16")
 GPU_MODELS = ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-7B", "Qwen3-8B", "Qwen3-30B-A3B")
 GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
 
@@ -48,7 +49,7 @@ class Arguments:
     shape: str | None = None
     experts: tuple[int, ...] = ()
     m: tuple[int, ...] = ()
-    scheme: tuple[str, ...] = SCHEMES
+    scheme: tuple[str, ...] = LOW_BIT
     operation: tuple[str, ...] = (*OPERATIONS, *EXPERT_OPERATIONS)
     group_size: int = 128
     seconds: float = 0.2
@@ -71,7 +72,7 @@ class Arguments:
         choices = {
             "device": DEVICES,
             "layer": LINEARS,
-            "scheme": SCHEMES,
+            "scheme": LOW_BIT,
             "operation": (*OPERATIONS, *EXPERT_OPERATIONS),
         }
         arguments = read(cls, [*defaults, *given], choices)

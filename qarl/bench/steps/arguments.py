@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qarl.bench.arguments import DEVICES, SCHEMES, check_divides, default_device, read
+from qarl.bench.arguments import DEVICES, check_divides, default_device, read
 from qarl.bench.sources import Source, default_group_size, find_model
+from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 LEVELS = ("off", "linears", "model", "exact")
@@ -60,7 +61,7 @@ class Arguments:
     device: str
     model: str
     layers: int | None = None
-    schemes: tuple[str, ...] = SCHEMES
+    schemes: tuple[str, ...] = ROLLOUT_SCHEMES
     levels: tuple[str, ...] = LEVELS[:3]
     prompts: int = 8
     n: int = 4
@@ -83,7 +84,7 @@ class Arguments:
         """Raises UserError for an invalid argument, or arguments that do not fit together."""
         device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
         defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
-        choices = {"device": DEVICES, "schemes": SCHEMES, "levels": LEVELS, "master_dtype": MASTER_DTYPES}
+        choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS, "master_dtype": MASTER_DTYPES}
         arguments = read(cls, [*defaults, *given], choices, part=part)
         _check(arguments)
         return arguments
@@ -114,7 +115,7 @@ class Arguments:
 
     def cases(self) -> list[Case]:
         """BF16 first. It has no low-bit linears, so `linears` would be `off` again."""
-        schemes = sorted(set(self.schemes), key=SCHEMES.index)
+        schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part in ("rollout", "publish"):
             return [Case(scheme, "") for scheme in schemes]
         levels = sorted(set(self.levels), key=LEVELS.index)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qarl.checks.layers import FUSED_LAYERS
 from qarl.kernels.registry import LINEAR_KERNELS
 from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import quantize
@@ -25,12 +26,7 @@ ROWS = 16
 ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
 """Relative error (root mean square) of two BF16 results: a rounding each, and an 8-bit code here and there is the next
 one; FP8 tensor cores sum in fewer bits."""
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "o_proj": ("o_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
+PARTS = {**FUSED_LAYERS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}
 """vLLM's linears of a decoder layer, and the trainer's that each stands for."""
 LEAVES = {part for parts in PARTS.values() for part in parts}
 

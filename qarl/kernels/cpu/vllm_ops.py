@@ -116,7 +116,7 @@ class VllmCpuWNA16Linear:
 
 
 class VllmCpuInt8Linear:
-    """What vLLM's CPUInt8ScaledMMLinearKernel computes, by the same operators."""
+    """Computes what vLLM's CPUInt8ScaledMMLinearKernel does, by the same operators."""
 
     name = "vllm_cpu_int8"
 

@@ -130,7 +130,7 @@ def _group_size(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 class _PackedLinear:
-    """What the two W4A16 kernels share."""
+    """Base of the two W4A16 kernels."""
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
@@ -249,7 +249,7 @@ class VllmMarlinLinear(_PackedLinear):
 
 
 class _CutlassLinear:
-    """What the two 8-bit kernels share: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
+    """Base of the two 8-bit kernels: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
@@ -285,7 +285,7 @@ class _CutlassLinear:
 
 
 class VllmCutlassInt8Linear(_CutlassLinear):
-    """What CutlassInt8ScaledMMLinearKernel runs."""
+    """The operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
 
     name = "vllm_cutlass_int8"
 
@@ -306,7 +306,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
 
 
 class VllmCutlassFP8Linear(_CutlassLinear):
-    """What CutlassFP8ScaledMMLinearKernel runs on weights with a scale per channel."""
+    """The operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
 
     name = "vllm_cutlass_fp8"
 
@@ -337,5 +337,5 @@ def _disabled(kernel: str) -> str | None:
 
 @cache
 def _nothing(device: torch.device) -> torch.Tensor:
-    """What Marlin takes for tensors that there are not: zero points, the order of columns."""
+    """An empty tensor, which Marlin takes for zero points and an order of columns that do not exist."""
     return torch.empty(0, dtype=torch.int32, device=device)

@@ -237,12 +237,12 @@ def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Te
 
 @cache
 def _no_columns(experts: int, device: torch.device) -> torch.Tensor:
-    """What Marlin takes for an order of columns that there is not."""
+    """An empty tensor, which Marlin takes for an order of columns that does not exist."""
     return torch.empty(experts, 0, dtype=torch.int32, device=device)
 
 
 class _EightBitExperts:
-    """What the two 8-bit kernels share."""
+    """Base of the two 8-bit kernels."""
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> Experts:

@@ -1,4 +1,4 @@
-"""What each kernel ships as, and its compilation without a GPU: registers, stack and shared memory for each target.
+"""Compiles every kernel configuration without a GPU, and reads registers, stack and shared memory for each target.
 
 Every kernel file has a module variable `AOT: list[AotKernel]` with the types and the configurations its wrappers
 launch. `compile_kernel` lowers one of them with the assembler inside Triton's wheel, down to the machine code of a GPU
@@ -53,7 +53,7 @@ class AotKernel:
 
 
 class Resources(NamedTuple):
-    """Of one compiled configuration. Spilled registers live on the stack, so `stack_bytes` of 0 means no spills."""
+    """Resources of one compiled configuration. Spilled registers live on the stack; no `stack_bytes`, no spills."""
 
     registers: int
     stack_bytes: int

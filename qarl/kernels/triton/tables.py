@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """What is Triton's and not the kernel's."""
+        """Options of a launch that are Triton's, not the kernel's."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def persistent(self, tiles: int, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""What a complete set of weights is: for every tensor on the wire its name, dtype and shape.
+"""The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
 The expectation is built from the engine's own model config, not from what the trainer is about to send: two sources, so
 that a layer missing on one side shows. vLLM itself accepts a missing scale and answers NaN, and a wrong shape spoils
@@ -18,6 +18,7 @@ import torch
 from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.meta import meta_model
+from qarl.quant.quantize import FLOAT_BITS
 from qarl.quant.scheme import Scheme
 
 
@@ -155,15 +156,6 @@ def check_specs(
         )
 
 
-_MAGNITUDES = {
-    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
-    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
-    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
-    torch.float8_e4m3fn: (torch.uint8, 0x7F, 0x7F),
-}
-"""By dtype: an integer of its width, the mask that drops the sign, and the smallest magnitude that is no number."""
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no value is NaN or Inf; always so for integers.
 
@@ -171,7 +163,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.dtype not in _MAGNITUDES:
+    bits = FLOAT_BITS.get(tensor.dtype)
+    if bits is None:
         return bool(torch.isfinite(tensor).all())
-    integer, mask, bound = _MAGNITUDES[tensor.dtype]
-    return int((tensor.detach().view(integer) & mask).amax()) < bound
+    return int((tensor.detach().view(bits.integer) & bits.magnitude_mask).amax()) < bits.nonfinite

@@ -1,4 +1,4 @@
-"""What goes from trainer to engine in one publish: tensors in layer order, with records between them.
+"""The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
 
     qarl.begin    the version, and name, dtype and shape of every tensor that will follow, where they are known
     tensors       of one unit: a decoder layer, or a module outside of them
@@ -32,7 +32,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 class TransferFailed(UserError):
-    """What arrived is not what was sent: the same publish may work when it is made again."""
+    """The data that arrived is not the data that was sent; publishing again may work."""
 
 
 _DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")

@@ -258,7 +258,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         )
 
     def _count(self, data: Any) -> MiniBatchCounts:
-        """Of a mini-batch over all ranks."""
+        """Counts of a mini-batch over all ranks."""
         names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in data]
         return count_mini_batch(data.select(*names).to_padded_tensor(), self.get_data_parallel_group())
 

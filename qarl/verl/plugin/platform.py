@@ -25,7 +25,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 def _device_module() -> ModuleType:
-    """What verl expects of `torch.cuda`, for the CPU."""
+    """A stand-in for `torch.cuda`, for the CPU: the names that verl uses."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What a publish through verl's sockets lacks: a sender that belongs to the receiver, and an end when one of them dies.
+"""Adds what verl's sockets lack: the sender must belong to the receiver, and a publish ends if either dies.
 
 verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py), and the job
 id is `01000000` in every Ray that a run starts for itself: two runs on one host bind the same path, each after removing

@@ -107,7 +107,7 @@ def check_record(engine: Any, folder: str) -> str:
 
 
 def _parts(manager: Any, action: str) -> set[str]:
-    """What verl's checkpoint manager is told to `save` or to `load`."""
+    """The parts that verl's checkpoint manager is told to `save` or to `load`."""
     return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
 
 

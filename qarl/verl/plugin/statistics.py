@@ -23,7 +23,7 @@ AFTER_FIRST = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/n
 
 @dataclass(frozen=True)
 class MiniBatchCounts:
-    """Of a mini-batch, over all ranks, before its update.
+    """Statistics of a mini-batch over all ranks, before its update.
 
     `responses`: non-empty ones. `tokens`: of their masks. `different`: tokens whose old log-prob is not the rollout's.
     `mismatch`: mean |old - rollout| of the tokens; None where the batch lacks either, and then all tokens are
@@ -68,7 +68,7 @@ def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
 
 @dataclass
 class StepStatistics:
-    """What one rank has seen since the step began."""
+    """Sums of one rank since the step began."""
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)

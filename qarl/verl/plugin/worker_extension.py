@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers under verl: weights arrive already quantized, in checkpoint format, and go through QaRL's
+"""Runs in vLLM's workers under verl: weights arrive already quantized, in checkpoint format, and go through QaRL's
 receiver, one decoder layer at a time (`qarl.rollout.publish.receive`).
 
 verl's own extension hands buckets to `load_weights` as they come; that fails for layers whose parameters were repacked

@@ -1,4 +1,4 @@
-"""What a publish must contain and how many bytes of it are low-bit, for every scheme, without an engine."""
+"""The contents of a publish and how many bytes of it are low-bit, for every scheme, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a publish, one fault after another on one running engine.
+"""Faults of a publish, one after another on one running engine.
 
 After each: a clear error, an engine that refuses to generate, and a later good publish that gives back exactly what it
 generated before.

@@ -1,4 +1,4 @@
-"""What of an engine's model a publish must write, and what a receiver does when it does not get all: without vLLM."""
+"""The parts of an engine's model that a publish must write, and a receiver that does not get all: without vLLM."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_tensors_in_a_buffer_that_is_reused_are_copied():
 
 
 class Engine:
-    """What `publish_weights` asks of an engine."""
+    """The methods of an engine that `publish_weights` calls."""
 
     def __init__(self, model: Any, cut: int | None = None) -> None:
         self.receiver = receiver(model)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
-from qarl.quant.linear import invalidate_quantized
+from qarl.quant.convert import invalidate_quantized
 from qarl.quant.phases import measure_phases
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 

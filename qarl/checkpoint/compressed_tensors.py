@@ -140,7 +140,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensors` with the weights of `linears` quantized, as they go over the wire."""
+    """`tensors`, by checkpoint name, with the weights of `linears` quantized, as they go over the wire."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and owner in linears:
@@ -161,7 +161,7 @@ def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears:
 
 
 def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
-    """Names of the layers that `scheme` quantizes in the model of `folder`'s config.json."""
+    """Names of the linears that `scheme` quantizes in the model of `folder`'s config.json, each expert's among them."""
     if not scheme.quantized:
         return set()
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])

@@ -19,6 +19,7 @@ from qarl.checkpoint.folder import Checkpoint, damaged, list_checkpoints, open_c
 from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, list_torn, list_whole, step_of
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
+from qarl.quant.stacks import unstacked, unstacked_shapes
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -116,7 +117,7 @@ def _local(folder: Path) -> Source:
 
 def _masters(checkpoint: Checkpoint) -> Stream:
     """Masters, and what has none (frozen parameters, buffers) upcast."""
-    masters = checkpoint.optimizer(mmap=True)["masters"]
+    masters = dict(unstacked(checkpoint.optimizer(mmap=True)["masters"].items()))
     for name, shape in tensor_shapes(checkpoint.folder).items():
         if name in masters and tuple(masters[name].shape) != shape:
             raise damaged(checkpoint.folder, f"the master of {name} has another shape than its weight")
@@ -156,8 +157,8 @@ def _verl(folder: Path, trust_remote_code: bool) -> Source:
     config = read_config(folder.parents[1] / "config.yaml")
 
     def stream(dtype: torch.dtype) -> Stream:
-        return ((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)
+        return unstacked((name, tensor) for name, tensor in weights.tensors(dtype) if name not in tied)
 
-    shapes = {name: shape for name, shape in weights.shapes().items() if name not in tied}
+    shapes = unstacked_shapes({name: shape for name, shape in weights.shapes().items() if name not in tied})
     bf16, fp32 = partial(stream, torch.bfloat16), partial(stream, torch.float32)
     return Source(step_of(folder), folder, config, model_folder, shapes, bf16, fp32)

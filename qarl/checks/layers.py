@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from qarl.config import Config
-from qarl.config.ignore import is_ignored
+from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
-from qarl.quant import meta
+from qarl.quant import convert, meta
 from qarl.quant.scheme import Scheme, get_scheme
 
 W4A16_CPU_MULTIPLE = 32
@@ -26,7 +26,7 @@ W4A16_CPU_MULTIPLE = 32
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 Shapes = dict[str, tuple[int, int]]
-"""Names of linears and their [N, K]: output and input features."""
+"""Names of linears, each expert's among them, and their [N, K]: output and input features."""
 
 
 def check_linears(config: Config, hf_config: Any) -> None:
@@ -58,10 +58,8 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
 
 
 def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
-    """[N, K] of every linear layer in the model that `hf_config` describes. Reads no weights."""
-    modules = meta_model(hf_config, trust_remote_code=trust_remote_code).named_modules()
-    linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
-    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    """[N, K] of every linear layer in the model that `hf_config` describes, each expert's too. Reads no weights."""
+    return convert.linear_shapes(meta_model(hf_config, trust_remote_code=trust_remote_code))
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
@@ -78,7 +76,8 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """The engine fuses some layers into one, which is quantized whole or not at all."""
+    """The engine fuses some layers into one, which is quantized whole or not at all; and so are a layer's experts."""
+    names = list(names)
     for entry in ignore:
         owner, _, leaf = entry.rpartition(".")
         if leaf in FUSED_LAYERS and not entry.startswith("re:"):
@@ -102,6 +101,8 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
             "layer has one scheme",
             fix="name all layers of a group in quant.ignore, or none of them",
         )
+    resolved = resolve_ignored(names, ignore)
+    convert.check_whole_experts(resolved.quantized, resolved.ignored)
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
@@ -161,9 +162,12 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def name_layers(names: Iterable[str]) -> str:
-    """Every name, layers that differ in their number alone as one: `model.layers.0-27.mlp.down_proj`."""
+    """Every name, layers that differ in their number alone as one: `model.layers.0-27.mlp.down_proj`.
+
+    The experts of a layer are alike, and `*` stands for their numbers.
+    """
     numbers: dict[str, list[int]] = {}
-    for name in names:
+    for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)
         pattern = f"{name[: match.start()]}{{}}{name[match.end() :]}" if match else name
         numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])

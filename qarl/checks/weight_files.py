@@ -15,6 +15,7 @@ from qarl.checkpoint.compressed_tensors import header_shapes
 from qarl.checks.layers import meta_model
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
+from qarl.quant.stacks import unstacked_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -63,9 +64,7 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
     """
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
-    expected = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-    # transformers stacks the experts that a checkpoint stores one by one.
-    expected = {name: shape for name, shape in expected.items() if ".experts." not in name}
+    expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})
     stored = stored_shapes(path)
     common = expected.keys() & stored.keys()
     if 2 * len(common) < len(expected):

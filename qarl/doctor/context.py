@@ -24,6 +24,7 @@ from qarl.data.rewards import RewardFn, get_reward_fn
 from qarl.doctor.target import Target
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice
+from qarl.quant.convert import linear_shapes
 from qarl.quant.scheme import Scheme, get_scheme
 
 Value = TypeVar("Value")
@@ -136,11 +137,10 @@ class Context:
 
     @cached_property
     def linears(self) -> Part[layers.Shapes]:
-        """[N, K] of every linear of the trainer's model."""
+        """[N, K] of every linear of the trainer's model, each expert's too."""
 
         def read() -> layers.Shapes:
-            modules = self.model.get().named_modules()
-            return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+            return linear_shapes(self.model.get())
 
         return Part("the model's layers", read)
 

@@ -7,12 +7,10 @@ vocabulary is padded to a multiple of 64 and then split.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from qarl.checks import layers
 from qarl.checks.memory import ModelSize
-from qarl.config.ignore import is_ignored
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
@@ -27,7 +25,7 @@ def check_groups(context: Context, topic: Topic) -> None:
     if not scheme.quantized:
         topic.ok("scheme bf16: no groups")
         return
-    shapes = _all_quantized(context)
+    shapes = context.quantized.get()
     layers.check_group_size(shapes, scheme)
     if scheme.group_size:
         topic.ok(f"quant.group_size={scheme.group_size} divides the inputs of all {len(shapes)} quantized layers")
@@ -52,7 +50,7 @@ def check_tensor_parallel(context: Context, topic: Topic) -> None:
         *_heads(size, parallel),
         *_vocabulary(size, parallel),
         *_rows_and_columns(size.linears(), parallel),
-        *_groups(_all_quantized(context), parallel, context.scheme.group_size),
+        *_groups(context.quantized.get(), parallel, context.scheme.group_size),
     ]
     for what, where, why in problems:
         topic.error(f"{key}={parallel}: {what}", where=where, why=why, fix=_working_sizes(context, size))
@@ -64,15 +62,6 @@ def check_tensor_parallel(context: Context, topic: Topic) -> None:
             f"{key}={parallel}: {size.heads // parallel} heads and {kv_heads} kv heads{repeated} a GPU, "
             f"all layers split evenly{group}"
         )
-
-
-def _all_quantized(context: Context) -> layers.Shapes:
-    """The linears to quantize; of a mixture of experts also the experts', which the trainer has stacked."""
-    size, shapes = context.size.get(), dict(context.quantized.get())
-    if size.experts:
-        experts = {name: shape for name, shape in size.linears().items() if ".experts." in name}
-        shapes |= {name: shape for name, shape in experts.items() if not is_ignored(name, context.ignore)}
-    return shapes
 
 
 Problem = tuple[str, str, str]
@@ -121,13 +110,11 @@ def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | N
         return []
     parts = sorted({rows[name] // parallel for name in bad})
     why = f"a GPU gets {', '.join(map(str, parts))} inputs, which are no whole groups of {group}: a scale would be cut"
-    # The experts of a layer are alike: one name stands for them.
-    stacks = dict.fromkeys(re.sub(r"[.]experts[.].*", ".experts", name) for name in bad)
-    return [(f"{len(bad)} layers cannot be split along their inputs", layers.name_layers(stacks), why)]
+    return [(f"{len(bad)} layers cannot be split along their inputs", layers.name_layers(bad), why)]
 
 
 def _working_sizes(context: Context, size: ModelSize) -> str:
-    quantized, group = _all_quantized(context), context.scheme.group_size
+    quantized, group = context.quantized.get(), context.scheme.group_size
     linears = size.linears()
     good = [
         parallel

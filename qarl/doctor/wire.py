@@ -27,8 +27,6 @@ def check_dtypes(context: Context, topic: Topic) -> None:
             kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
     dtypes = ", ".join(f"{leaf} {' or '.join(sorted(found))}" for leaf, found in kinds.items())
     described = f"; {len(layers)} layers as {dtypes}" if layers else ""
-    if context.size.get().experts and scheme.quantized:
-        described += "; experts are counted in BF16, as quantizing them is not built yet"
     topic.ok(f"{len(manifest)} tensors, {readable(bytes_sent)} a publish{described}")
 
 

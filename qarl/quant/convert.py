@@ -1,64 +1,79 @@
 """Which linears of a model become quantized: one walk, one matcher, one report; and the wire tensors of the whole
 model.
 
-`quantize_model` swaps `nn.Linear` for `QuantLinear` in place. `packed_state_dict` yields what a rollout engine loads
-and what a checkpoint stores, in compressed-tensors names. Both take their decision from the same `select_linears`,
-so the trainer, the wire and the checkpoint cannot disagree on what is quantized.
+`quantize_model` swaps `nn.Linear` for `QuantLinear`, and the experts of a layer for `QuantExperts`, in place.
+`packed_state_dict` yields what a rollout engine loads and what a checkpoint stores, in compressed-tensors names. Both
+take their decision from the same `select_linears`, so the trainer, the wire and the checkpoint cannot disagree on what
+is quantized. Each expert's gate_proj, up_proj and down_proj counts as a linear under its checkpoint name; routers and
+the gates of shared experts never do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
+from qarl.quant.experts import QuantExperts, check_experts, quantize_stack
 from qarl.quant.linear import QuantLinear
+from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
+from qarl.quant.stacks import STACKS, is_stack, matrices, stacked_experts, unstacked
 
 DEFAULT_IGNORE = ("lm_head",)
 
 
 @dataclass(frozen=True)
 class QuantReport:
-    """Layers quantized (name -> kernel), layers left alone (name -> why), and ignore entries that matched nothing."""
+    """Linears quantized (name -> kernel), linears left alone (name -> why), ignore entries that matched nothing, and
+    the experts of a layer quantized (name -> kernel)."""
 
     scheme: Scheme
     quantized: dict[str, str]
     skipped: dict[str, str]
     unmatched_ignore: tuple[str, ...]
+    experts: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{self.scheme.name}: {len(self.quantized)} linears quantized, {len(self.skipped)} left alone"]
-        lines += [f"  kernel {kernel}" for kernel in sorted(set(self.quantized.values()))]
-        lines += [f"  left alone: {name} ({reason})" for name, reason in self.skipped.items()]
+        experts = f" and the experts of {len(self.experts)} layers" if self.experts else ""
+        lines = [f"{self.scheme.name}: {len(self.quantized)} linears{experts} quantized"]
+        lines[0] += f", {len(self.skipped)} left alone"
+        kernels = {*self.quantized.values(), *(f"of experts {kernel}" for kernel in self.experts.values())}
+        lines += [f"  kernel {kernel}" for kernel in sorted(kernels)]
+        skipped = {re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name): why for name, why in self.skipped.items()}
+        lines += [f"  left alone: {name} ({reason})" for name, reason in skipped.items()]
         lines += [f"  quant.ignore entry {entry!r} matches no linear" for entry in self.unmatched_ignore]
         return "\n".join(lines)
 
 
 def select_linears(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
-) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linears that `scheme` quantizes, and why each other one is not.
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The linears that `scheme` quantizes, each with the module that holds its weight, and why each other one is not.
+
+    An expert's matrix has a name of a linear, and the module of its layer's experts.
 
     Raises:
-        UserError: a linear that should be quantized has a shape the scheme cannot hold; every such layer is named.
+        UserError: a linear that should be quantized has a shape the scheme cannot hold, and every such layer is named;
+            or `ignore` covers a part of a layer's experts.
     """
-    selected: dict[str, nn.Linear] = {}
+    selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     problems = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
+    for name, (module, shape) in _linears(model).items():
         if not scheme.quantized:
             skipped[name] = "scheme bf16"
+        elif name.endswith(_GATES):
+            skipped[name] = "routes tokens"
         elif is_ignored(name, ignore):
             skipped[name] = "in quant.ignore"
         else:
-            problem = scheme.check_shape(name, module.out_features, module.in_features)
+            problem = scheme.check_shape(name, *shape)
             if problem is not None:
                 problems.append(problem)
             selected[name] = module
@@ -69,7 +84,47 @@ def select_linears(
             why=f"the scheme groups weights along the input dimension by group_size={scheme.group_size}",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
+    check_whole_experts(selected, skipped)
     return selected, skipped
+
+
+_GATES = (".mlp.gate", ".shared_expert_gate")
+"""Linears that choose experts, or weigh one, in families where they are linears."""
+
+
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """[N, K] of every linear of `model`, each expert's matrices among them, by checkpoint name."""
+    return {name: shape for name, (_, shape) in _linears(model).items()}
+
+
+def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
+    """Every linear and every expert's matrix, in the model's order: the module, and [N, K]."""
+    experts = stacked_experts(model)
+    found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[name] = (module, (module.out_features, module.in_features))
+        elif name in experts:
+            for leaf in STACKS:
+                shape = tuple(module.get_parameter(leaf).shape)
+                for matrix in matrices(f"{name}.{leaf}", shape):
+                    found[matrix.name] = (module, (matrix.rows.stop - matrix.rows.start, shape[2]))
+    return found
+
+
+def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
+    """UserError where some of a layer's experts, by the names of their matrices, are quantized and others are not."""
+    layers: list[dict[str, str]] = []
+    for names in (quantized, skipped):
+        matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
+        layers.append({match[1]: name for match, name in matches if match})
+    if split := sorted(layers[0].keys() & layers[1].keys()):
+        raise UserError(
+            f"quant.ignore covers a part of the experts of {len(split)} layers",
+            where=f"{split[0]}: ignored: {layers[1][split[0]]}; quantized: {layers[0][split[0]]}",
+            why="vLLM has one scheme for all experts of a layer",
+            fix='name all of them, as in "re:model[.]layers[.]0[.]mlp[.]experts[.]", or none',
+        )
 
 
 def quantize_model(
@@ -79,29 +134,65 @@ def quantize_model(
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
 ) -> QuantReport:
-    """Replace the selected `nn.Linear` modules of `model` by `QuantLinear`, in place; parameters and their names stay.
+    """Replace the selected `nn.Linear` modules of `model` by `QuantLinear`, and experts by `QuantExperts`, in place;
+    parameters and their names stay.
 
     The weights must be BF16: the forward sees BF16, and what the forward sees is what is quantized.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
-    kernels: dict[str, str] = {}
-    for name, linear in selected.items():
-        if isinstance(linear, QuantLinear):
+    for name, module in selected.items():
+        if isinstance(module, QuantLinear | QuantExperts):
             raise UserError(f"{name} is quantized already", why="quantize_model ran twice", fix="call it once")
-        if linear.weight.dtype != torch.bfloat16:
-            raise UserError(
-                f"{name}.weight is {linear.weight.dtype}, not bfloat16",
-                why="the low-bit kernels multiply BF16 activations; the forward's own BF16 weight is quantized",
-                fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer (optim.master_dtype)",
-            )
-        layer = QuantLinear(linear, scheme, qualified_name=name)
-        model.set_submodule(name, layer)
-        kernels[name] = layer.choice.reason
-    names = [*selected, *skipped]
-    unmatched = tuple(resolve_ignored(names, ignore).unmatched) if scheme.quantized else ()
-    return QuantReport(scheme, kernels, skipped, unmatched)
+    for name, module in owners(selected).items():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf in ("weight", *STACKS) and parameter.dtype != torch.bfloat16:
+                raise UserError(
+                    f"{name}.{leaf} is {parameter.dtype}, not bfloat16",
+                    why="the low-bit kernels multiply BF16 activations; the forward's own BF16 weight is quantized",
+                    fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer "
+                    "(optim.master_dtype)",
+                )
+    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts)
+
+
+def replace_selected(
+    model: nn.Module,
+    selected: Mapping[str, nn.Module],
+    skipped: dict[str, str],
+    scheme: Scheme,
+    ignore: Sequence[str],
+    linear_class: type[QuantLinear],
+    experts_class: type[QuantExperts],
+    *,
+    device: torch.device | None = None,
+) -> QuantReport:
+    """Put layers of the two classes in the places of what `select_linears` selected."""
+    linears: dict[str, str] = {}
+    experts: dict[str, str] = {}
+    modules = owners(selected)
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear):
+            check_experts(module, name)
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            linear = linear_class(module, scheme, qualified_name=name, device=device)
+            model.set_submodule(name, linear)
+            linears[name] = linear.choice.reason
+        else:
+            layer = experts_class(module, scheme, qualified_name=name, device=device)
+            model.set_submodule(name, layer)
+            experts[name] = layer.choice.reason
+    unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
+    return QuantReport(scheme, linears, skipped, unmatched, experts)
+
+
+def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules of `select_linears`, each once, by their own names."""
+    return {
+        name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
+    }
 
 
 def packed_state_dict(
@@ -109,30 +200,40 @@ def packed_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model under its checkpoint name, quantized linears as their low-bit tensors, in layer order.
 
-    A `QuantLinear` yields the tensors its forward multiplies by. For a model that was not converted
+    A `QuantLinear` or `QuantExperts` yields the tensors its forward multiplies by. For a model that was not converted
     (`quant.align=off`), give `scheme` and `ignore`: the selected linears are then quantized here, by the same
-    function. A tied `lm_head.weight` is left out, as in Hugging Face checkpoints. Tensors are not copied: clone what
-    must outlive the next optimizer step.
+    function. A tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face
+    checkpoints. Tensors are not copied: clone what must outlive the next optimizer step.
     """
-    from qarl.quant.quantize import quantize
-
-    layers: dict[str, nn.Linear] = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    layers: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
+    }
     if scheme is not None and scheme.quantized:
-        layers = select_linears(model, scheme, ignore)[0]
+        layers = owners(select_linears(model, scheme, ignore)[0])
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():
         owner, _, leaf = name.rpartition(".")
         layer = layers.get(owner)
         if name in tied:
             continue
-        if layer is None or leaf != "weight":
-            yield name, tensor
+        if layer is None or leaf not in ("weight", *STACKS):
+            yield from unstacked([(name, tensor)])
         elif isinstance(layer, QuantLinear):
             yield from layer.quantized().named(owner)
+        elif isinstance(layer, QuantExperts):
+            yield from layer.quantized()[leaf].named()
         else:
             assert scheme is not None
-            with torch.no_grad():
-                yield from quantize(layer.weight.detach(), scheme, name=name).named(owner)
+            yield from packed_tensor(name, tensor, scheme)
+
+
+@torch.no_grad()
+def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+    """The wire tensors of the weight, or the stack of experts, of this state-dict name."""
+    if is_stack(name, tensor.shape):
+        yield from quantize_stack(tensor.detach(), scheme, name=name).named()
+    else:
+        yield from quantize(tensor.detach(), scheme, name=name).named(name.rpartition(".")[0])
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
@@ -144,4 +245,20 @@ def tied_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in canonical)
 
 
-__all__ = ["DEFAULT_IGNORE", "QuantReport", "packed_state_dict", "quantize_model", "select_linears", "tied_names"]
+def invalidate_quantized(model: nn.Module) -> None:
+    """Call after weights were written past autograd's version counter (`param.data`, shared memory)."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantExperts):
+            module.invalidate()
+
+
+__all__ = [
+    "DEFAULT_IGNORE",
+    "QuantReport",
+    "invalidate_quantized",
+    "linear_shapes",
+    "packed_state_dict",
+    "quantize_model",
+    "select_linears",
+    "tied_names",
+]

@@ -20,12 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.config.ignore import resolve_ignored
-from qarl.quant.convert import DEFAULT_IGNORE, QuantReport, select_linears, tied_names
+from qarl.quant.convert import (
+    DEFAULT_IGNORE,
+    QuantReport,
+    owners,
+    packed_tensor,
+    replace_selected,
+    select_linears,
+    tied_names,
+)
+from qarl.quant.experts import QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
 from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
+from qarl.quant.stacks import STACKS, unstacked
 from qarl.quant.tensor import QuantizedTensor
 
 
@@ -59,6 +68,20 @@ class ShardedQuantLinear(QuantLinear):
         return self._quantized is None
 
 
+class ShardedQuantExperts(QuantExperts):
+    """`QuantExperts` whose quantized tensors hold until `invalidate`."""
+
+    def quantized(self) -> dict[str, QuantizedStack]:
+        """Both stacks. Only inside a forward, where FSDP has gathered the weights, can they be made here."""
+        for leaf in STACKS:
+            self.adopt(leaf, self.get_parameter(leaf).detach())
+        return self._quantized
+
+    @property
+    def stale(self) -> bool:
+        return self._low_bit is None
+
+
 def quantize_before_sharding(
     model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE, device: torch.device
 ) -> QuantReport:
@@ -67,13 +90,8 @@ def quantize_before_sharding(
     Masters may be FP32 or on the meta device. `device`: where the forward will run.
     """
     selected, skipped = select_linears(model, scheme, ignore)
-    kernels: dict[str, str] = {}
-    for name, linear in selected.items():
-        layer = ShardedQuantLinear(linear, scheme, qualified_name=name, device=device)
-        model.set_submodule(name, layer)
-        kernels[name] = layer.choice.reason
-    unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
-    return QuantReport(scheme, kernels, skipped, unmatched)
+    classes = ShardedQuantLinear, ShardedQuantExperts
+    return replace_selected(model, selected, skipped, scheme, ignore, *classes, device=device)
 
 
 def sharded_wire_tensors(
@@ -84,7 +102,7 @@ def sharded_wire_tensors(
     `gather` makes a whole BF16 tensor of a state-dict entry, on every rank. Floating-point tensors travel in BF16.
     """
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
-    selected = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
+    selected = owners(select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
     tied = tied_names(model)
     for name, entry in model.state_dict().items():
         if name in tied:
@@ -92,9 +110,11 @@ def sharded_wire_tensors(
         owner, _, leaf = name.rpartition(".")
         whole = gather(entry)
         layer = layers[owner]
-        if owner not in selected or leaf != "weight":
-            yield name, whole
+        if owner not in selected or leaf not in ("weight", *STACKS):
+            yield from unstacked([(name, whole)])
         elif isinstance(layer, ShardedQuantLinear):
             yield from layer.adopt(whole).named(owner)
+        elif isinstance(layer, ShardedQuantExperts):
+            yield from layer.adopt(leaf, whole).named()
         else:
-            yield from quantize(whole, scheme, name=name).named(owner)
+            yield from packed_tensor(name, whole, scheme)

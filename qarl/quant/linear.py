@@ -23,6 +23,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.registry import Choice, LinearKernel, choose_linear_kernel, own_backward_input
+from qarl.quant.marks import Mark
 from qarl.quant.phases import phase
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
@@ -78,7 +79,7 @@ class QuantLinear(nn.Linear):
             force=kernel,
         )
         self.generation = 0
-        self._made_from: tuple[torch.Tensor, int, int] | None = None
+        self._made_from: Mark | None = None
         self._quantized: QuantizedTensor | None = None
         self._dequantized: torch.Tensor | None = None
         self.prepared: Any = None
@@ -94,7 +95,7 @@ class QuantLinear(nn.Linear):
                 self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
                 with phase("prepare"):
                     self.prepared = self.kernel.prepare(self._quantized.tensors)
-            self._made_from = (self.weight, self.weight.data_ptr(), self.weight._version)
+            self._made_from = Mark.of(self.weight)
             self._dequantized = None
             self.generation += 1
         return self._quantized
@@ -118,11 +119,7 @@ class QuantLinear(nn.Linear):
     @property
     def stale(self) -> bool:
         """Whether the weight was changed, or replaced, since its quantized tensors were made."""
-        # The parameter itself is held on to: a new one may get the freed address and start at the same version.
-        if self._made_from is None:
-            return True
-        weight, address, version = self._made_from
-        return weight is not self.weight or address != weight.data_ptr() or version != weight._version
+        return self._made_from is None or not self._made_from.holds_for(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
@@ -143,10 +140,3 @@ class QuantLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scheme={self.scheme.name}, kernel={self.kernel.name}"
-
-
-def invalidate_quantized(model: nn.Module) -> None:
-    """Call after weights were written past autograd's version counter (`param.data`, shared memory)."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            module.invalidate()

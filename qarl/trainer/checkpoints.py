@@ -40,6 +40,7 @@ from qarl.data import Prompt
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
 from qarl.quant.convert import tied_names
+from qarl.quant.stacks import unstacked
 from qarl.trainer.policy import Policy
 from qarl.trainer.resume import changed_keys, make_newest
 
@@ -197,7 +198,7 @@ def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
 def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     """The BF16 tensors the forward sees, live, by checkpoint name; a tied lm_head is left out."""
     tied = tied_names(policy.model)
-    return [(name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied]
+    return list(unstacked((name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied))
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:

@@ -22,6 +22,7 @@ from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
+from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
@@ -155,8 +156,10 @@ class Policy:
         for layer in self.quantized_layers().values():
             layer.quantized()
 
-    def quantized_layers(self) -> dict[str, QuantLinear]:
-        return {name: module for name, module in self.model.named_modules() if isinstance(module, QuantLinear)}
+    def quantized_layers(self) -> dict[str, QuantLinear | QuantExperts]:
+        """Quantized linears, and by layer its experts."""
+        kinds = (QuantLinear, QuantExperts)
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
         """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer."""

@@ -33,6 +33,7 @@ from qarl.config import OptimConfig
 from qarl.errors import UserError
 from qarl.export import main
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
+from qarl.quant.stacks import unstacked
 from qarl.trainer.optim import MasterOptimizer
 
 IGNORE = ["lm_head", "re:.*layers\\.1\\.mlp\\..*"]
@@ -59,7 +60,7 @@ def make_run(folder: Path, *, family: str = "qwen3", tie: bool = False, scheme: 
         save_checkpoint(
             folder / "run" / "checkpoints" / f"step_{step}",
             files=ModelFiles.of(model, AutoTokenizer.from_pretrained(source)),
-            weights=[(name, tensor) for name, tensor in model.state_dict().items() if name not in tied],
+            weights=unstacked((name, tensor) for name, tensor in model.state_dict().items() if name not in tied),
             optimizer=optimizer.state_dict(),
             rng={},
             state=whole_state(step=step, config=config | {"trainer": {}}),
@@ -75,8 +76,15 @@ def digests(tensors) -> dict[str, str]:
     return {name: tensor_digest(tensor) for name, tensor in tensors}
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8"])
-@pytest.mark.parametrize(("family", "tie"), [("qwen2", False), ("qwen3", True)], ids=["qwen2", "qwen3, tied"])
+@pytest.mark.parametrize(
+    ("family", "tie", "scheme"),
+    [
+        (family, tie, scheme)
+        for family, tie in (("qwen2", False), ("qwen3", True), ("qwen3_moe", False))
+        for scheme in ("w4a16", "w8a8", "fp8", "w4a8")
+        if (family, scheme) != ("qwen3_moe", "w4a8")
+    ],
+)
 def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme, family, tie):
     run, model, _ = make_run(tmp_path, family=family, tie=tie, scheme=scheme)
     message = run_export(run, tmp_path / "out")
@@ -96,8 +104,9 @@ def test_the_quantized_export_is_what_the_live_model_publishes(tmp_path, scheme,
     assert names >= {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 
-def test_bf16_and_fp32_are_the_masters(tmp_path):
-    run, model, optimizer = make_run(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_bf16_and_fp32_are_the_masters(tmp_path, family):
+    run, model, optimizer = make_run(tmp_path, family=family)
     run_export(run, tmp_path / "bf16", "format=bf16")
     run_export(run, tmp_path / "fp32", "format=fp32")
     masters = optimizer.state_dict()["masters"]

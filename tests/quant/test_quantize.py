@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import (
-    FloatQuantizationCompressor,
-    IntQuantizationCompressor,
-    PackedQuantizationCompressor,
-)
-from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors_rule import BIT_VIEW, PRESETS, assert_same_bytes, compressed_tensors_compress
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -25,40 +17,7 @@ from qarl.quant.quantize import dequantize, quantize
 from qarl.quant.scheme import get_scheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BIT_VIEW = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float8_e4m3fn: torch.uint8,
-}
-PRESETS: dict[str, tuple[str, type[BaseCompressor]]] = {
-    "w4a16": ("W4A16", PackedQuantizationCompressor),
-    "w4a8": ("W4A8", PackedQuantizationCompressor),
-    "w8a8": ("W8A8", IntQuantizationCompressor),
-    "fp8": ("FP8_DYNAMIC", FloatQuantizationCompressor),
-}
 EIGHT_BIT = ["w8a8", "fp8"]
-
-
-def compressed_tensors_compress(weight: Tensor, name: str, group_size: int) -> tuple[dict[str, Tensor], Any]:
-    """compressed-tensors' own preset, observer arithmetic and compressor; its scales have the weight's dtype."""
-    scheme: QuantizationScheme = preset_name_to_scheme(PRESETS[name][0], ["Linear"])
-    assert scheme.weights is not None
-    if scheme.weights.group_size is not None:
-        scheme.weights.group_size = group_size
-        groups = weight.unflatten(-1, (-1, group_size))
-        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
-    else:
-        scale, zero_point = calculate_qparams(weight.amin(-1, True), weight.amax(-1, True), scheme.weights)
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    return PRESETS[name][1].compress(state, scheme), scheme
-
-
-def assert_same_bytes(mine: Tensor, theirs: Tensor) -> None:
-    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-    if mine.dtype in BIT_VIEW:
-        mine, theirs = mine.view(BIT_VIEW[mine.dtype]), theirs.view(BIT_VIEW[theirs.dtype])
-    assert torch.equal(mine, theirs), f"{int((mine != theirs).sum())} of {mine.numel()} differ"
 
 
 def assert_equals_compressed_tensors(weight: Tensor, group_size: int = 128, name: str = "w4a16") -> None:

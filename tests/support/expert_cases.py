@@ -41,7 +41,7 @@ def exact(scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
         return t + (t.detach().bfloat16().double() - t).detach()
 
     def seen(t: torch.Tensor) -> torch.Tensor:
-        if scheme == "w4a16":
+        if scheme in ("w4a16", "bf16"):
             return t
         values, scale = (quantize_int8 if scheme == "w8a8" else quantize_fp8)(t.detach().bfloat16())
         return t + (values.double() * scale.double() - t).detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 128,
         "intermediate_size": 96,
@@ -26,9 +27,12 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
     }
     if family != "qwen2":
         sizes["head_dim"] = 32
-    config = {
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config: Any = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
         "llama": transformers.LlamaConfig,
     }[family](**sizes)
     torch.manual_seed(0)

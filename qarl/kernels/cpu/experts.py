@@ -7,8 +7,8 @@ the linear kernel that serves vLLM's dense layers on the machine; QaRL's plugin 
 
 Low-bit experts round a row to BF16 after each product and after silu(gate) and its product with up. The router's
 weights and the sum over a token's experts are FP32, in the router's order, and rounded once. BF16 experts stay in FP32
-from the first product to the last sum, but for one rounding after silu(gate) * up. Trainer and engine must call the same
-of the two: W4A16 weights dequantized for the BF16 operator would give results that differ by 1%.
+from the first product to the last sum, but for one rounding after silu(gate) * up. Trainer and engine must call the
+same of the two: W4A16 weights dequantized for the BF16 operator would give results that differ by 1%.
 
 A token's result depends on no other token: the linear kernels promise it for rows, the sum is of one token.
 """
@@ -153,8 +153,8 @@ class VllmCpuBf16Experts:
         if missing:  # columns of zeros, as the engine adds them
             gates = first.unflatten(1, (2, -1))
             first, second = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2), F.pad(second, (0, missing))
-        packed = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
-        return PreparedBf16Experts(*packed, isa)
+        first, second = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))
+        return PreparedBf16Experts(first, second, isa)
 
     @staticmethod
     def forward(

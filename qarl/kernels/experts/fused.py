@@ -26,9 +26,12 @@ from qarl.errors import UserError
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cpu.experts import VllmCpuExperts
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of, sizes_of
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
+
+_EIGHT_BIT = ("w8a8", "fp8")
+"""Schemes whose activations are quantized."""
 
 
 class ExpertsKernel(Protocol):
@@ -70,7 +73,7 @@ class _GroupedExperts:
         cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: tuple[Tensors, Tensors]
     ) -> torch.Tensor:
         gate_up, down = prepared
-        routing = route(topk_ids, len(gate_up["weight_scale"]))
+        routing = route(topk_ids, sizes_of(gate_up)[0])
         state = _products(cls, x, gate_up, routing)
         y = grouped.product(state.a, state.a_scale, down, routing.ends)
         weight = topk_weights.flatten()[routing.order, None]
@@ -113,6 +116,8 @@ EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
     "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
 }
 """For every scheme its kernels, in order of preference."""
+BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (ReferenceExperts,)
+"""Those of experts that are not quantized."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,10 @@ class ExpertsChoice:
 
     kernel: type[ExpertsKernel]
     passed_over: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        return f"{self.kernel.name}" + "".join(f"; not {line}" for line in self.passed_over)
 
 
 def choose_experts_kernel(
@@ -133,14 +142,15 @@ def choose_experts_kernel(
 ) -> ExpertsChoice:
     """The first kernel that can serve; `force` names the only one to consider. Raises UserError where none can."""
     passed_over: list[str] = []
-    for kernel in EXPERTS_KERNELS.get(scheme_name, ()):
+    kernels = BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ())
+    for kernel in kernels:
         if force is not None and kernel.name != force:
             continue
         why_not = kernel.unavailable(scheme_name, device, shape, group_size)
         if why_not is None:
             return ExpertsChoice(kernel, tuple(passed_over))
         passed_over.append(f"{kernel.name}: {why_not}")
-    known = ", ".join(kernel.name for kernel in EXPERTS_KERNELS.get(scheme_name, ())) or "none"
+    known = ", ".join(kernel.name for kernel in kernels) or "none"
     raise UserError(
         f"no kernel serves {scheme_name} experts on {device.type}",
         why="; ".join(passed_over) or f"kernels for {scheme_name} experts: {known}",
@@ -159,7 +169,7 @@ class LowBitExperts(NamedTuple):
     @classmethod
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
         """Raises ValueError where the two are not those of one layer."""
-        (experts, rows), (others, hidden) = (tensors["weight_scale"].shape[:2] for tensors in (gate_up, down))
+        (experts, rows), (others, hidden) = (sizes_of(tensors) for tensors in (gate_up, down))
         if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
             raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
         return cls(kernel, gate_up, down, kernel.prepare(gate_up, down))
@@ -209,7 +219,7 @@ class _FusedExperts(torch.autograd.Function):
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         if not len(x):
             return _zeros(ctx.needs_input_grad[:4], x, topk_weights, experts)
-        routing = route(topk_ids, len(experts.gate_up["weight_scale"]))
+        routing = route(topk_ids, sizes_of(experts.gate_up)[0])
         state = _products(experts.kernel, x, experts.gate_up, routing)
         a = _dequantized(state.a, state.a_scale)
         grad = grad_outputs[0][routing.token]
@@ -236,7 +246,7 @@ def _zeros(
     needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
 ) -> tuple[torch.Tensor | None, ...]:
     """Zero gradients for an input without tokens: the engine's quantizers cannot be launched on zero rows."""
-    (count, rows), hidden = experts.gate_up["weight_scale"].shape[:2], x.shape[1]
+    (count, rows), hidden = sizes_of(experts.gate_up), x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
     made = (
@@ -261,13 +271,13 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
     scheme = scheme_of(gate_up)
     scale: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
-    if scheme != "w4a16":
+    if scheme in _EIGHT_BIT:
         x, scale = kernel.quantize(scheme, x.contiguous())  # a token once, whatever the number of its experts
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
     gate, up = grouped.product(rows, row_scale, gate_up, routing.ends).chunk(2, dim=1)
     a = silu_mul(gate, up)
-    if scheme != "w4a16":
+    if scheme in _EIGHT_BIT:
         a, a_scale = kernel.quantize(scheme, a)
     return _State(rows, row_scale, gate, up, a, a_scale)
 

@@ -2,7 +2,7 @@
 
 Rows are sorted by expert (`route`), every expert multiplies its own, and nothing is padded. Weights are the wire
 tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] and `weight_scale` BF16 [E, N, K/g], or `weight` int8
-or float8_e4m3fn [E, N, K] and `weight_scale` FP32 [E, N, 1].
+or float8_e4m3fn [E, N, K] and `weight_scale` FP32 [E, N, 1]; or `weight` BF16 [E, N, K] alone, scheme bf16.
 
 Nothing here waits for a GPU: how many rows an expert has is known on the device alone. The PyTorch of CPUs asks.
 """
@@ -51,11 +51,19 @@ def scheme_of(tensors: Tensors) -> str:
     """The scheme whose wire tensors these are."""
     if "weight_packed" in tensors:
         return "w4a16"
-    return "w8a8" if tensors["weight"].dtype == torch.int8 else "fp8"
+    return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
+
+
+def sizes_of(tensors: Tensors) -> tuple[int, int]:
+    """E and N."""
+    experts, rows = next(iter(tensors.values())).shape[:2]
+    return experts, rows
 
 
 def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """y = x W_e^T, BF16 [M, N]. x [M, K]: BF16 for W4A16, else 8 bits with `x_scale` FP32 [M, 1]."""
+    """y = x W_e^T, BF16 [M, N]. x [M, K]: BF16 for W4A16 and BF16, else 8 bits with `x_scale` FP32 [M, 1]."""
+    if scheme_of(tensors) == "bf16":
+        return _bf16_product(x, tensors["weight"], ends)
     if unavailable(scheme_of(tensors), x.device) is None:
         from qarl.kernels.triton import grouped
 
@@ -72,6 +80,8 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
     """grad W_e, BF16 [M, K] from BF16 [M, N]: what `product` multiplied by, in BF16."""
     scheme = scheme_of(tensors)
+    if scheme == "bf16":
+        return _bf16_product(grad, tensors["weight"].mT, ends)
     if unavailable(scheme, grad.device) is None:
         from qarl.kernels.triton import grouped
 
@@ -80,6 +90,11 @@ def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> 
             return grouped.grouped_w4a16_backward_input(grad, tensors["weight_packed"], scale, ends)
         return grouped.grouped_scaled_backward_input(grad, tensors["weight"], scale, ends)
     return grouped_linear(grad, dequantized(tensors).mT, ends)
+
+
+def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [M, K], weight [E, N, K] of any strides -> [M, N]."""
+    return F.grouped_mm(x, weight.mT, offs=ends) if x.is_cuda else grouped_linear(x, weight, ends)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -99,6 +114,8 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
     if "weight_packed" in tensors:
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
         return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
+    if "weight_scale" not in tensors:
+        return tensors["weight"]
     return (tensors["weight"].float() * tensors["weight_scale"]).bfloat16()
 
 

@@ -20,6 +20,7 @@ from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.meta import meta_model
 from qarl.quant.quantize import FLOAT_BITS
 from qarl.quant.scheme import Scheme
+from qarl.quant.stacks import unstacked
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,8 @@ def expected_manifest(
     linears = select_linears(model, scheme, ignore)[0]
     tied = tied_names(model)
     manifest: Manifest = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in unstacked((name, t) for name, t in model.state_dict().items() if name not in tied):
         owner, _, leaf = name.rpartition(".")
-        if name in tied:
-            continue
         if owner in linears and leaf == "weight":
             for suffix, (dtype, shape) in scheme.wire_tensors(*tensor.shape).items():
                 manifest[f"{owner}.{suffix}"] = TensorSpec(dtype, shape)

@@ -36,8 +36,8 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
 from qarl.errors import UserError
+from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
-from qarl.quant.linear import invalidate_quantized
 from qarl.quant.scheme import get_scheme
 from qarl.verl.plugin.alive import Watch
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings

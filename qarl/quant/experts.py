@@ -1,0 +1,200 @@
+"""QuantExperts: all experts of a layer, multiplied by the low-bit tensors the rollout engine was given; the backward is
+straight-through.
+
+    forward   y = sum over a token's experts of w * down(silu(gate(x)) * up(x))    a kernel of qarl.kernels.experts
+    backward  for x, both stacks of weights and the router's weights w             see qarl.kernels.experts.fused
+
+The module takes the place of transformers' experts, as `QuantLinear` does of a linear, and keeps their two stacked
+parameters under their own names. transformers' registry of experts functions is not used: it has one name for all
+layers of a model, and a layer can be in `quant.ignore`; and a function would keep its tensors on another's module.
+
+A stack is quantized whole. Scales belong to one row or to a group inside one, so a row's bytes do not depend on the
+rows beside it: they are those of each expert's gate_proj, up_proj and down_proj quantized alone. It happens once per
+optimizer step, as in `qarl.quant.linear`; whoever writes through `.data` calls `invalidate_quantized`.
+
+Under scheme bf16 the stacks stay as they are, and the layer is the engine's own BF16 product with our backward: what
+levels `model` and `exact` need (`qarl.align.routing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.kernels.experts.fused import (
+    ExpertsChoice,
+    ExpertsKernel,
+    LowBitExperts,
+    choose_experts_kernel,
+    fused_experts,
+)
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.quant.marks import Mark
+from qarl.quant.phases import phase
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme
+from qarl.quant.stacks import STACKS, matrices
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedStack:
+    """The stack `name` of `shape` [E, N, K] under `scheme`.
+
+    `tensors`: the wire tensors of its matrices by compressed-tensors' names, stacked along [E, N]; without
+    `weight_shape`, which every matrix has alike.
+    """
+
+    name: str
+    scheme: Scheme
+    shape: tuple[int, int, int]
+    tensors: dict[str, torch.Tensor]
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint names and wire tensors of each expert's matrices: views of the stacked ones."""
+        for matrix in matrices(self.name, self.shape):
+            for leaf, tensor in self.tensors.items():
+                yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
+            if "weight_packed" in self.tensors:
+                size = [matrix.rows.stop - matrix.rows.start, self.shape[2]]
+                yield f"{matrix.name}.weight_shape", torch.tensor(size, dtype=torch.int64, device="cpu")
+
+
+def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
+    """The stack [E, N, K], BF16, as `quantize` would make each matrix of it; `name` is its state-dict name.
+
+    Raises:
+        UserError: a shape that the scheme cannot hold, or a NaN or Inf.
+    """
+    experts, rows, columns = weight.shape
+    tensors = {"weight": weight}
+    if scheme.quantized:
+        flat = quantize(weight.reshape(experts * rows, columns), scheme, name=name).tensors
+        tensors = {leaf: t.view(experts, rows, t.shape[1]) for leaf, t in flat.items() if leaf != "weight_shape"}
+    return QuantizedStack(name, scheme, (experts, rows, columns), tensors)
+
+
+class QuantExperts(nn.Module):
+    """Experts with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], both BF16; activations are SiLU's."""
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        scheme: Scheme,
+        *,
+        qualified_name: str,
+        kernel: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Takes over the parameters of transformers' `experts` (no copy). The other arguments are `QuantLinear`'s.
+
+        Raises:
+            UserError: the experts compute something else, or no kernel serves them.
+        """
+        super().__init__()
+        check_experts(experts, qualified_name)
+        given: Any = experts
+        self.gate_up_proj: nn.Parameter = given.gate_up_proj
+        self.down_proj: nn.Parameter = given.down_proj
+        self.scheme, self.qualified_name = scheme, qualified_name
+        count, hidden, intermediate = self.down_proj.shape
+        self.choice: ExpertsChoice = choose_experts_kernel(
+            scheme.name,
+            device or self.down_proj.device,
+            ExpertsShape(count, given.config.num_experts_per_tok, hidden, intermediate),
+            group_size=scheme.group_size,
+            force=kernel,
+        )
+        self._made_from: tuple[Mark, ...] = ()
+        self._quantized: dict[str, QuantizedStack] = {}
+        self._low_bit: LowBitExperts | None = None
+
+    @property
+    def kernel(self) -> type[ExpertsKernel]:
+        return self.choice.kernel
+
+    def quantized(self) -> dict[str, QuantizedStack]:
+        """Both stacks, by leaf name, as the weights are now: what the forward multiplies by and the publisher sends."""
+        if self.stale:
+            self.invalidate()
+            weights = [getattr(self, leaf) for leaf in STACKS]
+            with torch.no_grad():
+                for leaf, weight in zip(STACKS, weights, strict=True):
+                    self.adopt(leaf, weight.detach())
+            self._made_from = tuple(Mark.of(weight) for weight in weights)
+        return self._quantized
+
+    @torch.no_grad()
+    def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
+        """Quantize one stack, unless that is done already; with both there, the kernel prepares them."""
+        if leaf not in self._quantized:
+            self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
+        if self._low_bit is None and self._quantized.keys() == STACKS.keys():
+            gate_up, down = (self._quantized[name].tensors for name in STACKS)
+            with phase("prepare"):
+                self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
+        return self._quantized[leaf]
+
+    def invalidate(self) -> None:
+        """Forget the quantized tensors; the next use makes them again."""
+        self._made_from, self._quantized, self._low_bit = (), {}, None
+
+    @property
+    def stale(self) -> bool:
+        """Whether a weight was changed, or replaced, since the quantized tensors were made."""
+        weights = (self.gate_up_proj, self.down_proj)
+        return not self._made_from or not all(map(Mark.holds_for, self._made_from, weights))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
+        return {**self.__dict__, "_made_from": (), "_quantized": {}, "_low_bit": None}
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] BF16 with the experts of each token [T, k] and their weights [T, k] -> [T, H] BF16."""
+        if hidden_states.dtype != torch.bfloat16:
+            raise UserError(
+                f"{self.qualified_name} got {hidden_states.dtype} activations",
+                why="the kernels of experts multiply BF16 activations, as the rollout engine does",
+                fix="run the model in bfloat16, without autocast to another dtype",
+            )
+        self.quantized()
+        made = self._low_bit
+        assert made is not None
+        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, made)
+        if y.requires_grad:
+            y.register_hook(lambda _: self._check_unchanged(made))
+        return y
+
+    def _check_unchanged(self, made: LowBitExperts) -> None:
+        if self._low_bit is not made or self.stale:
+            raise RuntimeError(f"{self.qualified_name} changed between its forward and its backward")
+
+    def extra_repr(self) -> str:
+        count, hidden, intermediate = self.down_proj.shape
+        return (
+            f"experts={count}, hidden={hidden}, intermediate={intermediate}, scheme={self.scheme.name}, "
+            f"kernel={self.kernel.name}"
+        )
+
+
+def check_experts(experts: nn.Module, name: str) -> None:
+    """UserError where transformers' experts are not gate and up in one stack, SiLU, down, without biases."""
+    flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
+    wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
+    activation: Any = getattr(experts, "act_fn", None)
+    probe = torch.linspace(-4.0, 4.0, 33, device="cpu")
+    if activation is None or not torch.equal(activation(probe), torch.nn.functional.silu(probe)):
+        wrong.append(f"activation {type(activation).__name__}")
+    if wrong:
+        raise UserError(
+            f"{name}: these experts cannot be quantized",
+            where=f"{type(experts).__name__}: {', '.join(wrong)}",
+            why="the kernels compute down(silu(gate(x)) * up(x)) of weights [experts, out, in] without biases",
+            fix="train a model of another family",
+        )

@@ -1,0 +1,74 @@
+"""Names and parts of the parameters that hold all experts of a layer.
+
+transformers stacks the experts; checkpoints, llm-compressor and vLLM's loader have three matrices an expert:
+
+    mlp.experts.gate_up_proj [E, 2I, H]    mlp.experts.M.gate_proj.weight and .up_proj.weight [I, H]
+    mlp.experts.down_proj    [E, H, I]     mlp.experts.M.down_proj.weight [H, I]
+
+The matrices are what `quant.ignore` names, what is quantized and what is published. A stack is known by its name and
+its three dimensions, so tensors of a checkpoint are taken apart without a model. Parts are views, never copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Leaf names of the stacks, and the matrices that each expert has in one, from its first row on."""
+
+
+class Matrix(NamedTuple):
+    """One expert's matrix in a stack: `stack[expert, rows]`."""
+
+    name: str
+    expert: int
+    rows: slice
+
+
+def is_stack(name: str, shape: Iterable[int]) -> bool:
+    """Whether the tensor of this state-dict name holds the experts of a layer."""
+    return name.rpartition(".")[2] in STACKS and len(tuple(shape)) == 3
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
+    """The matrices of the stack `name` of `shape` [E, N, K]: every one of an expert, then the next expert's."""
+    owner, _, leaf = name.rpartition(".")
+    experts, height = shape[0], shape[1] // len(STACKS[leaf])
+    for expert in range(experts):
+        for place, matrix in enumerate(STACKS[leaf]):
+            yield Matrix(f"{owner}.{expert}.{matrix}", expert, slice(place * height, (place + 1) * height))
+
+
+def unstacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Checkpoint names and tensors: stacks as the weights of their matrices, everything else as it is."""
+    for name, tensor in tensors:
+        if not is_stack(name, tensor.shape):
+            yield name, tensor
+            continue
+        for matrix in matrices(name, tuple(tensor.shape)):
+            yield f"{matrix.name}.weight", tensor[matrix.expert, matrix.rows]
+
+
+def unstacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of what `unstacked` gives."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if is_stack(name, shape):
+            found |= {f"{m.name}.weight": (m.rows.stop - m.rows.start, shape[2]) for m in matrices(name, shape)}
+        else:
+            found[name] = shape
+    return found
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that hold the stacks of a layer, by name."""
+    return {name: module for name, module in model.named_modules() if _holds_stacks(module)}
+
+
+def _holds_stacks(module: nn.Module) -> bool:
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    return own.keys() >= STACKS.keys() and all(is_stack(name, own[name]) for name in STACKS)

@@ -19,7 +19,7 @@ from checkout import ROOT
 pytest.importorskip("verl")
 
 PROBE = """
-import json, logging, sys
+import json, logging, os, sys
 import verl
 found = {"loaded": "qarl.verl.plugin.plugin" in sys.modules}
 found["early"] = sorted(m for m in sys.modules if m.startswith("verl.workers") or m.startswith("qarl.verl.plugin.e"))
@@ -36,6 +36,9 @@ for strategy in ("fsdp", "fsdp2"):
         found["engine"][strategy] = repr(error)
 import verl.workers.engine
 found["file"] = verl.workers.engine.__file__.endswith("__init__.py")
+from verl.plugin.platform import platform_manager
+del os.environ["VERL_PLATFORM"]
+found["detected"] = platform_manager._detect_platform_name()
 print("RESULT" + json.dumps(found))
 """
 
@@ -71,6 +74,7 @@ def test_on_cpu(site):
     found = probe(site, VERL_PLATFORM="cpu")
     assert found["loaded"] and found["early"] == [] and found["file"]
     assert "cpu" in found["platforms"]
+    assert found["detected"] != "cpu"  # a process without a visible GPU must not train on the CPU unasked
     assert found["loss"] == "qarl.verl.plugin.loss"
     assert found["engine"] == {"fsdp": "QaRLFSDPEngine", "fsdp2": "QaRLFSDPEngine"}
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from checkout import ROOT
+
+from qarl.rollout.publish.wire import UNIT, encode_publish
+from qarl.verl.plugin.transport import decode, encode
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -46,3 +50,13 @@ def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
 
 def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
     assert results["reused"] == {"version": 1}
+
+
+def test_every_record_survives_a_bucket_which_is_a_dict_by_name():
+    tensors = [(f"model.layers.{i}.norm.weight", torch.full((4,), float(i))) for i in range(3)]
+    bucket = dict(encode(tensors, version=7, run="host/1/01"))
+    received = list(decode(bucket.items(), run="host/1/01"))
+    sent = list(encode_publish(tensors, version=7, run="host/1/01"))
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    assert [name for name, _ in received].count(UNIT) == 3
+    assert all(torch.equal(mine, other) for (_, mine), (_, other) in zip(received, sent, strict=True))

@@ -54,6 +54,33 @@ def test_derived_tensors_are_named_in_a_table():
             receiver(model)
 
 
+def test_a_tensor_without_a_place_in_the_engines_model_is_refused_by_name():
+    expected = {f"model.layers.{i}.mlp.shared.weight": TensorSpec.of(torch.zeros(4)) for i in range(2)}
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.shared\.weight has no place"):
+        WritePlan(engine_model("llama"), None, expected)
+
+
+class UnquantizedLinearMethod:
+    """By this name the plan knows how vLLM holds a BF16 layer; here the product is with the weight itself."""
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+
+def test_a_fused_layer_is_written_whole_or_not_at_all():
+    model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({"gate_up_proj": nn.Linear(4, 6, bias=False)})})
+    model.mlp.gate_up_proj.quant_method = UnquantizedLinearMethod()
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    tensors = {f"mlp.{part}_proj.weight": torch.randn(3, 4) for part in ("gate", "up")}
+    plan = WritePlan(model, None, {name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    plan.write(tensors)
+    written = torch.cat([*tensors.values()])
+    assert torch.equal(model.state_dict()["mlp.gate_up_proj.weight"], written)
+    for name, other in zip(tensors, ("mlp.up_proj", "mlp.gate_proj"), strict=True):
+        with pytest.raises(UserError, match=f"gate_up_proj cannot be written without {other}"):
+            plan.write({name: torch.ones(3, 4)})
+    assert torch.equal(model.state_dict()["mlp.gate_up_proj.weight"], written)
+
+
 def test_int8_activations_are_refused_when_the_engine_has_chosen_them():
     model = engine_model("llama")
     model.model.layers[0].mlp.up_proj.use_w4a8 = True

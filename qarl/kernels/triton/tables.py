@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 PATH = Path(__file__).with_name("tables.json")
-TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100}
 """The compute capability that each table's tiles are compiled for in tests."""
 
 
@@ -94,16 +93,6 @@ def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_s
     """The tile of the first rule that serves the shape; None where the table leaves it to another path."""
     rules = tables()[architecture(device)][operation]
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
-
-
-def shipped(*operations: str, per_sm: bool = True) -> list[tuple[Tile, tuple[int, ...]]]:
-    """Every tile in the tables of `operations`, with the targets it serves; `per_sm` tells tiles apart, or is 0."""
-    found: dict[Tile, tuple[int, ...]] = {}
-    for kind, target in TARGETS.items():
-        tiles = {rule.tile for name in operations for rule in tables()[kind][name]}
-        for tile in tiles if per_sm else {tile._replace(per_sm=0) for tile in tiles}:
-            found[tile] = (*found.get(tile, ()), target)
-    return sorted(found.items())
 
 
 @cache

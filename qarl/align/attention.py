@@ -54,7 +54,7 @@ def fp32_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D] BF16; causal where there is no mask."""
+    """query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D] BF16; causal if there is no mask."""
     if not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1]):
         return _TileAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), attention_mask, scaling), None
     return _sdpa(query, key, value, attention_mask, scaling, dropout), None

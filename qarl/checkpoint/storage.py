@@ -74,7 +74,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """StorageError where the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
+    """StorageError if the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -107,7 +107,7 @@ def replace_folder(folder: Path, new: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove `folder` so that a kill halfway leaves none of that name: `recover` would remove the rest.
 
-    Raises OSError where something is left.
+    Raises OSError if something is left.
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
@@ -115,7 +115,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder or a file. Of a link also what it points to, where that is the moved folder `name`."""
+    """Remove a folder or a file. Of a link also what it points to, if that is the moved folder `name`."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return
@@ -201,7 +201,7 @@ def _in_use(path: Path, pid: int) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None where the system does not say. It counts from the boot."""
+    """When a process started, in seconds since 1970; None if the system does not say. It counts from the boot."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

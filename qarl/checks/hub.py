@@ -29,7 +29,7 @@ _SAME_SIZES = {
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Why the Hub cannot be asked from this machine, or None where it answers. Asked once a process.
+    """Why the Hub cannot be asked from this machine, or None if it answers. Asked once a process.
 
     HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE are believed without asking; proxies and HF_ENDPOINT are used as
     huggingface_hub uses them.

@@ -56,7 +56,7 @@ class Part(Generic[Value]):
         return self._result
 
     def get(self) -> Value:
-        """The value; NotCheckedError where it cannot be had."""
+        """The value; NotCheckedError if it cannot be had."""
         try:
             return self.load()
         except UserError as error:

@@ -130,7 +130,7 @@ def choose_linear_kernel(
     """The first kernel in order of preference that can serve `scheme_name` weights of `shape` [N, K] on `device`.
 
     Args:
-        group_size: of the weights; None where they have no groups, or where it shall not matter.
+        group_size: of the weights; None if they have no groups, or where it shall not matter.
         force: the name of the only kernel to consider.
 
     Raises:

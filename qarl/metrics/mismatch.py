@@ -97,7 +97,7 @@ def response_metrics(
 
     Empty (aborted) responses are left out of `critic/score/*`, as in verl; `critic/score/std` (population) is ours.
     `response_length/clip_ratio` is the fraction that ran into `max_response_length`: from `finish_reasons` ("length")
-    where given, because a response may end on its last allowed token; otherwise, as verl, from the length alone.
+    if given, because a response may end on its last allowed token; otherwise, as verl, from the length alone.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)

@@ -30,7 +30,7 @@ _FRACTION = (-0.02, 1.02)
 
 @dataclass(frozen=True)
 class Figure:
-    """One line figure: file name, title, y label, metric -> label of its line ("" where there is only one)."""
+    """One line figure: file name, title, y label, metric -> label of its line ("" if there is only one)."""
 
     name: str
     title: str
@@ -70,7 +70,7 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory; returns those written. UserError where there is no metrics.jsonl."""
+    """Write `plots/*.png` in the run's directory; returns those written. UserError if there is no metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 

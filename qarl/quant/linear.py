@@ -100,7 +100,7 @@ class QuantLinear(nn.Linear):
         return self._quantized
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, where it can."""
+        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, if it can."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 

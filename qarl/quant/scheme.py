@@ -65,7 +65,7 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Reads `args`; ValueError where it asks for what this class cannot say (blocks, act order, scale dtypes)."""
+        """Reads `args`; ValueError if it asks for what this class cannot say (blocks, act order, scale dtypes)."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):

@@ -98,7 +98,7 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from the statistics of its `tbpo_loss` calls, micro-batches and ranks alike.
 
     A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`: how it combines. A metric over nothing (the share of
-    A < 0 responses outside their band where there is none) is left out rather than given as NaN.
+    A < 0 responses outside their band if there is none) is left out rather than given as NaN.
 
     Metrics, all of responses, none of tokens:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: of those with A > 0, A < 0; near 1 nothing is learned

@@ -50,7 +50,7 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run and, where it resumes from one, puts the trainer back to it."""
+    """Writes the checkpoints of a run and, if it resumes from one, puts the trainer back to it."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """With a checkpoint: restore `trainer` to it; publish afterwards, then call `resumed`."""

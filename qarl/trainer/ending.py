@@ -28,7 +28,7 @@ class Ending:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """An error inside is kept where it is the first, and printed where it is not."""
+        """An error inside is kept where it is the first, and printed if it is not."""
         try:
             yield
         except Exception as error:

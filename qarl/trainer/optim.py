@@ -140,7 +140,7 @@ class MasterOptimizer:
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's present learning rate, as a spectral norm per update; None where Muon is not used."""
+        """Muon's present learning rate, as a spectral norm per update; None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property
@@ -186,7 +186,7 @@ class MasterOptimizer:
         """One update from the accumulated gradients, which it uses up.
 
         AdamW leaves a parameter without a gradient alone; Muon takes its gradient as zero (weight decay still acts).
-        Raises RuntimeError where nothing was accumulated.
+        Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
             raise RuntimeError("step() without gradients: call accumulate() after each backward()")

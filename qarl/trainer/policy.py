@@ -37,7 +37,7 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 class Policy:
     """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `align`: the level that was
-    applied, which is lower than the one asked for where that is not built; `report`: what was swapped, and why so.
+    applied, which is lower than the one asked for if that is not built; `report`: what was swapped, and why so.
     """
 
     def __init__(self, model: Any, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
@@ -84,7 +84,7 @@ class Policy:
     def response_log_probs(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero if there is no token.
 
         With `truncation`, in the pass for the old log-probs, what it keeps is found first and stored in `batch.kept`.
         Where `batch.kept` is there the log-probs are over the kept tokens alone.
@@ -94,7 +94,7 @@ class Policy:
     def response_log_probs_and_top(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`response_log_probs`, and the likeliest token at each place: int64, zero where no token is.
+        """`response_log_probs`, and the likeliest token at each place: int64, zero if there is no token.
 
         The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. Where there would
         be more than `LOGITS_AT_A_TIME` of them they are made a block of response tokens at a time.

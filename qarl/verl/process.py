@@ -72,7 +72,7 @@ def local_path(path: str) -> str:
 
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
-    """The memory that one rank is expected to take, a line a part; for 80 GB where there is no GPU to ask."""
+    """The memory that one rank is expected to take, a line a part; for 80 GB if there is no GPU to ask."""
     import torch
 
     from qarl.align.model import resolve_level

@@ -198,7 +198,7 @@ class Trainer(local.LocalTrainer):
 
 @dataclasses.dataclass
 class Run:
-    """A run in `folder`, where the process is while it runs; `trainer` is None where none was made."""
+    """A run in `folder`, where the process is while it runs; `trainer` is None if none was made."""
 
     folder: Path
     config: Config

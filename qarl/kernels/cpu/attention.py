@@ -55,7 +55,7 @@ def causal_attention(
 ) -> torch.Tensor:
     """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D].
 
-    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 where all were decoded.
+    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 if all were decoded.
     """
     rows = zip(query, key, value, prompt_lengths, strict=True)
     return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])

@@ -56,7 +56,7 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None where the
+    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None if the
     class works otherwise."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -1,7 +1,7 @@
 """The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
 w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
 
-The kernel of the forward is the rollout engine's fused one where it can be called (`vllm_experts.py`), else our grouped
+The kernel of the forward is the rollout engine's fused one if it can be called (`vllm_experts.py`), else our grouped
 products, one after the other. The backward is the same for all:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
@@ -130,7 +130,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> ExpertsChoice:
-    """The first kernel that can serve; `force` names the only one to consider. Raises UserError where none can."""
+    """The first kernel that can serve; `force` names the only one to consider. Raises UserError if none can."""
     passed_over: list[str] = []
     for kernel in EXPERTS_KERNELS.get(scheme_name, ()):
         if force is not None and kernel.name != force:
@@ -157,7 +157,7 @@ class LowBitExperts(NamedTuple):
 
     @classmethod
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
-        """Raises ValueError where the two are not those of one layer."""
+        """Raises ValueError if the two are not those of one layer."""
         (experts, rows), (others, hidden) = (tensors["weight_scale"].shape[:2] for tensors in (gate_up, down))
         if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
             raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
@@ -176,7 +176,7 @@ def fused_experts(
 
     Args:
         gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I], which get the gradients, and nothing
-            else: the forward reads `experts`. None where they need none.
+            else: the forward reads `experts`. None if they need none.
     """
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y

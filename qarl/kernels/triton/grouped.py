@@ -30,7 +30,7 @@ from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forwa
 
 @triton.jit
 def find_expert(tile, ends_ptr, experts, BM: tl.constexpr, SIZE: tl.constexpr):
-    """(expert, first row, end of its rows) of row tile `tile`; an expert of SIZE where there is no such tile."""
+    """(expert, first row, end of its rows) of row tile `tile`; an expert of SIZE if there is no such tile."""
     index = tl.arange(0, SIZE)
     ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
     begins = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)

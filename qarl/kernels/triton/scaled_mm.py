@@ -9,7 +9,7 @@ therefore added to FP32 registers; `fast_accumulation` leaves it in the tensor c
 
 Tiling. The weight is the first operand (acc is [N, M]): tensor cores want 64 rows or more of it, and few tokens fill
 the other side. Flops 2 M N K, bytes K (M + N) + 2 M N. Ridge on an H200 (4.3 TB/s, 1580 TFLOP/s): M = 184. Below it the
-weight is read once, by programs among which K is split where there are few tiles. Above, M = 8192, K = 4096, N = 12288
+weight is read once, by programs among which K is split if there are few tiles. Above, M = 8192, K = 4096, N = 12288
 is 0.52 ms, and the L2 cache is the next bound: a 128 by 256 tile brings 48 KiB a step, 12 TB/s at the peak of all the
 tensor cores, so tiles are as large as the registers hold. Loads go through the tensor memory accelerator where there
 is one (`TMA`).

@@ -28,7 +28,7 @@ PATH = Path(__file__).with_name("tables.json")
 class Tile(NamedTuple):
     """BM rows by BN output channels, BK input channels a step.
 
-    `per_sm`: programs an SM. Where there are fewer tiles, sums are split; where there are more, programs of 8-bit
+    `per_sm`: programs an SM. Where there are fewer tiles, sums are split; if there are more, programs of 8-bit
     products are persistent, each with several tiles. 0: one program a tile.
     """
 
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`tile` serves shapes within the bounds, of one of `group_sizes` where they are named."""
+    """`tile` serves shapes within the bounds, of one of `group_sizes` if they are named."""
 
     tile: Tile
     max_m: int | None = None
@@ -90,7 +90,7 @@ def architecture(device: torch.device) -> str:
 
 
 def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_size: int = 0) -> Tile | None:
-    """The tile of the first rule that serves the shape; None where the table leaves it to another path."""
+    """The tile of the first rule that serves the shape; None if the table leaves it to another path."""
     rules = tables()[architecture(device)][operation]
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
 

@@ -67,7 +67,7 @@ def read(url: str) -> str:
 
 
 def count_in(metrics: str) -> int:
-    """The counter in a server's answer, over its engines. LookupError where it has none."""
+    """The counter in a server's answer, over its engines. LookupError if it has none."""
     counts = _COUNTER.findall(metrics)
     if not counts:
         raise LookupError("a server publishes no vllm:num_preemptions_total")

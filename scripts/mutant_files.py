@@ -71,7 +71,7 @@ def select(mutants: list[Mutant], areas: Sequence[str], ids: Sequence[str]) -> l
 
 
 def check_fit(mutants: list[Mutant], root: Path) -> None:
-    """Unusable, with all of them, where mutants do not fit the code."""
+    """Unusable, with all of them, if mutants do not fit the code."""
     problems = []
     for mutant in mutants:
         try:

@@ -4,8 +4,8 @@ vLLM's kernel for CPUs reads BF16 queries, keys and values, sums in FP32 and rou
 forms runs is the CPU's matter:
 
     vectors   all in FP32; the queries are scaled before the product with the keys (csrc/cpu/cpu_attn_vec.hpp). PyTorch
-              scales the product, which leaves 10 to 300 times as many outputs different where the scale is no power
-              of two
+              scales the product, which leaves 10 to 300 times as many outputs different if the scale is not a
+              power of two
     tiles     with AMX: the product is scaled, and the softmax's weights, as exp(score - largest score), are rounded to
               BF16 before they are summed with the values, though not before they are summed to their divisor
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding one output in five is another

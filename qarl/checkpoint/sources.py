@@ -27,8 +27,8 @@ Stream = Iterator[tuple[str, torch.Tensor]]
 class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
-    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, upcast
-    if there are none of a tensor; it raises UserError if the run has no FP32 masters.
+    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, or
+    the upcast weight if a tensor has no master; it raises UserError if the run has no FP32 masters.
     """
 
     step: int

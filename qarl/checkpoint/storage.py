@@ -8,9 +8,9 @@ points to is replaced.
 
 Whatever the disk refuses (full, quota, file size limit, read-only) is a `StorageError`, with nothing left behind.
 
-A folder that is removed may be a link. One that was moved, to a larger disk say, has its name there, and is removed
-too: that is where the space is. Whatever else a link points to stays: a folder of another name, and a checkpoint of
-another run, which somebody linked to begin a run from it.
+A folder to remove may be a link. If it points to a folder of the same name, somebody moved the folder (to a larger
+disk, say), and the moved folder is removed too, to free its space. Any other target stays: a folder of another name,
+or a checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StorageError(UserError):
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     """Yields an empty folder to write to, which becomes `folder` at the end, replacing what is there.
 
-    `needed_bytes`: refused before anything is written where the disk has less room. After any exception `folder` is as
+    `needed_bytes`: checked before anything is written. After any exception `folder` is as
     it was and nothing is left of the new one.
 
     Raises:

@@ -105,7 +105,7 @@ def refuse_code(files: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's tensors and, where QaRL's engine wrote one, the record of their checksums."""
+    """One rank's tensors and, if QaRL's engine wrote it, the record of their checksums."""
 
     file: Path
     tensors: Mapping[str, torch.Tensor]

@@ -56,7 +56,7 @@ def why_unreachable() -> str | None:
 
 
 def loading_options(path: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for `path`: its cache alone is used where the Hub cannot be reached."""
+    """Arguments of `from_pretrained` for `path`: its cache alone is used if the Hub cannot be reached."""
     if Path(path).is_dir() or not why_unreachable():
         return {}
     return {"local_files_only": True}

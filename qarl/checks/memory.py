@@ -1,7 +1,7 @@
 """Memory of a run, from the numbers of a model's config and the run's: bytes per GPU, part by part, without weights.
 
-Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. Where the
-truth depends on an allocator it is a sum of tensor sizes, so real use is some percent more.
+Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. If the
+truth depends on an allocator, the estimate is a sum of tensor sizes, so real use is some percent more.
 
     local    one process holds everything; vLLM stays loaded beside the trainer
     verl     FSDP2 over nnodes * n_gpus_per_node ranks shards masters, gradients and optimizer state; two decoder blocks

@@ -10,7 +10,7 @@ from qarl.errors import UserError
 
 
 def check_plugin_installed() -> None:
-    """UserError if verl would not find QaRL: it looks for an entry point, which an installed package has."""
+    """UserError if verl would not find QaRL: verl looks for an entry point, which only an installed package has."""
     found = importlib.metadata.entry_points(group="verl.plugins")
     if any(point.value.startswith("qarl.verl.plugin") for point in found):
         return

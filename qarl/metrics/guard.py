@@ -89,6 +89,6 @@ def check_mismatch(
         where="mismatch/abs_mean, before the first update",
         why="they compute different distributions: a key of the model's config or of sampling that one side ignores, "
         "weights that are not published, or an alignment that does not fit this model or machine",
-        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or where this "
-        "mismatch is known and wanted, raise quant.mismatch_limit",
+        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or raise "
+        "quant.mismatch_limit if this mismatch is intended",
     )

@@ -62,7 +62,7 @@ class _Writer(Protocol):
 class Tracker:
     """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers.
 
-    metrics.jsonl is the record: where the disk does not take a line, `log` raises. A view that fails (a full disk, a
+    metrics.jsonl is the record: if the disk does not take a line, `log` raises. A view that fails (a full disk, a
     closed terminal, a network) is dropped with a message, and `problem` says so: the run is worth more than its view,
     and its end is the place for an error.
     """
@@ -353,7 +353,7 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that holds this file, with "+changes" where tracked files differ; None elsewhere."""
+    """The commit of the checkout that holds this file, with "+changes" if tracked files differ; None elsewhere."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]

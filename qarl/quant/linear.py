@@ -125,7 +125,7 @@ class QuantLinear(nn.Linear):
         return weight is not self.weight or address != weight.data_ptr() or version != weight._version
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
+        """Copies and pickles leave the quantized tensors out and make them again: a kernel may own their memory."""
         made = ("_made_from", "_quantized", "_dequantized", "prepared")
         return {**self.__dict__, **dict.fromkeys(made)}
 

@@ -5,8 +5,7 @@
         policy.requantize()
     seconds["pack"]
 
-Outside of such a block a phase costs a look-up. On a GPU the times are those of the queueing; only their sum with what
-waits for the result is real.
+Outside of such a block a phase costs a look-up. On a GPU the times are only those of queueing the kernels.
 """
 
 from __future__ import annotations

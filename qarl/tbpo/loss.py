@@ -56,7 +56,7 @@ def tbpo_loss(
         advantages: [B], or [B, T] constant over the valid tokens of each row.
         response_mask: [B, T], bool or 0/1: 1 on the response's tokens. Values elsewhere are ignored, NaN included.
         global_batch_size: non-empty responses of the whole mini-batch, over all its micro-batches and ranks, so that
-            the losses of its parts sum to the loss of the whole; default: those of this call. Where gradients are
+            the losses of its parts sum to the loss of the whole; default: those of this call. If gradients are
             averaged over ranks, multiply the loss by their number, as verl's `agg_loss` does.
 
     A response with an empty mask counts nowhere; one with A = 0 has no loss but stays in the denominator, as does one

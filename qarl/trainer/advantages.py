@@ -43,7 +43,7 @@ def grpo_advantages(
             f"the reward of response {index} is {rewards[index].item()}",
             where="reward.function",
             why="one NaN or Inf spoils the mean, and with it the advantages, of its whole group",
-            fix="return a finite number for every response, for instance 0.0 where it cannot be scored",
+            fix="return a finite number for every response, for instance 0.0 if it cannot be scored",
         )
 
     members: dict[Hashable, list[int]] = {}

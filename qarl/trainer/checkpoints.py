@@ -83,7 +83,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """`resume/*` at the first step after a resume, and `checkpoint/*` where one is due."""
+        """`resume/*` at the first step after a resume, and `checkpoint/*` if one is due."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):

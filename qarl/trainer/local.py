@@ -193,7 +193,7 @@ class LocalTrainer:
         self.optimizer.accumulate()
 
     def optimizer_step(self) -> float:
-        """Move the weights and quantize them again; the gradient's norm, and if that is not finite the
+        """Move the weights and quantize them again; returns the gradient's norm. If that is not finite, the
         weights stay."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
@@ -209,7 +209,7 @@ class LocalTrainer:
     def publish(self) -> PublishReport:
         """Quantize once, and give the engine the tensors that the next forward multiplies by.
 
-        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once where
+        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once if
         `rollout.rebuild_on_failure`. The error of the last attempt is raised.
         """
         with self.timer.phase("quantize"):

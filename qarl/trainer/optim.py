@@ -71,7 +71,7 @@ class MasterOptimizer:
     """AdamW or Muon in FP32 over parameters of lower precision, with FP32 gradient sums and the learning-rate schedule.
 
     For each micro-batch call `accumulate()` after `backward()`; then `clip_grad_norm()`, then `step()` (`zero_grad()`
-    where the norm was not finite), and once per training step `scheduler_step()`.
+    if the norm was not finite), and once per training step `scheduler_step()`.
     """
 
     def __init__(

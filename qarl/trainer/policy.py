@@ -87,7 +87,7 @@ class Policy:
         """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero if there is no token.
 
         With `truncation`, in the pass for the old log-probs, what it keeps is found first and stored in `batch.kept`.
-        Where `batch.kept` is there the log-probs are over the kept tokens alone.
+        If `batch.kept` is set, the log-probs are over the kept tokens alone.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
@@ -96,8 +96,8 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`response_log_probs`, and the likeliest token at each place: int64, zero if there is no token.
 
-        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. Where there would
-        be more than `LOGITS_AT_A_TIME` of them they are made a block of response tokens at a time.
+        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. If there would
+        be more than `LOGITS_AT_A_TIME` of them, they are made a block of response tokens at a time.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -118,8 +118,8 @@ class Policy:
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
-        """What each response token of `batch[rows]` is predicted from, one row a token: the logits, or where they are
-        too many to hold the hidden states, and then True."""
+        """One row for each response token of `batch[rows]`: the logits it is predicted from and False or, if they are
+        too many to hold, the hidden states and True."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first

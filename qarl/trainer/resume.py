@@ -101,7 +101,7 @@ def find_start(config: Config) -> Start:
     """How a run of `config` starts. Nothing is changed; checkpoints are read and compared with their digests.
 
     Raises:
-        UserError: there is no good checkpoint if one is asked for; the config changes what is trained.
+        UserError: a good checkpoint was asked for and there is none; the config changes what is trained.
     """
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":

@@ -23,7 +23,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """Variables that verl, Ray and vLLM read in every process of the run. What the user has set stays.
 
     They go through Ray's runtime environment: a worker inherits that of the Ray daemon on its machine, which knows
-    nothing of the driver's where Ray was running before, or runs on another machine.
+    nothing of the driver's if Ray was running before, or runs on another machine.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",

@@ -7,8 +7,7 @@ request, as in a prefill, and every token of the response as a request of one qu
 
 Batch-invariant: the keys of one query are never split among threads (`enable_kv_split`; `qarl.process` tells the engine
 the same), and each row is a separate call, because on several threads the tiles of a long prompt depend on what else
-is in the call. In that respect the engine's prefill is not batch-invariant; nor is it where it prefills a long prompt
-in pieces.
+is in the call. In that respect the engine's prefill is not batch-invariant, nor if it prefills a long prompt in pieces.
 
 The operator knows no autograd; `qarl.align.attention` wraps it.
 """

@@ -1,7 +1,7 @@
 """The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
 w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
 
-The kernel of the forward is the rollout engine's fused one if it can be called (`vllm_experts.py`), else our grouped
+The kernel of the forward is the rollout engine's fused one if it can be called (`vllm.py`), else our grouped
 products, one after the other. The backward is the same for all:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors

@@ -1,7 +1,7 @@
 """Activations to int8 or e4m3 with one scale a token.
 
 The projections that read the same input (q, k, v; gate, up) share one call. The arithmetic is that of vLLM's CUDA
-operators; qarl.kernels.activations says it in PyTorch. Where vLLM drops a NaN (fmaxf does), a row that holds a NaN or
+operators; qarl.kernels.activations says it in PyTorch. If vLLM drops a NaN (fmaxf does), a row that holds a NaN or
 an Inf gets a scale that is one too, and so does what is multiplied by it.
 
 One program a row, whatever M: results do not depend on the batch. A row stays in registers between the maximum and

@@ -40,7 +40,7 @@ _ROW_TILE = 8192
 
 class Quantized(NamedTuple):
     """`values` and `scale` as on the wire (qarl.quant.tensor), `dequantized` BF16 [N, K] or None, `nonfinite` int32
-    [1], 1 where the weight holds a NaN or an Inf: then the other tensors mean nothing."""
+    [1], 1 if the weight holds a NaN or an Inf: then the other tensors mean nothing."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -62,7 +62,7 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """(p, r): on the BF16 grid w / scale is (w * p) * r. p keeps r finite where the scale is tiny."""
+    """(p, r): on the BF16 grid w / scale is (w * p) * r. p keeps r finite if the scale is tiny."""
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)
 
@@ -150,7 +150,7 @@ def quantize_rows_kernel(
     HALF_RANGE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr,
     DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in registers where it is one block (`SINGLE`), else read twice, the second time from cache.
+    """One row a program, in registers if it is one block (`SINGLE`), else read twice, the second time from cache.
 
     Bytes an element: w (2 or 4) + 1, + 2 with the dequantized copy, over 4.3e12 B/s on H200.
     """

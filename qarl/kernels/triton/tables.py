@@ -28,7 +28,7 @@ PATH = Path(__file__).with_name("tables.json")
 class Tile(NamedTuple):
     """BM rows by BN output channels, BK input channels a step.
 
-    `per_sm`: programs an SM. Where there are fewer tiles, sums are split; if there are more, programs of 8-bit
+    `per_sm`: programs an SM. If there are fewer tiles, sums are split; if there are more, programs of 8-bit
     products are persistent, each with several tiles. 0: one program a tile.
     """
 

@@ -7,7 +7,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here h
     prepare_model_inputs   rows padded on the right need no mask, and all rows of a step get one length: neither mask
                            nor length may change a row's bits between the old log-probs and the update
     prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them: by log_softmax from
-                           FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
+                           FP32 logits; if verl has flash-attn's kernel, by that, which computes in FP32 itself
     infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
     train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
     optimizer_step, load_checkpoint   the quantized tensors are made again, once

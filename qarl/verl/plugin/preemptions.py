@@ -29,7 +29,7 @@ class Preemptions:
         self._complained = False
 
     def since_last(self) -> int | None:
-        """Preemptions of all servers since the last answer; None, and once a warning, where one does not say."""
+        """Preemptions of all servers since the last answer; None, and once a warning, if one does not say."""
         try:
             total = self._total()
         except Exception as error:  # whatever Ray, urllib or the server have to say, a metric ends no run

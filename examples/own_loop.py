@@ -34,7 +34,7 @@ BANDS = TBPOConfig(seq_clip_ratio_high=0.01, neg_seq_clip_ratio_low=0.008, neg_s
 
 
 def response_log_probs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """FP32 [B, R]: the log-prob of each response token, 0 where a response has ended."""
+    """FP32 [B, R]: the log-prob of each response token, 0 after a response has ended."""
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     rows, tokens = batch.response_mask.nonzero(as_tuple=True)
     before = batch.prompt_lengths[rows] + tokens - 1  # the logits here predict the token

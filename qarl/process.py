@@ -47,7 +47,7 @@ temperature that it raises, a dtype that it casts, a sampling default out of gen
 
 
 def runs_on_cpu(backend: str) -> bool:
-    """Whether trainer and rollouts run on the CPU: where torch sees no GPU, or as VERL_PLATFORM says.
+    """Whether trainer and rollouts run on the CPU: if torch sees no GPU, or as VERL_PLATFORM says.
 
     verl alone reads that variable, so with `backend` "local" it has no say.
     """
@@ -76,7 +76,7 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 
 
 def allow_matrix_tiles() -> None:
-    """Ask the kernel for AMX where the CPU has it.
+    """Ask the kernel for AMX if the CPU has it.
 
     Linux lets a process use the tiles only after it asked. vLLM's own kernels never ask: they end with an illegal
     instruction unless oneDNN, which does, was there first.
@@ -106,13 +106,13 @@ _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, so that the next step gets pages that are there; whether it was told to.
+    """Let malloc keep freed memory, so that the next step finds its pages in place. Returns whether malloc agreed.
 
     glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache on a CPU: each
     step then faults its activations, gradients and temporaries in again, page by page. On a virtual machine that was a
     quarter of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
-    process stays at its highest mark. Elsewhere than with glibc, where another malloc is preloaded, and where the user
-    tuned it, nothing is done.
+    process stays at its highest mark. Nothing is done without glibc, if another malloc is preloaded, or if the
+    user tuned it.
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False

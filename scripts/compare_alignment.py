@@ -98,7 +98,7 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def spread(summaries: Sequence[dict[str, Any]], key: str, form: str) -> str:
-    """Lowest and highest over the seeds, where there are several."""
+    """Lowest and highest over the seeds, if there are several."""
     values = [summary[key] for summary in summaries if summary.get(key) is not None]
     return f" ({form.format(min(values))} to {form.format(max(values))})" if len(values) > 1 else ""
 

@@ -1,6 +1,6 @@
 """Which keys of a model's config vLLM and transformers read: the table `qarl/align/config_keys.json`.
 
-    python scripts/config_keys.py            compare with the table; exit code 1 where a key came or went
+    python scripts/config_keys.py            compare with the table; exit code 1 if a key came or went
     python scripts/config_keys.py --write    write the table
 
 The sources of both packages as installed are parsed, not run: every `config.key`, `getattr(config, "key")` and

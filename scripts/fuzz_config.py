@@ -5,7 +5,7 @@
 
 Each case, of 3000 drawn from a seed (see `fuzz_cases.py`), must end within 2 seconds in one of three ways: accepted
 with sane values, accepted with a warning, or refused by one error of ours. Anything else is a finding: another
-exception, a check of the doctor that breaks, nonsense that is accepted without a word, a run that is refused where the
+exception, a check of the doctor that breaks, nonsense that is accepted without a word, a run that is refused though the
 doctor found nothing. The set-up is all of `qarl.train` up to the rollout engine, which is a stub; likewise verl's
 trainer. It runs in one process, in a temporary folder with a tiny model. The result is JSON; the exit code is 1 on any
 finding.
@@ -191,7 +191,7 @@ class Fuzzer:
         return self.run("set-up", train.main, case, seconds)
 
     def run(self, stage: str, main: Callable[[list[str]], int], case: Case, seconds: float | None) -> Outcome:
-        """One case; where it takes too long it is run once more, as the machine may have been busy."""
+        """One case; if it takes too long it is run once more, as the machine may have been busy."""
         self.clean()
         text = case.text if isinstance(case.text, bytes) else case.text.encode()
         Path("run.yaml").write_bytes(text)
@@ -278,7 +278,7 @@ def place_of(error: BaseException) -> str:
 
 
 def compare(case: Case, doctors: Outcome, run: Outcome) -> Outcome | None:
-    """A finding where the run is refused and the doctor, asked about this machine, found nothing."""
+    """A finding if the run is refused and the doctor, asked about this machine, found nothing."""
     if any(argument.startswith("doctor.") for argument in case.arguments):
         return None
     if run.kind == "refused" and doctors.kind in ("accepted", "warned"):

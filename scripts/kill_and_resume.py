@@ -60,7 +60,7 @@ def run(name: str, args: argparse.Namespace) -> float:
 def run_and_kill(args: argparse.Namespace, moment: float, startup: float, step: float) -> dict[str, Any]:
     """Start or resume the run `killed`, and kill it at `moment`: 4.3 is 30% of a step after step 4 was logged.
 
-    Where that step was logged before, or is 0, the kill comes in the start-up, that part of the way through it.
+    If that step was logged before, or is 0, the kill comes in the start-up, that part of the way through it.
     """
     run_dir = Path(args.runs) / "killed"
     steps, fraction = divmod(moment, 1)

@@ -151,7 +151,7 @@ def problem_key(problem: str) -> bytes:
     """16 bytes that are equal for problems that differ in case, spacing, punctuation or LaTeX dress only.
 
     NFKC and case folding, `\\dfrac` and `\\tfrac` as `\\frac`, then only letters, digits, decimal points and operators.
-    Problems that differ in braces alone collide, which does no harm where rows are left out of training.
+    Problems that differ in braces alone collide, which does no harm if rows are left out of training.
     """
     text = unicodedata.normalize("NFKC", problem).casefold().replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)

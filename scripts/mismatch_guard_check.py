@@ -4,7 +4,7 @@
 
 Healthy: the quickstart's first step for every scheme and level, start-up probe included, and `--tokens` tokens a
 response at level `model`, past the end-of-text, for every scheme. Mistakes: configurations that only one side honours,
-with whatever refuses them today switched off in this process, at `model` in BF16 and W4A16. Exit code 1 where the guard
+with whatever refuses them today switched off in this process, at `model` in BF16 and W4A16. Exit code 1 if the guard
 is wrong.
 
 The file is written after each case. --keep leaves its rows of other cases as they are, so that a slow scheme can be

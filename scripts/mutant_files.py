@@ -31,7 +31,7 @@ class Mutant:
     argued: str | None = None
 
     def source(self, root: Path) -> str:
-        """The mutated text of the file. Unusable where the mutant does not fit it."""
+        """The mutated text of the file. Unusable if the mutant does not fit it."""
         path = root / self.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if (found := text.count(self.old)) != 1:
@@ -47,7 +47,7 @@ class Mutant:
 
 
 def read_mutants(folder: Path) -> list[Mutant]:
-    """All mutants, by area. Unusable where a file or an entry is not as the module says."""
+    """All mutants, by area. Unusable if a file or an entry is not as the module says."""
     mutants: list[Mutant] = []
     for path in sorted(folder.glob("*.yaml")):
         try:
@@ -71,7 +71,7 @@ def select(mutants: list[Mutant], areas: Sequence[str], ids: Sequence[str]) -> l
 
 
 def check_fit(mutants: list[Mutant], root: Path) -> None:
-    """Unusable, with all of them, where mutants do not fit the code."""
+    """Unusable, with all of them, if mutants do not fit the code."""
     problems = []
     for mutant in mutants:
         try:

@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     many = {"action": "append", "default": []}
     parser.add_argument("--file", **many, metavar="SET=PATH", help="local file or folder, not the Hub; repeatable")
     parser.add_argument("--samples", **many, metavar="SET=N", help="responses per problem in validation; repeatable")
-    parser.add_argument("--problem-column", help="column of the problems, where it has an unusual name")
+    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
     parser.add_argument("--answer-column", help="column of the answers, likewise")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
     return parser.parse_args(argv)

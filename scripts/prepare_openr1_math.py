@@ -87,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     held_out.add_argument("--eval", type=Path, default=Path("data/math_eval"), help="folder of prepare_math_eval.py")
     parser.add_argument("--eval-sets", nargs="+", default=list(SETS), help="sets in that folder; by default all six")
     held_out.add_argument("--no-eval", action="store_true", help="leave nothing out for an evaluation set")
-    parser.add_argument("--problem-column", help="column of the problems, where it has an unusual name")
+    parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")
     parser.add_argument("--answer-column", help="column of the answers, likewise")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes verifying answers")
     return parser.parse_args(argv)

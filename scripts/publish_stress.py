@@ -5,7 +5,7 @@
 For each scheme a few sets of weights (the tiny model, with noise on top) are exported, and each is loaded once by a
 vLLM in a separate process that knows nothing of QaRL; what it generates greedily is the reference. Then one engine is
 published to again and again, with the sets in random order, and after every publish what it generates must equal the
-reference of that set bit for bit. Exit code 1 where it does not, or where memory grows or a tensor moves.
+reference of that set bit for bit. Exit code 1 if it does not, or if memory grows or a tensor moves.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ old log-probs, and two epochs of two mini-batches are trained at learning rate 0
     plain     mean |δ| of the trainer's log-probs over all tokens, as they would be without the kept sets
     r         largest |r - 1| of a response in the update, and largest change of a token's log-prob
 
-Exit code 1 where a log-prob is not finite, r is not 1, or δ is not 0 at `exact`.
+Exit code 1 if a log-prob is not finite, r is not 1, or δ is not 0 at `exact`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def make_call(operation: str, m: int, shape: tuple[int, ...]) -> Call:
 
 
 def measure(call: Call, tile: Tile | None, expected: torch.Tensor, milliseconds: int) -> float:
-    """Median milliseconds; infinite where the tile does not fit or its numbers are off."""
+    """Median milliseconds; infinite if the tile does not fit or its numbers are off."""
     try:
         found = call(tile)
         error = (found.float() - expected.float()).norm() / expected.float().norm()

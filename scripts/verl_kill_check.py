@@ -107,7 +107,7 @@ class Run:
         return found[0]
 
     def end(self) -> tuple[int | None, float]:
-        """Exit code and seconds until the process ended by itself; None where it had to be ended."""
+        """Exit code and seconds until the process ended by itself; None if it had to be ended."""
         start = time.monotonic()
         try:
             code: int | None = self.process.wait(LIMIT)

@@ -84,7 +84,7 @@ def prompts_of_step(folder: Path, step: int) -> list[str]:
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """The step that verl would go on from; 0 where there is no checkpoint."""
+    """The step that verl would go on from; 0 if there is no checkpoint."""
     tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.is_file() else 0
 

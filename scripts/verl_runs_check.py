@@ -5,7 +5,7 @@
 The quickstart in verl at every alignment level, and `exact` on two ranks (two FSDP2 ranks, two copies of the rollout
 engine) and with a KV cache so small that responses are put off; either half of QaRL by itself, from verl's own command
 line (`scripts/verl_halves.sh`); and a run whose trainer was given another `rms_norm_eps` than the engine. Checked of
-every step: mean |δ| against the limit of the level, |δ| of every token where the level promises 0, preemptions where
+every step: mean |δ| against the limit of the level, |δ| of every token if the level promises 0, preemptions if
 there must be some. The mismatch guard must end the last run before its first update, and be silent in the others.
 `--cases` runs some of them and leaves the others in the file as they are.
 """
@@ -104,7 +104,7 @@ def logged_by_us(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def logged_by_verl(file: Path) -> list[dict[str, Any]]:
-    """With our names, where they are those of verl with `actor/` in front."""
+    """With our names, if they are those of verl with `actor/` in front."""
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     renamed = [
         {name.replace("actor/mismatch/", "mismatch/"): value for name, value in entry["data"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from checkout import ROOT
+from glossary import glossary_metrics
+
+from qarl.verl.metrics import RENAMED
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,6 +77,40 @@ def test_the_reader_of_pages_sees_what_is_broken(tmp_path: Path) -> None:
     assert broken_links(page) == ["gone.md", "#no"]
     page.write_text(page.read_text() + "`test_docs.py`, `test_gone.py`\n")
     assert missing_paths(page) == [".ci/gone", "qarl/gone.py", "test_gone.py"]
+
+
+def test_every_page_is_linked_from_the_readme_or_a_page_that_is() -> None:
+    """The index of results does not count: nobody reads it for its links."""
+    reached = {ROOT / "README.md"}
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        targets = {(page.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(text_of(page))}
+        new = {target for target in targets if target.suffix == ".md" and target.is_file()} - reached
+        reached |= new
+        waiting += [target for target in new if target.name != "results.md"]
+    assert {page for page in PAGES if page not in reached} == set()
+
+
+def test_every_metric_has_a_row_in_the_glossary() -> None:
+    """Every name that the sources spell out; tests/e2e/test_local_trainer.py looks at what a run logs."""
+    rows = glossary_metrics()
+    kinds = "|".join(sorted({name.partition("/")[0] for name in rows}))
+    sources = [
+        path
+        for name in ("metrics", "rollout", "tbpo", "trainer", "verl")
+        for path in (ROOT / "qarl" / name).rglob("*.py")
+    ]
+    spelled = {
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(text_of(path)))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(rf"({kinds})/\w+(/\w+)*", node.value)
+    }
+    assert len(spelled) > 30 and spelled - rows - set(RENAMED) == {"critic/score"}
+    assert {name.partition("/")[0] for name in rows} >= {"mismatch", "actor", "publish", "resume", "startup"}
 
 
 def test_architecture_names_every_package() -> None:

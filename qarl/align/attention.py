@@ -4,8 +4,8 @@ vLLM's kernel for CPUs reads BF16 queries, keys and values, sums in FP32 and rou
 forms runs is the CPU's matter:
 
     vectors   all in FP32; the queries are scaled before the product with the keys (csrc/cpu/cpu_attn_vec.hpp). PyTorch
-              scales the product, which leaves 10 to 300 times as many outputs different where the scale is no power
-              of two
+              scales the product, which leaves 10 to 300 times as many outputs different if the scale is not a
+              power of two
     tiles     with AMX: the product is scaled, and the softmax's weights, as exp(score - largest score), are rounded to
               BF16 before they are summed with the values, though not before they are summed to their divisor
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding one output in five is another
@@ -54,7 +54,7 @@ def fp32_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D] BF16; causal where there is no mask."""
+    """query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D] BF16; causal if there is no mask."""
     if not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1]):
         return _TileAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), attention_mask, scaling), None
     return _sdpa(query, key, value, attention_mask, scaling, dropout), None

@@ -168,7 +168,7 @@ def check_config_keys(config: Any) -> None:
 
 
 def check_rotary(config: Any) -> None:
-    """UserError where the two sides would turn queries by other angles; nothing is said where vLLM is not installed."""
+    """UserError if the two sides would turn queries by other angles; without vLLM nothing is checked."""
     if is_plain(config) or vllm_rotary.unavailable():
         return
     parameters = dict(config.rope_parameters or {})

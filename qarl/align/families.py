@@ -1,7 +1,7 @@
 """Model families: those that are aligned, and those of which a mismatch at `linears` was shown.
 
 A family that vLLM serves with its own class may still be another model there: a multiplier that one side applies,
-a router that rounds otherwise, a layer that a publish does not reach. So a family is trained only where trainer and
+a router that rounds otherwise, a layer that a publish does not reach. So a family is trained only if trainer and
 engine were compared on a random model of it; the rest is refused by name before anything runs.
 """
 

@@ -5,7 +5,7 @@
     model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch;
               cosines and sines of the rarer rotary types are the engine's own
     exact     and attention through the engine's own operator: δ is 0 (for prompts of more than some 300 tokens, on
-              one thread and where the engine prefills each in one piece: see `qarl.kernels.cpu.attention`)
+              one thread, if the engine prefills each in one piece: see `qarl.kernels.cpu.attention`)
 
 `align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against
 vLLM on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What

@@ -118,7 +118,7 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
 
 
 def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """FP32 [T, D] as the model's own module turns it; None where its cosines do not fit the heads."""
+    """FP32 [T, D] as the model's own module turns it; None if its cosines do not fit the heads."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)

@@ -90,9 +90,9 @@ def write_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """As `save_model`, into a folder that exists. `dtype`: what config.json says, where it is not the model's own.
+    """As `save_model`, into a folder that exists. `dtype`: what config.json says, if it is not the model's own.
 
-    Raises OSError where the disk refuses.
+    Raises OSError if the disk refuses.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:
@@ -108,7 +108,7 @@ def write_model(
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a model folder, one at a time. Raises UserError where the folder has no safetensors."""
+    """Every tensor of a model folder, one at a time. Raises UserError if the folder has no safetensors."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  safe_open is no mapping

@@ -2,7 +2,7 @@
 
 `checkpoints/step_N/` is a Hugging Face folder with the BF16 weights the forward sees, loadable as it is, plus
 
-    optimizer.pt   FP32 masters where they exist, moments, generator of the stochastic rounding, place in the schedule
+    optimizer.pt   FP32 masters if they exist, moments, generator of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
     state.json     step, weight version, config, versions, data position, metrics of the step, digest of what was
                    published, and size and SHA-256 of every other file; at its end a digest of itself
@@ -300,7 +300,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _save(path: Path, content: Any) -> None:
-    """`torch.save`, with the operating system's own error where the disk refuses: torch hides it in a RuntimeError."""
+    """`torch.save`, with the operating system's own error if the disk refuses; torch hides it in a RuntimeError."""
     with path.open("wb") as file:
         try:
             torch.save(content, file)

@@ -28,8 +28,8 @@ Stream = Iterator[tuple[str, torch.Tensor]]
 class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
-    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, upcast
-    where there are none of a tensor; it raises UserError where the run has no FP32 masters.
+    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, or
+    the upcast weight if a tensor has no master; it raises UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -136,7 +136,7 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The config that a run wrote. UserError where it is not one."""
+    """The config that a run wrote. UserError if it is not one."""
     why = "it has no section quant"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -8,9 +8,9 @@ points to is replaced.
 
 Whatever the disk refuses (full, quota, file size limit, read-only) is a `StorageError`, with nothing left behind.
 
-A folder that is removed may be a link. One that was moved, to a larger disk say, has its name there, and is removed
-too: that is where the space is. Whatever else a link points to stays: a folder of another name, and a checkpoint of
-another run, which somebody linked to begin a run from it.
+A folder to remove may be a link. If it points to a folder of the same name, somebody moved the folder (to a larger
+disk, say), and the moved folder is removed too, to free its space. Any other target stays: a folder of another name,
+or a checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StorageError(UserError):
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     """Yields an empty folder to write to, which becomes `folder` at the end, replacing what is there.
 
-    `needed_bytes`: refused before anything is written where the disk has less room. After any exception `folder` is as
+    `needed_bytes`: checked before anything is written. After any exception `folder` is as
     it was and nothing is left of the new one.
 
     Raises:
@@ -74,7 +74,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """StorageError where the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
+    """StorageError if the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -107,7 +107,7 @@ def replace_folder(folder: Path, new: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove `folder` so that a kill halfway leaves none of that name: `recover` would remove the rest.
 
-    Raises OSError where something is left.
+    Raises OSError if something is left.
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
@@ -115,7 +115,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder or a file. Of a link also what it points to, where that is the moved folder `name`."""
+    """Remove a folder or a file. Of a link also what it points to, if that is the moved folder `name`."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return
@@ -201,7 +201,7 @@ def _in_use(path: Path, pid: int) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None where the system does not say. It counts from the boot."""
+    """When a process started, in seconds since 1970; None if the system does not say. It counts from the boot."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

@@ -105,7 +105,7 @@ def refuse_code(files: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's tensors and, where QaRL's engine wrote one, the record of their checksums."""
+    """One rank's tensors and, if QaRL's engine wrote it, the record of their checksums."""
 
     file: Path
     tensors: Mapping[str, torch.Tensor]
@@ -128,7 +128,7 @@ class Rank:
         return cls(file, tensors, _read_record(record))
 
     def part(self, name: str) -> torch.Tensor:
-        """This rank's part of a tensor. UserError where it is not what was saved."""
+        """This rank's part of a tensor. UserError if it is not what was saved."""
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
@@ -143,7 +143,7 @@ class Rank:
 
 
 def _read_record(file: Path) -> Mapping[str, str]:
-    """Checksums by name; none, and a note, where there is no record."""
+    """Checksums by name; none, and a note, if there is no record."""
     if not file.is_file():
         print(f"note: there is no {file}: the weights of this rank are read unchecked", file=sys.stderr)
         return {}
@@ -171,7 +171,7 @@ class VerlWeights:
 
     @classmethod
     def open(cls, folder: Path) -> VerlWeights:
-        """Map the files of `folder` (`global_step_N/actor`). UserError where they are not a whole FSDP checkpoint."""
+        """Map the files of `folder` (`global_step_N/actor`). UserError if they are not a whole FSDP checkpoint."""
         files = {int(match[2]): file for file in folder.glob("*.pt") if (match := _SHARD.fullmatch(file.name))}
         if 0 not in files:
             raise UserError("the checkpoint holds no weights", where=str(folder), why="there is no file of rank 0")

@@ -29,7 +29,7 @@ _SAME_SIZES = {
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Why the Hub cannot be asked from this machine, or None where it answers. Asked once a process.
+    """Why the Hub cannot be asked from this machine, or None if it answers. Asked once a process.
 
     HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE are believed without asking; proxies and HF_ENDPOINT are used as
     huggingface_hub uses them.
@@ -56,7 +56,7 @@ def why_unreachable() -> str | None:
 
 
 def loading_options(path: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for `path`: its cache alone is used where the Hub cannot be reached."""
+    """Arguments of `from_pretrained` for `path`: its cache alone is used if the Hub cannot be reached."""
     if Path(path).is_dir() or not why_unreachable():
         return {}
     return {"local_files_only": True}

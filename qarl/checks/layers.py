@@ -63,7 +63,7 @@ def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `hf_config` describes, in BF16 without storage. UserError where it cannot be built."""
+    """The model that `hf_config` describes, in BF16 without storage. UserError if it cannot be built."""
     try:
         return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
     except Exception as error:  # what a model class raises depends on the key of the config that it cannot use

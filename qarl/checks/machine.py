@@ -31,7 +31,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """The instruction sets of this CPU as Linux spells them; empty where it does not say (other systems, ARM)."""
+    """The instruction sets of this CPU as Linux spells them; empty if it does not say (other systems, ARM)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Memory of a run, from the numbers of a model's config and the run's: bytes per GPU, part by part, without weights.
 
-Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. Where the
-truth depends on an allocator it is a sum of tensor sizes, so real use is some percent more.
+Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. If the
+truth depends on an allocator, the estimate is a sum of tensor sizes, so real use is some percent more.
 
     local    one process holds everything; vLLM stays loaded beside the trainer
     verl     FSDP2 over nnodes * n_gpus_per_node ranks shards masters, gradients and optimizer state; two decoder blocks
@@ -120,7 +120,7 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Input and output embedding, once where they are tied."""
+        """Input and output embedding, once if they are tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -145,7 +145,7 @@ class ModelSize:
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """BF16 keys and values of all layers on one GPU; heads are repeated where there are fewer than GPUs."""
+        """BF16 keys and values of all layers on one GPU; heads are repeated if there are fewer than GPUs."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
@@ -221,7 +221,7 @@ class MemoryEstimate:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the KV cache; 0 where the weights leave no room for one."""
+        """Tokens that fit into the KV cache; 0 if the weights leave no room for one."""
         return max(self.kv_cache, 0) // self.kv_bytes_per_token
 
     def table(self) -> list[str]:
@@ -254,7 +254,7 @@ def estimate(
     Args:
         device: "cuda" or "cpu".
         gpu_memory_bytes: of the GPU; vLLM takes `rollout.gpu_memory_utilization` of it.
-        align: the level that really applies, where that is not `quant.align`.
+        align: the level that really applies, if that is not `quant.align`.
         kernels: [N, K] -> kernel name of the trainer's linears; one that reads the published tensors where none is
             given.
         offload: masters and optimizer state are in host memory while they are not used (verl's param_offload and
@@ -400,5 +400,5 @@ def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int)
 
 
 def readable(size: int) -> str:
-    """Bytes in GiB, or in MiB where they are few."""
+    """Bytes in GiB, or in MiB if they are few."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB * 1024:.1f} MiB"

@@ -108,7 +108,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
             f"the model {path!r} is neither on this machine nor to be had from the Hub",
             where="model.path",
             why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
-            fix="give a folder with config.json and tokenizer.json, or download the model where there is a network",
+            fix="give a folder with config.json and tokenizer.json, or download the model on a machine with a network",
         )
     return UserError(
         f"config or tokenizer cannot be loaded from {path!r}",

@@ -1,6 +1,6 @@
 """The tokens at which a response ends, as vLLM takes them, and whether tokenizer and model agree about them.
 
-vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json; only where there is no such
+vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json; only if there is no such
 file, at those of config.json (`SamplingParams.update_from_generation_config`, read in 0.29). The trainer learns from
 whatever the engine returned, the last token included, so its masks are right in any case. What can be wrong is where
 responses end: at an ordinary word of another tokenizer, or never.

@@ -10,7 +10,7 @@ from qarl.errors import UserError
 
 
 def check_plugin_installed() -> None:
-    """UserError where verl would not find QaRL: it looks for an entry point, which an installed package has."""
+    """UserError if verl would not find QaRL: verl looks for an entry point, which only an installed package has."""
     found = importlib.metadata.entry_points(group="verl.plugins")
     if any(point.value.startswith("qarl.verl.plugin") for point in found):
         return
@@ -24,7 +24,7 @@ def check_plugin_installed() -> None:
 
 
 def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
-    """UserError where verl would run a model's code unasked.
+    """UserError if verl would run a model's code unasked.
 
     Its reward workers load the tokenizer with `trust_remote_code=True`, whatever the config says (reward_loop.py of
     0.9.1). Code that a folder names but transformers has no need of would run there, and only there.

@@ -57,7 +57,7 @@ def stored_shapes(path: str) -> Shapes:
 
 
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
-    """How many stored tensors were compared with the model that config.json describes; None where names are others.
+    """How many stored tensors were compared with the model that config.json describes; None if names are others.
 
     Raises:
         UserError: a tensor of the model is missing, or has another shape.

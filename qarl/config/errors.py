@@ -31,8 +31,8 @@ NOT_GIVEN = _NotGiven()
 class Problem:
     """One thing wrong with the input.
 
-    `key` is the dotted path, or the argument itself where there is no path; `value` is what was given, or `NOT_GIVEN`;
-    `source` is `file:line` or `command line` where known; `about` says what the key means.
+    `key` is the dotted path, or the argument itself if there is no path; `value` is what was given, or `NOT_GIVEN`;
+    `source` is `file:line` or `command line`, if known; `about` says what the key means.
     """
 
     key: str

@@ -31,7 +31,7 @@ _PLURALS = {"path": "paths"}
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config. `values`: its type and bounds; `unit` and `default` are empty where it has none."""
+    """A key of the config. `values`: its type and bounds; `unit` and `default` are empty if it has none."""
 
     name: str
     meaning: str

@@ -33,7 +33,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Write `config.resolved_yaml()` to `path`; missing folders are made. Raises `UserError` where it cannot."""
+    """Write `config.resolved_yaml()` to `path`; missing folders are made. Raises `UserError` if it cannot."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

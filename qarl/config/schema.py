@@ -387,7 +387,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:
-    """Dotted keys and values, defaults where not given, without those in `bad_keys`."""
+    """Dotted keys and values, with defaults for those not given, without those in `bad_keys`."""
     fields = Config.model_fields.items()
     flat = {name: values.get(name, info.default) for name, info in fields if name not in sections()}
     for name, section in sections().items():

@@ -24,7 +24,7 @@ COMMAND_LINE = "command line"
 class RawConfig:
     """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
 
-    `file_read` is False where there is no usable file: a missing key then says nothing.
+    `file_read` is False if there is no usable file: a missing key then says nothing.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

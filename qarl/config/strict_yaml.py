@@ -103,7 +103,7 @@ def explain(error: yaml.YAMLError) -> str:
 class YamlFile:
     """A config file as read: nested values, `sources` (dotted key to `file:line`), and what is wrong with the YAML.
 
-    `values` is None where no usable mapping was found.
+    `values` is None if no usable mapping was found.
     """
 
     path: Path

@@ -52,7 +52,7 @@ def as_dotted(value: Any) -> Any:
 
 
 def whole_text(text: str) -> str:
-    """`text`, or an error where it holds NUL, which ends a string in C and is in no file's name."""
+    """`text`, or an error if it holds NUL, which ends a string in C and is in no file's name."""
     if "\0" in text:
         raise PydanticCustomError("nul", "holds the character NUL", {"fix": "remove it"})
     return text
@@ -67,14 +67,14 @@ def possible_path(text: str) -> str:
 
 
 def held_integer(value: Any) -> Any:
-    """`value`, or an error where it is a whole number of more than 64 bits."""
+    """`value`, or an error if it is a whole number of more than 64 bits."""
     if isinstance(value, int) and abs(value) > LARGEST:
         raise PydanticCustomError("too_large", "has more than 64 bits", {"fix": f"choose at most {LARGEST}"})
     return value
 
 
 def reward_name(function: str) -> str:
-    """`function`, or an error where it is neither a built-in reward nor of the form `module:function`."""
+    """`function`, or an error if it is neither a built-in reward nor of the form `module:function`."""
     where, colon, name = function.rpartition(":")
     if function in BUILTIN_REWARDS or (where and name.isidentifier()):
         return function
@@ -85,7 +85,7 @@ def reward_name(function: str) -> str:
 
 
 def good_patterns(patterns: list[str]) -> list[str]:
-    """`patterns`, or an error where an entry that begins with `re:` is not a regular expression."""
+    """`patterns`, or an error if an entry that begins with `re:` is not a regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")

@@ -41,7 +41,7 @@ from qarl.errors import UserError
 RewardFn = Callable[..., Any]
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-# A sign belongs to a number only where it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
+# A sign belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
 
 
@@ -223,7 +223,7 @@ def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None)
 
 
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
-    """What `fn` returns for the four `arguments`. UserError where it raises or takes too long; `where` precedes the
+    """The result of `fn` for the four `arguments`. UserError if it raises or takes too long; `where` precedes the
     data source."""
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
     response = _shortened(arguments["solution_str"])
@@ -248,7 +248,7 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
 
 
 def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
-    """The number in what a reward function returned. UserError where it is not a finite one."""
+    """The number in what a reward function returned. UserError if it is not a finite one."""
     try:
         score: Any = result.get("score") if isinstance(result, Mapping) else result
         if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch

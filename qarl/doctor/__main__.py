@@ -65,7 +65,7 @@ def describe(topics: list[str]) -> str:
 
 
 def write_report(path: str, report: Report) -> None:
-    """The findings as JSON; UserError where they cannot be written."""
+    """The findings as JSON; UserError if they cannot be written."""
     from qarl.metrics.tracker import write_json
 
     why = None

@@ -57,7 +57,7 @@ class Part(Generic[Value]):
         return self._result
 
     def get(self) -> Value:
-        """The value; NotCheckedError where it cannot be had."""
+        """The value; NotCheckedError if it cannot be had."""
         try:
             return self.load()
         except UserError as error:
@@ -73,7 +73,7 @@ class Context:
     target: Target
     threads_given: str | None = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS"))
     no_model: UserError | None = None
-    """Why the model itself cannot be had, where a copy of its config stands in for it."""
+    """Why the model itself cannot be had, if a copy of its config stands in for it."""
 
     @cached_property
     def scheme(self) -> Scheme:

@@ -66,7 +66,7 @@ class Topic:
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def attempt(self, check: Callable[..., Result], *arguments: Any) -> Result | None:
-        """The result of a check that training makes too; None, and its refusal among the findings, where it refuses."""
+        """The result of a check that training makes too; None, and its refusal among the findings, if it refuses."""
         try:
             return check(*arguments)
         except UserError as error:

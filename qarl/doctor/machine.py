@@ -34,7 +34,7 @@ def check_cpu(context: Context, topic: Topic) -> None:
             "this CPU has AMX tiles",
             why="vLLM picks other kernels there: quant.align=exact is exact with them too, while at quant.align=model "
             "one output of attention in 10,000 is off by a BF16 step from the first tokens on",
-            fix="set quant.align=exact where δ must be 0",
+            fix="set quant.align=exact if δ must be 0",
         )
 
 

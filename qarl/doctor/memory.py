@@ -72,7 +72,7 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
     wanted = responses * config.rollout.tensor_model_parallel_size / ranks(config)
     what = f"vLLM's KV cache holds {found.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
     if sequences < 1:
-        topic.error(what, where=key, why="vLLM refuses to start where not one fits", fix=f"raise {key}")
+        topic.error(what, where=key, why="vLLM refuses to start if not one fits", fix=f"raise {key}")
     elif sequences < min(config.rollout.max_num_seqs, wanted):
         why = "fewer than could run together: vLLM will make the rest wait"
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")

@@ -91,7 +91,7 @@ def check_builds(context: Context, topic: Topic) -> None:
         if version is not None and not version.endswith("+cpu"):
             topic.error(
                 f"{package} {version} is a CUDA build, and torch {torch_version} a CPU build",
-                why="transformers imports it where it finds it, and that import breaks "
+                why="transformers imports it if it finds it, and that import breaks "
                 "(operator torchvision::nms does not exist)",
                 fix=f"pip uninstall {package}; QaRL does not need it",
             )

@@ -30,7 +30,7 @@ GPUS = {
 class Target:
     """`device`: "cpu" or "cuda"; `here`: this very machine, so that its own state is checked too.
 
-    `capability`: compute capability times ten, and `gpu_memory_bytes`, of one GPU; None where not known. `gpus`: how
+    `capability`: compute capability times ten, and `gpu_memory_bytes`, of one GPU; None if unknown. `gpus`: how
     many this machine has; None elsewhere, where the run's own count is believed.
     """
 

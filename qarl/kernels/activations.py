@@ -1,5 +1,5 @@
-"""Activations to 8 bits, one scale a token, with vLLM's arithmetic, which is not the same on CPU and on CUDA; and what
-comes before: RMSNorm and SiLU times up. Exact PyTorch, the truth of the fused kernels in qarl.kernels.triton.
+"""Activations to 8 bits, one scale a token, with vLLM's arithmetic, which is not the same on CPU and on CUDA; and
+SiLU times up. Exact PyTorch: the reference of the kernels in qarl.kernels.triton.
 
        on CPU (`quantize_int8`, `quantize_fp8`)         on CUDA (`..._cuda`)
 int8   s = amax / 127, q = rint(x * (1 / s))            q = rint(x * (127 / amax))
@@ -13,8 +13,6 @@ int8 ones as amax / 127.5: it is not what the engine runs.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,42 +58,6 @@ def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax = _amax(x)
     scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_(min=FP8_MIN_SCALE)
     return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
-
-
-class NormRounding(NamedTuple):
-    """Where RMSNorm rounds to BF16, besides its result: the sum with the residual before it is normalised, and the
-    normalised value before it is multiplied by the weight."""
-
-    sum: bool
-    normalised: bool
-
-
-NATIVE = NormRounding(sum=False, normalised=True)
-"""vLLM's definition (vllm/ir/ops/layernorm.py), which runs on CPU and under torch.compile."""
-CUDA_OPERATOR = NormRounding(sum=True, normalised=False)
-"""vLLM's CUDA operators `rms_norm` and `fused_add_rms_norm` (csrc/libtorch_stable/layernorm_kernels.cu)."""
-CUDA_OPERATOR_BEFORE_STABLE = NormRounding(sum=True, normalised=True)
-"""The same two while they were in csrc/layernorm_kernels.cu; transformers rounds so too."""
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    rounding: NormRounding = NATIVE,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [M, K] BF16 or FP32, weight [K] and residual [M, K] BF16 -> the norm BF16 [M, K], the sum rounded to BF16
-    [M, K] (the next residual), and the reciprocal root mean squares FP32 [M, 1], which a backward needs."""
-    total = x.float() if residual is None else x.float() + residual.float()
-    if rounding.sum:
-        total = total.bfloat16().float()
-    variance = total.square().sum(-1, keepdim=True)
-    rstd = torch.rsqrt(variance / torch.full_like(variance, x.shape[-1]) + eps)
-    normalised = total * rstd
-    if rounding.normalised:
-        normalised = normalised.bfloat16().float()
-    return (normalised * weight.float()).bfloat16(), total.bfloat16(), rstd
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

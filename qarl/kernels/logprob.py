@@ -3,7 +3,7 @@
     logits = bf16(hidden @ weight.T)      what the engine samples from is BF16 too
     y = log_softmax(fp32(logits) / temperature)[token]
 
-Where the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`): as in the
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`): as in the
 engine, all other logits are -inf.
 
 The forward runs the very operations of the path that holds all logits, on fewer rows at once, so y and the gradient of
@@ -13,7 +13,7 @@ same product. The gradient of `weight` is summed over blocks in FP32 and rounded
 all rows in the last BF16 bit, and is no farther from float64.
 
 Memory beyond inputs and outputs, in bytes: 10 for each logit of a block (`LOGITS_AT_A_TIME` of them), 18 in the
-backward, and four for each weight where `weight` needs a gradient and there are several blocks. The path without blocks
+backward, and four for each weight if `weight` needs a gradient and there are several blocks. The path without blocks
 takes 10 and 12 for every logit.
 
 Looked at first, and why not used (Liger-Kernel at ead96b6, verl 0.9.1):

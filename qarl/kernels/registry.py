@@ -59,7 +59,7 @@ class LinearKernel(Protocol):
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """BF16 [M, K]: what `linear` multiplied by for this x; x itself where activations are not quantized."""
+        """BF16 [M, K]: what `linear` multiplied by for this x; x itself if activations are not quantized."""
         ...
 
 
@@ -130,7 +130,7 @@ def choose_linear_kernel(
     """The first kernel in order of preference that can serve `scheme_name` weights of `shape` [N, K] on `device`.
 
     Args:
-        group_size: of the weights; None where they have no groups, or where it shall not matter.
+        group_size: of the weights; None if they have no groups, or if any group size will do.
         force: the name of the only kernel to consider.
 
     Raises:

@@ -39,7 +39,7 @@ class MismatchError(UserError):
 def resolve_limit(
     limit: float | None, level: str, *, response_length: float | None = None, temperature: float = 1.0
 ) -> float:
-    """The limit of mean |δ|: `limit` (`quant.mismatch_limit`) where given, else the default of `level`.
+    """The limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
 
     Args:
         level: the alignment level that is applied, which may be lower than the one asked for.
@@ -70,7 +70,7 @@ def check_mismatch(
     source: str | None = None,
     temperature: float = 1.0,
 ) -> str | None:
-    """None where the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
+    """None if the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
 
     `source`: how the text says where the limit comes from; None for the level, or for `quant.mismatch_limit`.
 
@@ -89,6 +89,6 @@ def check_mismatch(
         where="mismatch/abs_mean, before the first update",
         why="they compute different distributions: a key of the model's config or of sampling that one side ignores, "
         "weights that are not published, or an alignment that does not fit this model or machine",
-        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or where this "
-        "mismatch is known and wanted, raise quant.mismatch_limit",
+        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or raise "
+        "quant.mismatch_limit if this mismatch is intended",
     )

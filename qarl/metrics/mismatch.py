@@ -1,6 +1,6 @@
 """Metrics of every step: how far the trainer's log-probs are from the rollout's, scores, lengths, seconds per phase.
 
-Pure functions of tensors. Definitions are verl's where verl has one (`verl/trainer/ppo/rollout_corr_helper.py`,
+Pure functions of tensors. Definitions are verl's if verl has one (`verl/trainer/ppo/rollout_corr_helper.py`,
 `metric_utils.py`, `utils/debug/metrics.py`), under the prefix `mismatch/` instead of `rollout_corr/`. Two differences:
 
 - Log-probs are subtracted in FP32, as the loss does, but the statistics are taken in FP64: in FP32, exp(δ) - δ - 1
@@ -40,7 +40,7 @@ def mismatch_metrics(
       at 2: verl's `rollout_is_eff_sample_size`
     - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity over the rollout's
     - `mismatch/pearson`: correlation of the two probabilities over tokens, verl's `rollout_actor_probs_pearson_corr`;
-      NaN where either is constant
+      NaN if either is constant
 
     All three arguments are [batch, response_length]; the mask is bool or 0/1. Positions outside the mask may hold
     anything. Raises ValueError for unequal shapes and for an empty mask.
@@ -97,7 +97,7 @@ def response_metrics(
 
     Empty (aborted) responses are left out of `critic/score/*`, as in verl; `critic/score/std` (population) is ours.
     `response_length/clip_ratio` is the fraction that ran into `max_response_length`: from `finish_reasons` ("length")
-    where given, because a response may end on its last allowed token; otherwise, as verl, from the length alone.
+    if given, because a response may end on its last allowed token; otherwise, as verl, from the length alone.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)

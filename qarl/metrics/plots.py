@@ -30,7 +30,7 @@ _FRACTION = (-0.02, 1.02)
 
 @dataclass(frozen=True)
 class Figure:
-    """One line figure: file name, title, y label, metric -> label of its line ("" where there is only one)."""
+    """One line figure: file name, title, y label, metric -> label of its line ("" if there is only one)."""
 
     name: str
     title: str
@@ -70,7 +70,7 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory; returns those written. UserError where there is no metrics.jsonl."""
+    """Write `plots/*.png` in the run's directory; returns those written. UserError if there is no metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 
@@ -85,7 +85,7 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
 
 
 def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
-    """The directory's name, or the whole path where two runs share a name."""
+    """The directory's name, or the whole path if two runs share a name."""
     name = run_dir.resolve().name
     return name if [Path(other).resolve().name for other in run_dirs].count(name) == 1 else str(run_dir)
 
@@ -200,7 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend where lines are labelled; `outside`: right of the axes, in stacking order."""
+    """Write the figure, with a legend if lines are labelled; `outside`: right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

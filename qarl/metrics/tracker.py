@@ -62,7 +62,7 @@ class _Writer(Protocol):
 class Tracker:
     """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers.
 
-    metrics.jsonl is the record: where the disk does not take a line, `log` raises. A view that fails (a full disk, a
+    metrics.jsonl is the record: if the disk does not take a line, `log` raises. A view that fails (a full disk, a
     closed terminal, a network) is dropped with a message, and `problem` says so: the run is worth more than its view,
     and its end is the place for an error.
     """
@@ -108,7 +108,7 @@ class Tracker:
             self._try(name, lambda view: view.log(values, step))
 
     def message(self, text: str) -> None:
-        """Say something on the console, or on stderr where that is not one of the loggers."""
+        """Say something on the console, or on stderr if that is not one of the loggers."""
         if "console" in self._views:
             self._try("console", lambda view: view.message(text))
         else:
@@ -153,7 +153,7 @@ def _lost_view(name: str, error: Exception) -> UserError:
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """UserError where a logger is not one of console, tensorboard and wandb, or its package is not installed."""
+    """UserError if a logger is not one of console, tensorboard and wandb, or its package is not installed."""
     for logger in loggers:
         if logger not in LOGGERS:
             raise UserError(
@@ -172,7 +172,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl in order of `step`, each step once; numbers written as strings are floats again.
 
-    Raises UserError where the file is missing or cannot be read. A line cut off by a crash, or that is no record of
+    Raises UserError if the file is missing or cannot be read. A line cut off by a crash, or that is no record of
     numbers, is skipped.
     """
     path = Path(run_dir) / METRICS_FILE
@@ -353,7 +353,7 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that holds this file, with "+changes" where tracked files differ; None elsewhere."""
+    """The commit of the checkout that holds this file, with "+changes" if tracked files differ; None elsewhere."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]

@@ -1,7 +1,7 @@
-"""The fused quantizers of qarl.kernels.triton in place of the eager steps, where they are equal to them.
+"""The fused quantizers of qarl.kernels.triton in place of the eager steps, if they are equal to them.
 
 `fused_quantizer` compares the two once for each kind of weight, on the device itself, byte for byte: over every BF16
-number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. Where a byte differs the eager steps
+number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs the eager steps
 go on serving, with a warning: a grid that changes with the device or with a release would put a checkpoint, the wire
 and the forward apart. Nothing here runs on CPU.
 """
@@ -20,11 +20,11 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""weight [N, K], arguments -> (values, scale, int32 [1] that is not 0 where the weight holds a NaN or an Inf)."""
+"""weight [N, K], arguments -> (values, scale, int32 [1] that is not 0 if the weight holds a NaN or an Inf)."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """The quantizer to call for `weight`: the fused one on a GPU where it equals `eager`, else `eager`."""
+    """The quantizer to call for `weight`: the fused one on a GPU if it equals `eager`, else `eager`."""
     if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
     equal = _checked(weight.dtype, weight.device, args, eager)

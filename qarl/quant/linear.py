@@ -101,7 +101,7 @@ class QuantLinear(nn.Linear):
         return self._quantized
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, where it can."""
+        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, if it can."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 
@@ -122,7 +122,7 @@ class QuantLinear(nn.Linear):
         return self._made_from is None or not self._made_from.holds_for(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
+        """Copies and pickles leave the quantized tensors out and make them again: a kernel may own their memory."""
         made = ("_made_from", "_quantized", "_dequantized", "prepared")
         return {**self.__dict__, **dict.fromkeys(made)}
 

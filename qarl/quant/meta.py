@@ -1,6 +1,6 @@
 """A model without storage from its config, for names and shapes; and torch's default dtype kept while models are made.
 
-transformers and vLLM make models under another default dtype. vLLM does not put it back where that fails, and every
+transformers and vLLM make models under another default dtype. vLLM does not put it back if that fails, and every
 FP32 tensor made afterwards would be BF16.
 """
 
@@ -28,7 +28,7 @@ def default_dtype_kept() -> Iterator[None]:
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """The causal language model that `hf_config` describes, in BF16 on the meta device.
 
-    Raises ValueError where there is no class for it; whatever the class raises comes out as it is.
+    Raises ValueError if there is no class for it; whatever the class raises comes out as it is.
     """
     from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,7 @@
         policy.requantize()
     seconds["pack"]
 
-Outside of such a block a phase costs a look-up. On a GPU the times are those of the queueing; only their sum with what
-waits for the result is real.
+Outside of such a block a phase costs a look-up. On a GPU the times are only those of queueing the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", 
 
 @contextmanager
 def measure_phases() -> Iterator[dict[str, float]]:
-    """Collects the seconds of every phase that runs inside, also where it raises; blocks do not see each other's."""
+    """Collects the seconds of every phase that runs inside, also if it raises; blocks do not see each other's."""
     seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
     token = _seconds.set(seconds)
     try:

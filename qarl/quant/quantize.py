@@ -12,7 +12,7 @@ constant whose unit in the last place is one rounds half to even and leaves code
 with rounding, the bounds being integers. Eager only: a compiler that keeps BF16 intermediates in FP32 would change the
 grid. Views of wider integers assume a little-endian machine, as `weight_packed` read as bytes does everywhere.
 
-On GPUs one fused kernel takes the place of these steps where it was found equal to them (`qarl.quant.fused`).
+On GPUs one fused kernel takes the place of these steps if it was found equal to them (`qarl.quant.fused`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
 
 
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and scales as on the wire, and int32 [1]: 1 where a number is NaN or Inf, and the others mean nothing."""
+    """Values and scales as on the wire, and int32 [1]: 1 if a number is NaN or Inf; then the others mean nothing."""
     rows, cols = weight.shape
     with phase("quantize"):
         groups = weight.contiguous().view(rows, -1, args.group_size or cols)

@@ -13,7 +13,7 @@ itself has validated. verl's `qat.mode: w4a16` is NVFP4 with groups of 16 and is
 symmetric; all but the group size are compressed-tensors' presets W4A16, W4A8, W8A8 and FP8_DYNAMIC. compressed-tensors'
 own choice of format for w4a8 is int-quantized, with a byte for each int4; packed is half of that on the wire.
 
-compressed-tensors is imported where it is written or read, so that kernels are checked and measured without it.
+compressed-tensors is imported only when it is written or read, so that kernels are checked and measured without it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Reads `args`; ValueError where it asks for what this class cannot say (blocks, act order, scale dtypes)."""
+        """Reads `args`; ValueError if it asks for what this class cannot say (blocks, act order, scale dtypes)."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):

@@ -39,7 +39,7 @@ from qarl.vllm_versions.refusals import is_refusal
 @dataclass(frozen=True)
 class EngineConfig:
     """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU.
-    `direct_writes`: publish into vLLM's storage where we can, not through its layerwise reload. `trust_remote_code`:
+    `direct_writes`: publish into vLLM's storage if we can, not through its layerwise reload. `trust_remote_code`:
     run code that the model's folder brings along."""
 
     model: str
@@ -135,7 +135,7 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start another, with dummy weights: what is left to do after `ReloadFailed`.
+        """Close vLLM and start another with dummy weights: the only way on after `ReloadFailed`.
 
         Raises:
             EngineFailed: it does not start either.

@@ -15,7 +15,7 @@ def unavailable() -> str | None:
 
 
 def serving_module(architecture: str) -> str | None:
-    """The module of vLLM's class for an architecture, `vllm.model_executor.models.llama` say; None where it has none.
+    """The module of vLLM's class for an architecture, `vllm.model_executor.models.llama` say; None if it has none.
 
     Classes of its transformers backend are in `vllm.model_executor.models.transformers`.
     """

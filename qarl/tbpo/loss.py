@@ -56,7 +56,7 @@ def tbpo_loss(
         advantages: [B], or [B, T] constant over the valid tokens of each row.
         response_mask: [B, T], bool or 0/1: 1 on the response's tokens. Values elsewhere are ignored, NaN included.
         global_batch_size: non-empty responses of the whole mini-batch, over all its micro-batches and ranks, so that
-            the losses of its parts sum to the loss of the whole; default: those of this call. Where gradients are
+            the losses of its parts sum to the loss of the whole; default: those of this call. If gradients are
             averaged over ranks, multiply the loss by their number, as verl's `agg_loss` does.
 
     A response with an empty mask counts nowhere; one with A = 0 has no loss but stays in the denominator, as does one
@@ -98,7 +98,7 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from the statistics of its `tbpo_loss` calls, micro-batches and ranks alike.
 
     A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`: how it combines. A metric over nothing (the share of
-    A < 0 responses outside their band where there is none) is left out rather than given as NaN.
+    A < 0 responses outside their band if there is none) is left out rather than given as NaN.
 
     Metrics, all of responses, none of tokens:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: of those with A > 0, A < 0; near 1 nothing is learned

@@ -31,7 +31,7 @@ def grpo_advantages(
         epsilon: added to the standard deviation (which is the unbiased one, over n - 1), in units of reward.
 
     Returns [batch] FP32 on the device of `rewards`. A group of one has no baseline: its advantage is the reward itself,
-    as in verl. Raises ValueError where shapes differ, UserError where a reward is NaN or Inf.
+    as in verl. Raises ValueError if shapes differ, UserError if a reward is NaN or Inf.
     """
     ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else list(group_ids)
     if rewards.dim() != 1 or len(ids) != rewards.shape[0]:
@@ -43,7 +43,7 @@ def grpo_advantages(
             f"the reward of response {index} is {rewards[index].item()}",
             where="reward.function",
             why="one NaN or Inf spoils the mean, and with it the advantages, of its whole group",
-            fix="return a finite number for every response, for instance 0.0 where it cannot be scored",
+            fix="return a finite number for every response, for instance 0.0 if it cannot be scored",
         )
 
     members: dict[Hashable, list[int]] = {}

@@ -51,7 +51,7 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run and, where it resumes from one, puts the trainer back to it."""
+    """Writes the checkpoints of a run and, if it resumes from one, puts the trainer back to it."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """With a checkpoint: restore `trainer` to it; publish afterwards, then call `resumed`."""
@@ -84,7 +84,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """`resume/*` at the first step after a resume, and `checkpoint/*` where one is due."""
+        """`resume/*` at the first step after a resume, and `checkpoint/*` if one is due."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):

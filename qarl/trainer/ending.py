@@ -1,8 +1,8 @@
 """The end of a local run: its files are written whatever failed before or fails now.
 
 Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the
-end; later ones are printed. A run whose steps and export are there is finished, though a view of it may be lost: then
-a resume must not train once more, but the exit code still says that something was asked for and is not there.
+end; later ones are printed. A run that has its steps and its export is finished, even if a plot is missing: a
+resume does not train again, and the exit code still says that something failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ending:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """An error inside is kept where it is the first, and printed where it is not."""
+        """The first error inside is kept; later ones are printed."""
         try:
             yield
         except Exception as error:

@@ -133,7 +133,7 @@ class LocalTrainer:
         return torch.cat(parts)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
-        """`ppo_epochs` passes over the mini-batches, an optimizer step each; none where the gradient is not finite."""
+        """`ppo_epochs` passes over the mini-batches, an optimizer step each; none if the gradient is not finite."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         statistics: list[dict[str, float]] = []
@@ -193,7 +193,7 @@ class LocalTrainer:
         self.optimizer.accumulate()
 
     def optimizer_step(self) -> float:
-        """Move the weights and quantize them again; the gradient's norm, and where that is not finite the
+        """Move the weights and quantize them again; returns the gradient's norm. If that is not finite, the
         weights stay."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
@@ -209,7 +209,7 @@ class LocalTrainer:
     def publish(self) -> PublishReport:
         """Quantize once, and give the engine the tensors that the next forward multiplies by.
 
-        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once where
+        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once if
         `rollout.rebuild_on_failure`. The error of the last attempt is raised.
         """
         with self.timer.phase("quantize"):
@@ -241,7 +241,7 @@ class LocalTrainer:
             return self.engine.generate(prompts, sampling, seeds)
 
     def rebuild_engine(self, error: Exception) -> None:
-        """Start another engine in place of a lost one, or raise `error` where that is not asked for."""
+        """Start another engine in place of a lost one, or raise `error` if that is not asked for."""
         if not self.config.rollout.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)

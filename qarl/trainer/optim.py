@@ -71,7 +71,7 @@ class MasterOptimizer:
     """AdamW or Muon in FP32 over parameters of lower precision, with FP32 gradient sums and the learning-rate schedule.
 
     For each micro-batch call `accumulate()` after `backward()`; then `clip_grad_norm()`, then `step()` (`zero_grad()`
-    where the norm was not finite), and once per training step `scheduler_step()`.
+    if the norm was not finite), and once per training step `scheduler_step()`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class MasterOptimizer:
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's present learning rate, as a spectral norm per update; None where Muon is not used."""
+        """Muon's present learning rate, as a spectral norm per update; None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property
@@ -186,7 +186,7 @@ class MasterOptimizer:
         """One update from the accumulated gradients, which it uses up.
 
         AdamW leaves a parameter without a gradient alone; Muon takes its gradient as zero (weight decay still acts).
-        Raises RuntimeError where nothing was accumulated.
+        Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
             raise RuntimeError("step() without gradients: call accumulate() after each backward()")

@@ -38,7 +38,7 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 class Policy:
     """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `align`: the level that was
-    applied, which is lower than the one asked for where that is not built; `report`: what was swapped, and why so.
+    applied, which is lower than the one asked for if that is not built; `report`: what was swapped, and why so.
     """
 
     def __init__(self, model: Any, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
@@ -85,20 +85,20 @@ class Policy:
     def response_log_probs(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero where no token is.
+        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero if there is no token.
 
         With `truncation`, in the pass for the old log-probs, what it keeps is found first and stored in `batch.kept`.
-        Where `batch.kept` is there the log-probs are over the kept tokens alone.
+        If `batch.kept` is set, the log-probs are over the kept tokens alone.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
     def response_log_probs_and_top(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`response_log_probs`, and the likeliest token at each place: int64, zero where no token is.
+        """`response_log_probs`, and the likeliest token at each place: int64, zero if there is no token.
 
-        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. Where there would
-        be more than `LOGITS_AT_A_TIME` of them they are made a block of response tokens at a time.
+        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. If there would
+        be more than `LOGITS_AT_A_TIME` of them, they are made a block of response tokens at a time.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -119,8 +119,8 @@ class Policy:
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
-        """What each response token of `batch[rows]` is predicted from, one row a token: the logits, or where they are
-        too many to hold the hidden states, and then True."""
+        """One row for each response token of `batch[rows]`: the logits it is predicted from and False or, if they are
+        too many to hold, the hidden states and True."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first

@@ -78,7 +78,7 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     After the resume call `make_newest`.
 
     Raises:
-        UserError: another process has the run; there is no good checkpoint where one is asked for; the config changes
+        UserError: another process has the run; there is no good checkpoint if one is asked for; the config changes
             what is trained.
     """
     run_dir = config.run_dir
@@ -101,7 +101,7 @@ def find_start(config: Config) -> Start:
     """How a run of `config` starts. Nothing is changed; checkpoints are read and compared with their digests.
 
     Raises:
-        UserError: there is no good checkpoint where one is asked for; the config changes what is trained.
+        UserError: a good checkpoint was asked for and there is none; the config changes what is trained.
     """
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
@@ -131,7 +131,7 @@ def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_free(run_dir: Path) -> None:
-    """UserError where a process works in `run_dir`. Nothing is changed."""
+    """UserError if a process works in `run_dir`. Nothing is changed."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -251,7 +251,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
-    """Hold the run folder's lock; yields whether it is held: not where there is no folder, or its disk has no locks."""
+    """Hold the run folder's lock; yields whether it is held: not if there is no folder, or its disk has no locks."""
     try:
         if create:
             run_dir.mkdir(parents=True, exist_ok=True)

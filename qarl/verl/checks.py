@@ -78,7 +78,7 @@ def validate(composed: Any) -> None:
 
 
 def refuse_corrections(composed: Any) -> None:
-    """UserError where verl would put its own rollout correction on top of TBPO's, or take away what TBPO corrects."""
+    """UserError if verl would put its own rollout correction on top of TBPO's, or take away what TBPO corrects."""
     if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
         return
     correction = composed.algorithm.rollout_correction
@@ -128,7 +128,7 @@ def refuse_ignored(composed: Any) -> None:
 
 
 def refuse_one_checkpoint(composed: Any) -> None:
-    """UserError where verl would delete the only whole checkpoint before the next one is written."""
+    """UserError if verl would delete the only whole checkpoint before the next one is written."""
     trainer = composed.trainer
     if trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save"):
         raise UserError(
@@ -140,7 +140,7 @@ def refuse_one_checkpoint(composed: Any) -> None:
 
 
 def refuse_other_reward(composed: Any) -> None:
-    """UserError where the reward is not the one that was checked: verl's own way sets no time limit and takes NaN."""
+    """UserError if the reward is not the one that was checked: verl's own way sets no time limit and takes NaN."""
     given = composed.reward.custom_reward_function
     if given.path != "pkg://qarl.verl.plugin.reward" or given.name != "score":
         raise UserError(
@@ -162,7 +162,7 @@ def refuse_bad_time_limit(composed: Any) -> None:
 
 
 def refuse_no_export(config: Config, composed: Any) -> None:
-    """UserError where keys of the section `verl` leave no checkpoint for the export of the end."""
+    """UserError if keys of the section `verl` leave no checkpoint for the export of the end."""
     folder = Path(composed.trainer.default_local_dir).resolve()
     problems = {
         "trainer.save_freq": composed.trainer.save_freq <= 0,

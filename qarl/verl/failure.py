@@ -1,4 +1,4 @@
-"""The error that ended a verl run, as one message if a user can do something about it.
+"""The error that ended a verl run, in one message if a user can do something about it.
 
 verl's trainer is a Ray task: whatever is raised in one of its processes arrives wrapped, once for each process that it
 came through, with a traceback of all of them. The class that Ray makes for it is also that of the cause.

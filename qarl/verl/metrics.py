@@ -1,5 +1,5 @@
 """A verl run in our run folder: its file logger is followed while it runs, and each step goes through our own tracker,
-under our names where the quantity is the same.
+under our names if the quantity is the same.
 
 verl's logger writes `{"step": n, "data": {...}}` a line; `VERL_FILE_LOGGER_PATH` says where
 (verl/utils/tracking.py). Loggers of `trainer.logger` are ours, not verl's: both backends then log the same names.

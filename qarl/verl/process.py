@@ -23,7 +23,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """Variables that verl, Ray and vLLM read in every process of the run. What the user has set stays.
 
     They go through Ray's runtime environment: a worker inherits that of the Ray daemon on its machine, which knows
-    nothing of the driver's where Ray was running before, or runs on another machine.
+    nothing of the driver's if Ray was running before, or runs on another machine.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -72,7 +72,7 @@ def local_path(path: str) -> str:
 
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
-    """The memory that one rank is expected to take, a line a part; for 80 GB where there is no GPU to ask."""
+    """The memory that one rank is expected to take, a line a part; for 80 GB if there is no GPU to ask."""
     import torch
 
     from qarl.align.model import resolve_level

@@ -38,7 +38,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
     A run that is in the way is moved aside.
 
     Raises:
-        UserError: another process has the run; there is no whole checkpoint where one is asked for, or one that could
+        UserError: another process has the run; a whole checkpoint was asked for and there is none, or one that could
             run code; the config changes what is trained.
     """
     run_dir = config.run_dir

@@ -2,7 +2,7 @@
 
 `verl_config` is the only place that knows verl's keys. It starts from verl's own `ppo_trainer` config, so a key that
 verl no longer has is an error here and not a silent no-op. What verl cannot do is refused (`qarl.verl.checks`);
-where it does something slightly different, `differences` says so.
+if it does something slightly different, `differences` says so.
 
 The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; the parts that verl lacks come from
 `qarl.verl.plugin`. Read in verl 0.9.1.
@@ -216,7 +216,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 def data_keys(config: Config) -> Keys:
     data = config.data
-    # verl wants validation files even where nothing is evaluated.
+    # verl wants validation files even if nothing is evaluated.
     limit = config.trainer.val_max_prompts or -1
     return {
         "data.train_files": [str(Path(file).resolve()) for file in data.train_files],

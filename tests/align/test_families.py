@@ -1,4 +1,4 @@
-"""Families outside of Llama and Qwen: trained where a mismatch was measured, else refused by name, and told early."""
+"""Families outside of Llama and Qwen: trained if a mismatch was measured, else refused by name, and told early."""
 
 from __future__ import annotations
 

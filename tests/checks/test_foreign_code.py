@@ -1,4 +1,4 @@
-"""Python code that a model's folder brings along runs only where the config says so, whoever says yes."""
+"""Python code that a model's folder brings along runs only if the config says so, whoever says yes."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_no_call_leaves_the_question_open() -> None:
 def test_the_default_dtype_survives_a_failure(
     pristine_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """As vLLM's loader, which sets the default dtype and does not put it back where the model's class raises."""
+    """As vLLM's loader, which sets the default dtype and does not put it back if the model's class raises."""
 
     def fails(*arguments: Any, **keys: Any) -> Any:
         torch.set_default_dtype(torch.bfloat16)

@@ -194,7 +194,7 @@ def test_the_local_trainer_by_hand() -> None:
 
 
 def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
-    """One layer's at a time, the largest; where some layers have another kernel, theirs are held."""
+    """One layer's at a time, the largest; if some layers have another kernel, theirs are held."""
     name = "dequantized weights for the backward, BF16"
     shapes = set(SMALL.linears().values())
     for kernel in OWN_INPUT_GRADIENT:

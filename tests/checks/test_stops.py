@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edited(folder: Path, tmp_path: Path, **files: Any) -> Path:
     """A copy with keys of config.json, generation_config.json and tokenizer_config.json changed; None drops one, and a
-    whole file where it is no dict."""
+    whole file if it is no dict."""
     copy = Path(shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True))
     for name, changes in files.items():
         path = copy / f"{name}.json"

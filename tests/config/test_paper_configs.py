@@ -37,7 +37,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the paper's table: its key and value, ours, and verl's own key where ours has another meaning."""
+    """One line of the paper's table: its key and value, ours, and verl's own key if ours has another meaning."""
 
     paper: str
     value: Any
@@ -214,7 +214,7 @@ def test_verl_gets_the_same_values(config: Config) -> None:
 
 
 def test_the_page_shows_the_same_table() -> None:
-    """docs/configs.md: the paper's key and value, and each config's, in bold where it is another."""
+    """docs/configs.md: the paper's key and value, and each config's, in bold if it is another."""
     configs = {name: load_config([f"config={path_of(name)}"]) for name in MODELS}
     expected = [
         [f"`{row.paper}`", shown(row.value), *(cell(row, value_of(config, row)) for config in configs.values())]

@@ -15,6 +15,7 @@ from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import config
 from fresh_vllm import greedy_in_a_fresh_vllm
+from glossary import glossary_metrics
 
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
 from qarl.trainer.batch import Batch, make_batch
@@ -52,6 +53,8 @@ def test_three_steps_train_publish_and_log_mismatch_bands_and_phases(trainer):
         # At this learning rate; the model, trained where the test runs, and so the fraction differ between CPU types.
         assert metrics["actor/inside_band_frac_after_first"] >= 0.5
     assert trainer.seconds.keys() >= {f"timing_s/{p}" for p in ("rollout", "old_log_prob", "update", "publish")}
+    logged = {*trainer.seconds, *(name for metrics in trainer.metrics for name in metrics)}
+    assert logged - glossary_metrics() == set()
 
 
 def test_the_weights_moved_and_the_engine_has_exactly_the_trainers_tensors(trainer, tmp_path):

@@ -31,7 +31,7 @@ def test_every_kernel_against_float64(operation: str, n: int, k: int, group_size
 
 
 def test_vllms_kernels_serve_here() -> None:
-    """`vllm_cuda.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
+    """`qarl/kernels/cuda/vllm_ops.py` on this vLLM: Machete or Marlin, and CUTLASS for 8 bits."""
     pytest.importorskip("vllm")
     layer = Layer(torch.randn(2048, 1536, device="cuda").bfloat16(), Arguments(device="cuda"))
     found = {scheme: [k.name for k in layer.kernels(scheme) if k.name.startswith("vllm")] for scheme in layer.quantized}

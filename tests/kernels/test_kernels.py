@@ -77,7 +77,7 @@ def rounding_of_activations(kernel: Any, scale: torch.Tensor, q: QuantizedTensor
 
 
 def other_code(kernel: Any, x: torch.Tensor) -> torch.Tensor | float:
-    """float64 [M, K]: one step of the scale where `x` is within 1e-5 of the middle of two codes, else 0."""
+    """float64 [M, K]: one step of the scale if `x` is within 1e-5 of the middle of two codes, else 0."""
     if kernel.name != "vllm_cpu_int8_tiles":
         return 0.0
     scale = quantize_int8(x)[1].double()
@@ -345,7 +345,7 @@ def test_the_engine_is_told_to_leave_w4a16_activations_alone(monkeypatch):
 @pytest.mark.long
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
 def test_the_first_product_of_a_process_may_be_one_of_tiles():
-    """Linux answers with an illegal instruction where nobody asked for the tiles before."""
+    """Linux answers with an illegal instruction if nobody asked for the tiles before."""
     program = (
         "import torch; from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear as kernel; "
         "kernel.unavailable('w4a16', torch.device('cpu'), (32, 32)); "

@@ -126,7 +126,7 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(published):
 
 
 def test_more_prompt_tokens_than_one_prefill_holds_are_sampled_with_their_seeds(published):
-    """vLLM 0.29 on CPU crashes where a seeded request's prefill is chunked; 128 prompts of 40 tokens pass 4096."""
+    """vLLM 0.29 on CPU crashes if a seeded request's prefill is chunked; 128 prompts of 40 tokens pass 4096."""
     prompts = [[3 + (i + t) % 50 for t in range(40)] for i in range(128)]
     batch = published.generate(prompts, SamplingConfig(2), seeds=list(range(128)))
     alone = published.generate(prompts[-1:], SamplingConfig(2), seeds=[127])

@@ -14,7 +14,7 @@ from qarl.config import Config
 
 SCRIPTS = ROOT / "scripts"
 SECONDS = 20.0
-"""A hang, on a machine where other tests run at the same time; the script itself allows 2."""
+"""A hang, on a machine that runs other tests at the same time; the script itself allows 2."""
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def test_a_reward_that_raises_counts_as_unverified(text: ModuleType, monkeypatch
 
 
 def test_a_busy_machine_keeps_the_rows_of_a_quiet_one(text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward answers 0 where its five seconds are over."""
+    """The reward answers 0 if its five seconds are over."""
     monkeypatch.setattr(text, "math_verify", lambda *arguments: 0.0)
     assert text.verifies_itself("\\frac{1}{2}") and not text.verifies_itself("\\text{}")
 

@@ -2,7 +2,7 @@
 
 Everything else is real: the command line, `prepare_run`, the trainer, its optimizer, publishes, checkpoints, the run
 folder. The stand-in samples as vLLM does, from the processed distribution of the live policy, so trainer and engine
-agree where the trainer follows the sampling keys, and disagree where it does not.
+agree if the trainer follows the sampling keys, and disagree if it does not.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Trainer(local.LocalTrainer):
 
 @dataclasses.dataclass
 class Run:
-    """A run in `folder`, where the process is while it runs; `trainer` is None where none was made."""
+    """A run in `folder`, where the process is while it runs; `trainer` is None if none was made."""
 
     folder: Path
     config: Config

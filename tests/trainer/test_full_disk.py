@@ -1,7 +1,7 @@
 """A disk that refuses at any write of a run: the first error is the one reported, and summary and export are tried.
 
-Every place that a run writes to is a row of `SITES`; the refusals are real (a file size limit, /dev/full) where the
-operating system can be made to refuse just there, and injected where it cannot.
+Every place that a run writes to is a row of `SITES`; the refusals are real (a file size limit, /dev/full) if the
+operating system can be made to refuse just there, and injected if it cannot.
 """
 
 from __future__ import annotations

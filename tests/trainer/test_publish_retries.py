@@ -51,7 +51,7 @@ def trainer_with(engine: FakeEngine, *, rebuild_on_failure: bool) -> LocalTraine
 
 
 def attempts_allowed(sequence: tuple[str, ...], rebuild: bool) -> int:
-    """How many of these failures are survived: one resend for each engine, and one other engine where asked for."""
+    """How many of these failures are survived: one resend for each engine, and one other engine if asked for."""
     resends = rebuilds = 1
     for survived, kind in enumerate(sequence):
         if kind in ("transfer", "disk"):

@@ -31,7 +31,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def sharded() -> torch.Tensor:
-    """As FSDP2 leaves a parameter; its file is read where there is no process group."""
+    """As FSDP2 leaves a parameter; its file is read if there is no process group."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     tensor = DTensor.from_local(torch.randn(4, 4), init_device_mesh("cpu", (1,)), [Replicate()])
     yield tensor

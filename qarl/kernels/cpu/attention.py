@@ -7,8 +7,7 @@ request, as in a prefill, and every token of the response as a request of one qu
 
 Batch-invariant: the keys of one query are never split among threads (`enable_kv_split`; `qarl.process` tells the engine
 the same), and each row is a separate call, because on several threads the tiles of a long prompt depend on what else
-is in the call. In that respect the engine's prefill is not batch-invariant; nor is it where it prefills a long prompt
-in pieces.
+is in the call. In that respect the engine's prefill is not batch-invariant, nor if it prefills a long prompt in pieces.
 
 The operator knows no autograd; `qarl.align.attention` wraps it.
 """
@@ -55,7 +54,7 @@ def causal_attention(
 ) -> torch.Tensor:
     """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D].
 
-    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 where all were decoded.
+    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 if all were decoded.
     """
     rows = zip(query, key, value, prompt_lengths, strict=True)
     return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])

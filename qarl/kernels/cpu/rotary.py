@@ -1,7 +1,7 @@
 """The engine's rotary embedding, asked without an engine: which turn it gives a query at a position.
 
-transformers and vLLM read the same config, but not all of the same keys, and where they read the same ones they may
-compute other angles: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained one.
+transformers and vLLM read the same config, but not all of the same keys, and even from the same keys they may compute
+other angles: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained one.
 So both are run on the same queries and compared (`qarl.align.rotary`).
 """
 
@@ -48,7 +48,7 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
     """`query` BF16 [T, D] at `positions` [T] -> BF16 [T, D]."""
     from vllm.platforms import current_platform
 
-    # On a CPU vLLM calls `forward_cpu` where it does not compile the model; a build for GPUs has no operator for it.
+    # On a CPU vLLM calls `forward_cpu` if it does not compile the model; a build for GPUs has no operator for it.
     # Classes without either are plain modules.
     call = getattr(rotary, "forward_cpu" if current_platform.is_cpu() else "forward_native", rotary)
     turned: torch.Tensor = call(positions, query.clone(), query.clone())[0]
@@ -56,7 +56,7 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None where the
+    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None if the
     class works otherwise."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -6,7 +6,7 @@ int8 sums are exact, so a kernel has vLLM's bits when it quantizes activations a
 fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel is PyTorch too: `torch._scaled_mm` with unit scales and FP32
 output, fewer than 17 rows padded to 17, then (sum * token scale) * weight scale + bias. Products of two e4m3 values
 are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order: the same bits in a fraction
-of the time (2 to 3 BF16 products where `_scaled_mm` takes 3 to 11), for four bytes of memory a weight. Fewer than 17
+of the time (2 to 3 BF16 products; `_scaled_mm` takes 3 to 11), for four bytes of memory a weight. Fewer than 17
 rows would go to another FP32 kernel with another order: hence the padding here too.
 """
 
@@ -97,7 +97,7 @@ class TorchInt8Linear:
 
 
 class VllmCpuFP8Linear:
-    """vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul where that has its bits."""
+    """vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul if that has its bits."""
 
     name = "vllm_cpu_fp8"
 
@@ -107,7 +107,7 @@ class VllmCpuFP8Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """`weight` [N, K]: FP32, or as it is where only `_scaled_mm` has vLLM's bits."""
+        """`weight` [N, K]: FP32, or unchanged if only `_scaled_mm` has vLLM's bits."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
         return PreparedScaled(weight.float() if same_bits else weight, tensors["weight_scale"].t().contiguous())

@@ -1,8 +1,6 @@
 """The rollout engine's own operators, callable from the trainer: same operation, same operands, same bits.
 
-vLLM registers them as `torch.ops._C.*`. They know no autograd; `qarl.quant.linear` wraps them. This file,
-`vllm_cuda.py` and `vllm_experts.py` for GPUs, `vllm_attention.py`, `vllm_rotary.py` and `qarl.rollout` are the only
-places that import vllm.
+vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
 W4A16 on CPU is `cpu_gemm_wna16`: each weight becomes `bf16(float(q - 8) * float(scale))`, products are summed in
 FP32 in order of K without split, and rounded once, so a row's result depends neither on the number of rows nor on
@@ -11,7 +9,7 @@ same dtype.
 
 W8A8 on CPU is a oneDNN product behind a handler that has packed the weight. vLLM's own handler scales by token in an
 epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by one
-where it has done sixteen). Ours is of the kind for static activation scales, with FP32 output and a scale of one, and
+after it has done sixteen). Ours is of the kind for static activation scales, with FP32 output and a scale of one, and
 the token scales are applied here: the same bits in less time.
 
 On CPUs with AMX tiles vLLM runs W8A8 through `int8_scaled_mm_with_quant` instead, which quantizes activations and
@@ -205,5 +203,5 @@ def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
 
 
 def _isa_hint() -> str:
-    """vLLM's own rule for BF16 scales: matrix tiles where the CPU has them, else vectors."""
+    """vLLM's own rule for BF16 scales: matrix tiles if the CPU has them, else vectors."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -93,7 +93,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """None where vLLM multiplies int4 weights [N, K] in such groups with its class `kernel`; else what it does."""
+    """None if vLLM multiplies int4 weights [N, K] in such groups with its class `kernel`; else what it does."""
     chosen = _engines_choice(shape, group_size)
     return None if chosen == kernel else f"here vLLM itself runs {chosen}"
 

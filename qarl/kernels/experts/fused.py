@@ -1,7 +1,7 @@
 """The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
 w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
 
-The kernel of the forward is the rollout engine's where it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts`
+The kernel of the forward is the rollout engine's if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts`
 on CPUs), else our grouped products, one after the other. The backward is the same for all:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
@@ -140,7 +140,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> ExpertsChoice:
-    """The first kernel that can serve; `force` names the only one to consider. Raises UserError where none can."""
+    """The first kernel that can serve; `force` names the only one to consider. Raises UserError if none can."""
     passed_over: list[str] = []
     kernels = BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ())
     for kernel in kernels:
@@ -168,7 +168,7 @@ class LowBitExperts(NamedTuple):
 
     @classmethod
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
-        """Raises ValueError where the two are not those of one layer."""
+        """Raises ValueError if the two are not those of one layer."""
         (experts, rows), (others, hidden) = (sizes_of(tensors) for tensors in (gate_up, down))
         if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
             raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
@@ -187,7 +187,7 @@ def fused_experts(
 
     Args:
         gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I], which get the gradients, and nothing
-            else: the forward reads `experts`. None where they need none.
+            else: the forward reads `experts`. None if they need none.
     """
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y

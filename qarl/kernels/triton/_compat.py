@@ -2,8 +2,8 @@
 
 With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. There, in
 Triton 3.6 to 3.9, these differ from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
-(triton-lang/triton#11584), FP32 to BF16 truncates, subnormal BF16 numbers are cast wrongly both ways, FP32 to FP8
-rounds otherwise, and libdevice functions fail. The functions here give a GPU its own instruction and the interpreter
+(triton-lang/triton#11584), FP32 to BF16 truncates, subnormal BF16 numbers are cast wrongly both ways, and FP32 to FP8
+rounds otherwise. The functions here give a GPU its own instruction and the interpreter
 integer arithmetic with the same result. Kernels never compute on BF16 tensors: `to_fp32` on load, `to_bf16` on store.
 
 Two rules for bits that do not depend on the Triton release: launch with `**LAUNCH` (whether a * b + c fuses is a
@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra import libdevice
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether the kernels of this process run under the interpreter."""
@@ -27,7 +26,6 @@ LAUNCH: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """Options of every launch."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_ROUND_EVEN = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -56,20 +54,6 @@ def to_fp32(x):
     if _INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
-
-
-@triton.jit
-def round_even(x):
-    """FP32 -> FP32, to the nearest whole number, half to even, for |x| below 2**22: the sum has a unit of one."""
-    return (x + _ROUND_EVEN) - _ROUND_EVEN
-
-
-@triton.jit
-def exp(x):
-    """FP32 -> FP32, CUDA's `expf` (`tl.exp` is an approximation by a power of two)."""
-    if _INTERPRETED:
-        return tl.exp(x)
-    return libdevice.exp(x)
 
 
 @triton.jit

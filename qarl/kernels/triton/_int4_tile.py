@@ -82,7 +82,7 @@ def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexp
 
 @triton.jit
 def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
-    """BF16 scales of block `step` of K: [BN] where a group spans the block, else [BN, BK / GROUP].
+    """BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
 
     `rows` [BN]: offsets of the channels' first scales. Beyond the last group zeros.
     """

@@ -20,18 +20,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl.kernels.triton._aot import AotConfig, AotKernel
 from qarl.kernels.triton._compat import LAUNCH, require, require_device
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
 from qarl.kernels.triton.quantize import dequantize_int4, dequantize_rows
 from qarl.kernels.triton.scaled_mm import check_8bit, scaled_tile, store_scaled, takes_tma, tile_place
-from qarl.kernels.triton.tables import Tile, choose, shipped
+from qarl.kernels.triton.tables import Tile, choose
 from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forward, store_rows
 
 
 @triton.jit
 def find_expert(tile, ends_ptr, experts, BM: tl.constexpr, SIZE: tl.constexpr):
-    """(expert, first row, end of its rows) of row tile `tile`; an expert of SIZE where there is no such tile."""
+    """(expert, first row, end of its rows) of row tile `tile`; an expert of SIZE if there is no such tile."""
     index = tl.arange(0, SIZE)
     ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
     begins = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
@@ -218,48 +217,3 @@ def _check_ends(ends: torch.Tensor, experts: int, weight: torch.Tensor) -> None:
     fits = ends.shape == (experts,) and ends.dtype == torch.int32 and ends.is_contiguous()
     require(fits, f"ends must be contiguous int32 [{experts}]")
     require_device(ends, weight)
-
-
-def _aot() -> list[AotKernel]:
-    """Every tile in the tables, with 128 experts; group sizes 128, and 32 with an incomplete last block."""
-    integers = dict.fromkeys(("experts", "tiles_m", "M", "N", "K", "stride_xm", "stride_gm"), "i32")
-    pointers = {"packed_ptr": "*i16", "scale_ptr": "*bf16", "ends_ptr": "*i32", "y_ptr": "*bf16", "dx_ptr": "*bf16",
-                "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32"}  # fmt: skip
-    entries = []
-    for kernel, operation, even, stride in (
-        (grouped_w4a16_kernel, "grouped_w4a16", "EVEN_K", "stride_xm"),
-        (grouped_w4a16_backward_kernel, "grouped_w4a16_backward", "EVEN_N", "stride_gm"),
-    ):
-        configs = tuple(
-            AotConfig({"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": group, even: group == 128, "PTX": True,
-                       "SIZE": 128}, targets=targets, **tile.launch)
-            for tile, targets in shipped(operation)
-            for group in (128, 32)
-        )  # fmt: skip
-        types = integers | pointers | {"x_ptr": "*bf16", "grad_ptr": "*bf16"}
-        entries.append(_entry(kernel, types, configs, ("N", "K", stride)))
-    for operation, kind in (("w8a8", "i8"), ("fp8", "fp8e4nv"), ("fp8_fast", "fp8e4nv")):
-        for tile, targets in shipped(f"grouped_{operation}"):
-            constants = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "EVEN_K": True, "FAST": operation == "fp8_fast",
-                         "ACC": tl.int32 if kind == "i8" else tl.float32, "SIZE": 128}  # fmt: skip
-            for tma in (True, False):
-                loads = (
-                    {"x_ptr": f"tensordesc<{kind}[{tile.BM}, {tile.BK}]>",
-                     "w_ptr": f"tensordesc<{kind}[{tile.BN}, {tile.BK}]>"}
-                    if tma else {"x_ptr": f"*{kind}", "w_ptr": f"*{kind}"}
-                )  # fmt: skip
-                on = tuple(target for target in targets if tma == (target >= 90))
-                config = AotConfig({**constants, "TMA": tma}, targets=on, **tile.launch)
-                if on:
-                    types = integers | pointers | loads
-                    entries.append(_entry(grouped_scaled_mm_kernel, types, (config,), ("N", "K", "stride_xm")))
-    return entries
-
-
-def _entry(
-    kernel: triton.JITFunction, types: dict[str, str], configs: tuple[AotConfig, ...], divisible: tuple[str, ...]
-) -> AotKernel:
-    return AotKernel(kernel, {name: types[name] for name in kernel.arg_names if name in types}, configs, divisible)
-
-
-AOT = _aot()

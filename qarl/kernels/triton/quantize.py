@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from qarl.kernels.triton._aot import AotConfig, AotKernel
 from qarl.kernels.triton._compat import (
     LAUNCH,
     e4m3_bits,
@@ -35,13 +34,13 @@ from qarl.kernels.triton._compat import (
 
 _INT_BITS = tl.constexpr(12582912.0)  # x + this has round-half-even(x) in its low bits
 _CONSTANTS = tl.constexpr(0x3F400000)  # the bits of _INT_BITS times 0x11111111, modulo 2**32
-_TILE = 4096
+WEIGHT_TILE = 4096
 _ROW_TILE = 8192
 
 
 class Quantized(NamedTuple):
     """`values` and `scale` as on the wire (qarl.quant.tensor), `dequantized` BF16 [N, K] or None, `nonfinite` int32
-    [1], 1 where the weight holds a NaN or an Inf: then the other tensors mean nothing."""
+    [1], 1 if the weight holds a NaN or an Inf: then the other tensors mean nothing."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -63,7 +62,7 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """(p, r): on the BF16 grid w / scale is (w * p) * r. p keeps r finite where the scale is tiny."""
+    """(p, r): on the BF16 grid w / scale is (w * p) * r. p keeps r finite if the scale is tiny."""
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)
 
@@ -151,7 +150,7 @@ def quantize_rows_kernel(
     HALF_RANGE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr,
     DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in registers where it is one block (`SINGLE`), else read twice, the second time from cache.
+    """One row a program, in registers if it is one block (`SINGLE`), else read twice, the second time from cache.
 
     Bytes an element: w (2 or 4) + 1, + 2 with the dequantized copy, over 4.3e12 B/s on H200.
     """
@@ -236,7 +235,7 @@ def quantize_int4(
     flag = weight.new_zeros(1, dtype=torch.int32) if nonfinite is None else nonfinite
     if groups:
         words = triton.next_power_of_2(group_size // 8)
-        a_program = max(_TILE // (words * 8), 1)
+        a_program = max(WEIGHT_TILE // (words * 8), 1)
         quantize_int4_kernel[(triton.cdiv(groups, a_program),)](
             weight, packed, scale, packed if copy is None else copy, flag, groups, cols // group_size,
             weight.stride(0), GROUP=group_size, WORDS=words, GROUPS=a_program, BF16_GRID=grid == torch.bfloat16,
@@ -360,44 +359,3 @@ def _output(out: torch.Tensor | None, like: torch.Tensor, rows: int, cols: int) 
     fits = out.shape == (rows, cols) and out.dtype == torch.bfloat16 and out.is_contiguous()
     require(fits, f"out must be contiguous BF16 {[rows, cols]}, not {out.dtype} {list(out.shape)}")
     return out
-
-
-def _aot() -> list[AotKernel]:
-    entries = []
-    for dtype, scale in (("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")):
-        types = {"w_ptr": dtype, "packed_ptr": "*i32", "scale_ptr": scale, "dequantized_ptr": "*bf16",
-                 "flag_ptr": "*i32", "groups": "i32", "groups_per_row": "i32", "row_stride": "i32"}  # fmt: skip
-        configs = [
-            {"GROUP": group, "WORDS": group // 8, "GROUPS": _TILE // group, "BF16_GRID": scale == "*bf16",
-             "DEQUANTIZE": copy, "CONTIGUOUS": contiguous}
-            for group in (32, 128) for copy, contiguous in ((False, True), (True, True), (True, False))
-        ]  # fmt: skip
-        aot_configs = tuple(AotConfig(config) for config in configs)
-        entries.append(AotKernel(quantize_int4_kernel, types, aot_configs, divisible=("row_stride",)))
-        for fp8 in (False, True):
-            types = {"w_ptr": dtype, "values_ptr": "*u8" if fp8 else "*i8", "scale_ptr": "*fp32",
-                     "dequantized_ptr": "*bf16", "flag_ptr": "*i32", "cols": "i32", "row_stride": "i32"}  # fmt: skip
-            aot_configs = tuple(
-                AotConfig({"HALF_RANGE": 448.0 if fp8 else 127.5, "FP8": fp8, "HARDWARE": hardware,
-                           "BF16_GRID": scale == "*bf16", "DEQUANTIZE": True, "BLOCK": block,
-                           "SINGLE": single}, num_warps=warps, targets=targets)
-                for block, single, warps in ((2048, True, 2), (8192, True, 8), (4096, False, 4))
-                for hardware, targets in ((False, (80,)), (True, (90, 100)))
-            )  # fmt: skip
-            entries.append(AotKernel(quantize_rows_kernel, types, aot_configs, divisible=("cols", "row_stride")))
-    for scale in ("*bf16", "*fp32"):
-        types = {"packed_ptr": "*i32", "scale_ptr": scale, "out_ptr": "*bf16", "words": "i32"}
-        aot_configs = tuple(AotConfig({"WORDS_PER_GROUP": words, "BLOCK": 512}) for words in (4, 16))
-        entries.append(AotKernel(dequantize_int4_kernel, types, aot_configs))
-    for fp8 in (False, True):
-        types = {"values_ptr": "*u8" if fp8 else "*i8", "scale_ptr": "*fp32", "out_ptr": "*bf16",
-                 "cols": "i32", "row_stride": "i32"}  # fmt: skip
-        aot_configs = tuple(
-            AotConfig({"FP8": fp8, "HARDWARE": hardware, "BLOCK": 2048}, targets=targets)
-            for hardware, targets in ((False, (80,)), (True, (90, 100)))
-        )
-        entries.append(AotKernel(dequantize_rows_kernel, types, aot_configs, divisible=("cols", "row_stride")))
-    return entries
-
-
-AOT = _aot()

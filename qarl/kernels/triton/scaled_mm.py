@@ -9,7 +9,7 @@ therefore added to FP32 registers; `fast_accumulation` leaves it in the tensor c
 
 Tiling. The weight is the first operand (acc is [N, M]): tensor cores want 64 rows or more of it, and few tokens fill
 the other side. Flops 2 M N K, bytes K (M + N) + 2 M N. Ridge on an H200 (4.3 TB/s, 1580 TFLOP/s): M = 184. Below it the
-weight is read once, by programs among which K is split where there are few tiles. Above, M = 8192, K = 4096, N = 12288
+weight is read once, by programs among which K is split if there are few tiles. Above, M = 8192, K = 4096, N = 12288
 is 0.52 ms, and the L2 cache is the next bound: a 128 by 256 tile brings 48 KiB a step, 12 TB/s at the peak of all the
 tensor cores, so tiles are as large as the registers hold. Loads go through the tensor memory accelerator where there
 is one (`TMA`).
@@ -17,17 +17,14 @@ is one (`TMA`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl.kernels.triton._aot import AotConfig, AotKernel
 from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16, to_fp32
 from qarl.kernels.triton._split import leave_part, split, sum_parts
-from qarl.kernels.triton.tables import Tile, architecture, choose, processors, shipped
+from qarl.kernels.triton.tables import Tile, architecture, choose, processors
 
 
 @triton.jit
@@ -213,36 +210,3 @@ def check_8bit(
         tensors.append(bias)
     require_device(*tensors)
     return "w8a8" if x.dtype == torch.int8 else "fp8"
-
-
-def _aot() -> list[AotKernel]:
-    """Every tile with the tensor memory accelerator, as each program count needs it, and once with plain loads."""
-    entries = []
-    once: dict[str, Any] = {"PERSISTENT": False, "workspace_ptr": None, "counter_ptr": None, "parts": 1}
-    for operation, kind in (("w8a8", "i8"), ("fp8", "fp8e4nv"), ("fp8_fast", "fp8e4nv")):
-        types = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
-                 "workspace_ptr": "*i32" if kind == "i8" else "*fp32", "counter_ptr": "*i32",
-                 "M": "i32", "N": "i32", "K": "i32", "stride_xm": "i32", "parts": "i32"}  # fmt: skip
-        for tile, targets in shipped(operation, f"{operation}_invariant"):
-            constants = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "FAST": operation == "fp8_fast",
-                         "ACC": tl.int32 if kind == "i8" else tl.float32}  # fmt: skip
-            split_or_persistent = [{"PERSISTENT": False}, {**once, "PERSISTENT": True}] if tile.per_sm else [once]
-            with_tma = tuple(target for target in targets if target >= 90)
-            for tma, on, variants in (
-                (True, with_tma, split_or_persistent), (False, targets, split_or_persistent[:1])
-            ):  # fmt: skip
-                descriptors = {
-                    name: f"tensordesc<{kind}[{rows}, {tile.BK}]>"
-                    for name, rows in (("x_ptr", tile.BM), ("w_ptr", tile.BN))
-                }
-                pointers = descriptors if tma else {"x_ptr": f"*{kind}", "w_ptr": f"*{kind}"}
-                configs = tuple(
-                    AotConfig({**constants, "TMA": tma, "EVEN_K": tma, **variant}, targets=on, **tile.launch)
-                    for variant in variants
-                )
-                if on:
-                    entries.append(AotKernel(scaled_mm_kernel, types | pointers, configs, ("K", "stride_xm")))
-    return entries
-
-
-AOT = _aot()

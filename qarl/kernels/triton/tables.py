@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 PATH = Path(__file__).with_name("tables.json")
-TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100}
 """The compute capability that each table's tiles are compiled for in tests."""
 
 
 class Tile(NamedTuple):
     """BM rows by BN output channels, BK input channels a step.
 
-    `per_sm`: programs an SM. Where there are fewer tiles, sums are split; where there are more, programs of 8-bit
+    `per_sm`: programs an SM. If there are fewer tiles, sums are split; if there are more, programs of 8-bit
     products are persistent, each with several tiles. 0: one program a tile.
     """
 
@@ -51,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`tile` serves shapes within the bounds, of one of `group_sizes` where they are named."""
+    """`tile` serves shapes within the bounds, of one of `group_sizes` if they are named."""
 
     tile: Tile
     max_m: int | None = None
@@ -91,19 +90,9 @@ def architecture(device: torch.device) -> str:
 
 
 def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_size: int = 0) -> Tile | None:
-    """The tile of the first rule that serves the shape; None where the table leaves it to another path."""
+    """The tile of the first rule that serves the shape; None if the table leaves it to another path."""
     rules = tables()[architecture(device)][operation]
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
-
-
-def shipped(*operations: str, per_sm: bool = True) -> list[tuple[Tile, tuple[int, ...]]]:
-    """Every tile in the tables of `operations`, with the targets it serves; `per_sm` tells tiles apart, or is 0."""
-    found: dict[Tile, tuple[int, ...]] = {}
-    for kind, target in TARGETS.items():
-        tiles = {rule.tile for name in operations for rule in tables()[kind][name]}
-        for tile in tiles if per_sm else {tile._replace(per_sm=0) for tile in tiles}:
-            found[tile] = (*found.get(tile, ()), target)
-    return sorted(found.items())
 
 
 @cache

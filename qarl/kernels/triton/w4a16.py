@@ -19,19 +19,16 @@ not depend on how many others there are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from qarl.kernels.triton._aot import AotConfig, AotKernel
 from qarl.kernels.triton._compat import INTERPRETED, LAUNCH, require, require_device, to_bf16
 from qarl.kernels.triton._int4_tile import backward_tile, forward_tile, in_order
 from qarl.kernels.triton._split import leave_part, split, sum_parts
 from qarl.kernels.triton.quantize import dequantize_int4
-from qarl.kernels.triton.tables import Tile, choose, shipped
+from qarl.kernels.triton.tables import Tile, choose
 
 PTX = not INTERPRETED and torch.version.hip is None
 """Whether the kernels may use NVIDIA's instructions."""
@@ -201,29 +198,3 @@ def check_rows(x: torch.Tensor, width: int, packed: torch.Tensor) -> torch.Size:
     require(x.dtype == torch.bfloat16, f"expected bfloat16 rows, got {x.dtype}")
     require_device(x, packed)
     return x.shape
-
-
-_TYPES = {"packed_ptr": "*i16", "scale_ptr": "*bf16", "workspace_ptr": "*fp32", "counter_ptr": "*i32",
-          "M": "i32", "N": "i32", "K": "i32", "parts": "i32"}  # fmt: skip
-
-
-def _aot(kernel: Any, operation: str, types: dict[str, str], stride: str, even: str) -> AotKernel:
-    """Every tile of the table with groups of 128, and with groups of 32 and a last block that is not whole."""
-    configs = [
-        AotConfig(
-            {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": group, even: group == 128, "PTX": True},
-            targets=targets,
-            **tile.launch,
-        )
-        for tile, targets in shipped(operation, f"{operation}_invariant", per_sm=False)
-        for group in (128, 32)
-    ]
-    return AotKernel(kernel, types | _TYPES, tuple(configs), divisible=("K", stride))
-
-
-AOT = [
-    _aot(w4a16_kernel, "w4a16", {"x_ptr": "*bf16", "bias_ptr": "*bf16", "y_ptr": "*bf16", "stride_xm": "i32"},
-         "stride_xm", "EVEN_K"),
-    _aot(w4a16_backward_kernel, "w4a16_backward", {"grad_ptr": "*bf16", "dx_ptr": "*bf16", "stride_gm": "i32"},
-         "stride_gm", "EVEN_N"),
-]  # fmt: skip

@@ -1,7 +1,7 @@
 """A 64-bit checksum of a tensor's bytes that every device computes alike, and computes fast.
 
 The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower), multiplied by an odd weight of
-its place, mixed again, and added up modulo 2**64; so are the sums of blocks, where there are several. Every step of a
+its place, mixed again, and added up modulo 2**64; so are the sums of blocks, if there are several. Every step of a
 word's way is one-to-one: damage within one word, such as a flipped bit, always shows. Damage to several words shows but
 for a chance of about 2**-32: without the mixing, two flipped signs at the top of their words would cancel. It tells
 accidents, not attackers: for that, `QuantizedTensor.digest` is SHA-256, which no GPU computes.

@@ -1,8 +1,8 @@
 """verl's single-turn loop for models whose tokenizer is not their family's.
 
 verl joins turns with a builder chosen by the model's type, and that of Qwen refuses a tokenizer without `<|im_end|>`
-(verl/utils/tokenizer/continuous_token_wiring.py), which a small model of Qwen's architecture need not have. Where that
-token is missing this loop takes verl's builder for unknown models. In a single turn nothing is joined.
+(verl/utils/tokenizer/continuous_token_wiring.py), which a small model of Qwen's architecture need not have. If that
+token is missing, this loop takes verl's builder for unknown models. In a single turn nothing is joined.
 
 Chosen by `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn`; registered by `qarl.verl.plugin.cpu`.
 """

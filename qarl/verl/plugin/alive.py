@@ -1,6 +1,6 @@
 """Whether the processes that generate are alive: asked through Ray, by the names that verl gives its actors.
 
-verl notices a dead engine or server only where it waits for an answer of it, and takes what the survivors have
+verl notices a dead engine or server only while it waits for its answer, and takes what the survivors have
 generated for the whole batch. Whoever depends on them asks here: the sampler while it waits, the trainer before it
 publishes.
 """

@@ -75,7 +75,7 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
-    """The loss's own config from verl's `actor.policy_loss`: the paper's values where that is verl's plain dataclass.
+    """The loss's own config from verl's `actor.policy_loss`: the paper's values if that is verl's plain dataclass.
 
     Raises:
         UserError: a value out of range, or an aggregation over tokens.

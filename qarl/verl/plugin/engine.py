@@ -7,7 +7,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here h
     prepare_model_inputs   rows padded on the right need no mask, and all rows of a step get one length: neither mask
                            nor length may change a row's bits between the old log-probs and the update
     prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them: by log_softmax from
-                           FP32 logits; where verl has flash-attn's kernel, by that, which computes in FP32 itself
+                           FP32 logits; if verl has flash-attn's kernel, by that, which computes in FP32 itself
     infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
     train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
     optimizer_step, load_checkpoint   the quantized tensors are made again, once
@@ -59,7 +59,7 @@ _NO_LOGIT = -1e30
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None where the config names no quantization; `align`: the level that was applied."""
+    """`quant`: the settings, or None if the config names no quantization; `align`: the level that was applied."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
@@ -288,7 +288,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
 
     def _refuse_dead_servers(self) -> None:
-        """UserError on all ranks where a server of the rollout is dead.
+        """UserError on all ranks if a server of the rollout is dead.
 
         The first rank asks, and all wait for its answers: an engine that another rank publishes to answers nothing
         until it has all tensors, for which that rank needs the first.
@@ -321,7 +321,7 @@ def flash_cross_entropy() -> bool:
 
 
 def refuse_dead(servers: dict[str, str]) -> None:
-    """UserError where a server of the rollout does not answer; verl would wait for it without end."""
+    """UserError if a server of the rollout does not answer; verl would wait for it without end."""
     if servers:
         raise UserError(
             f"rollout servers have stopped and cannot be published to: {', '.join(sorted(servers)[:8])}",

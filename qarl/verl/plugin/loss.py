@@ -28,7 +28,7 @@ from qarl.verl.plugin.config import tbpo_config
 class MicroBatch:
     """The engine's knowledge of the current micro-batch.
 
-    `rollout_log_prob`: [B, T], or None where the rollout reported none. `responses`: non-empty ones of the whole
+    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`: non-empty ones of the whole
     mini-batch, over micro-batches and ranks. `statistics`: filled by the loss, for `qarl.tbpo.reduce_metrics`.
     """
 

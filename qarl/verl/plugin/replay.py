@@ -53,7 +53,7 @@ class PromptReplayBuffer(ReplayBuffer):
         self._preemptions = Preemptions()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """verl's batch and metrics, and `rollout/preemptions` of a training batch, where the servers say how many."""
+        """verl's batch and metrics, and `rollout/preemptions` of a training batch, if the servers say how many."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         found = self._preemptions.since_last()  # of an evaluation too, so that the next batch is not charged with its
         if partition_id == "val" or found is None:

@@ -31,7 +31,7 @@ def score(
     timeout_s: float | None,
     **more: Any,
 ) -> float | dict[str, Any]:
-    """The score of one response by the function named `function`; a dict, as verl takes it, where that returns one.
+    """The score of one response by the function named `function`; a dict, as verl takes it, if that returns one.
 
     `more`: what verl adds for rewards that ask a reward model.
 

@@ -74,7 +74,7 @@ def save_record(engine: Any, folder: str) -> None:
 
 
 def check_files(engine: Any, folder: str) -> None:
-    """UserError where one of this rank's files in `folder` could run code: verl unpickles them."""
+    """UserError if one of this rank's files in `folder` could run code: verl unpickles them."""
     refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
 
 

@@ -26,7 +26,7 @@ class MiniBatchCounts:
     """Statistics of a mini-batch over all ranks, before its update.
 
     `responses`: non-empty ones. `tokens`: of their masks. `different`: tokens whose old log-prob is not the rollout's.
-    `mismatch`: mean |old - rollout| of the tokens; None where the batch lacks either, and then all tokens are
+    `mismatch`: mean |old - rollout| of the tokens; None if the batch lacks either, and then all tokens are
     `different`.
     """
 
@@ -45,7 +45,7 @@ class MiniBatchCounts:
 
 
 def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
-    """`rows`: this rank's padded `response_mask`, and `old_log_probs` and `rollout_log_probs` where there are any, each
+    """`rows`: this rank's padded `response_mask`, and `old_log_probs` and `rollout_log_probs` if there are any, each
     [B, T]. A collective."""
     mask = rows["response_mask"] != 0
     known = "old_log_probs" in rows and "rollout_log_probs" in rows

@@ -23,7 +23,7 @@ def encode(tensors: Iterable[NamedTensor], *, version: int, run: str) -> Iterato
 
 
 def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]:
-    """Undo `encode`'s renaming. `TransferFailed` where a publish begins that is not one of `run`."""
+    """Undo `encode`'s renaming. `TransferFailed` if a publish begins that is not one of `run`."""
     for name, tensor in tensors:
         plain, _, number = name.rpartition("#")
         name = plain if number.isdecimal() and is_record(plain) else name

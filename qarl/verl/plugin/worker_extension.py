@@ -97,7 +97,7 @@ def _traceback_as_text(error: BaseException) -> None:
 
 
 def make_receiver(model_runner: Any) -> WeightReceiver:
-    """The receiver for the model of one worker. UserError where trainer and engine would quantize different layers."""
+    """The receiver for the model of one worker. UserError if trainer and engine would quantize different layers."""
     vllm_config = model_runner.vllm_config
     hf_config = vllm_config.model_config.hf_config
     quantization: Any = getattr(hf_config, "quantization_config", None)

@@ -15,7 +15,6 @@ from qarl.kernels.triton._compat import (
     e4m3_value,
     has_e4m3,
     round_bf16,
-    round_even,
     to_bf16,
     to_fp32,
 )
@@ -33,8 +32,6 @@ def elementwise_kernel(x_ptr, y_ptr, n, WHAT: tl.constexpr, HARDWARE: tl.constex
         y = to_bf16(x)
     elif WHAT == "to_fp32":
         y = to_fp32(x)
-    elif WHAT == "round_even":
-        y = round_even(x)
     elif WHAT == "e4m3_bits":
         y = e4m3_bits(x, HARDWARE)
     else:
@@ -76,11 +73,6 @@ def test_bf16_rounds_half_to_even() -> None:
     assert same(apply("to_bf16", x, torch.bfloat16), x.bfloat16())
     assert same(apply("to_fp32", x.bfloat16(), torch.float32), x.bfloat16().float())
     assert same(apply("round_bf16", x, torch.float32), x.bfloat16().float())
-
-
-def test_round_even() -> None:
-    x = torch.cat([torch.arange(-600, 600) / 4, torch.randn(1000) * 1e5])
-    assert torch.equal(apply("round_even", x, torch.float32), x.round())
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)

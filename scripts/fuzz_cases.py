@@ -70,6 +70,7 @@ PATTERNS = (
     "[lm_head, 're:']", "[lm_head, 're:(?P<a>']", "[lm_head, 're:a{99999999999}']", "[re:.*mlp.*, lm_head]",
     "[lm_head, model.layers.0.mlp.gate_proj]", "[lm_head, lm_head]", "['re:.*(down|o)_proj', lm_head]", "[lm_head, 1]",
     "[lm_head, 're:.*[qkv]_proj']", "['re:.*lm_head', typo]", "[lm_head, null]",
+    "[lm_head, 're:([a-z.]+)+[0-9]$']", "['re:(.|[a-z]+)*!', lm_head]", "[lm_head, 're:.*.*.*.*.*.*x']",
 )  # fmt: skip
 VERL = (
     "actor_rollout_ref.rollout.top_k=50", "trainer.total_step=1", "trainer=1", "trainer.val_only=true", "a=b",

@@ -175,8 +175,13 @@ def kill_in(run: Run, victim: str, moment: str) -> dict[str, Any]:
         "message": message.strip().splitlines()[:6],
         "resumed": checked_resume(text),
         "steps_logged": logged,
-        "ok": code == 2 and "it resumes from the last checkpoint" in message and len(logged) == 1,
+        "ok": code == 2 and named(message) and "it resumes from the last checkpoint" in message and len(logged) == 1,
     }
+
+
+def named(message: str) -> bool:
+    """Whether the error says which process stopped: by the name that verl gives the server."""
+    return "vllm_server_0_0" in message
 
 
 def checked_resume(text: str) -> bool:

@@ -5,7 +5,8 @@
 Both start a Ray, so verl gives both one socket for their publishes. The second run's model is the first one's with
 fresh random weights: an engine that got the other run's weights would take them, and its log-probs would be those of
 the other model. Checked: both runs end well, and no token of any step has a δ between trainer and engine, which is what
-quant.align=exact promises on every CPU. `other_model_abs_mean` says what the other's weights would give.
+quant.align=exact promises (with AMX tiles, see docs/alignment.md). `other_model_abs_mean` says what the other's weights
+would give.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def main() -> None:
     found = {name: result(name, run.wait(), args) for name, run in zip(names, runs, strict=True)}
     apart = other_model_abs_mean(models)
     ok = all(one["ok"] for one in found.values()) and apart > 1
-    report = {"runs": found, "other_model_abs_mean": apart, "ok": ok}
+    amx = torch.cpu._is_amx_tile_supported()
+    report = {"amx_tiles": amx, "runs": found, "other_model_abs_mean": apart, "ok": ok}
     print(json.dumps(report))
     if args.output:
         write_json(args.output, report)

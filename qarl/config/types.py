@@ -6,7 +6,6 @@ Text that names a file or a folder is checked for what no file system takes, so 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from qarl.config.errors import nearest
+from qarl.config.ignore import pattern_problem
 
 LONGEST_PATH, LONGEST_NAME = 4000, 240
 """Bytes of a whole path and of each name in it: Linux takes 4095 and 255, and the run appends to both."""
@@ -85,14 +85,10 @@ def reward_name(function: str) -> str:
 
 
 def good_patterns(patterns: list[str]) -> list[str]:
-    """`patterns`, or an error if an entry that begins with `re:` is not a regular expression."""
+    """`patterns`, or an error if an entry that begins with `re:` is not a regular expression, or may never end."""
     for pattern in patterns:
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            message = f"{pattern} is not a regular expression: {error}"
-            fix = "correct the pattern; without re: it is taken as an exact module name"
-            raise PydanticCustomError("pattern", "{message}", {"message": message, "fix": fix}) from None
+        if problem := pattern_problem(pattern):
+            raise PydanticCustomError("pattern", "{message}", {"message": problem[0], "fix": problem[1]})
     return patterns
 
 

@@ -74,6 +74,21 @@ def test_one_that_died_is_named_though_its_name_is_gone(actors):
     assert len([one for one in asked if one.startswith("vllm")]) == 2
 
 
+def test_a_good_answer_from_before_says_nothing_of_now(actors):
+    """The sampler looks every five seconds, and an engine may answer and die in between."""
+    answers, _ = actors
+    watch = Watch()
+    watch.ask()
+    answers["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
+    watch.ask()
+    assert watch.dead(1.0) == {"vllm_server_0_0": "RuntimeError: EngineCore encountered an issue"}
+    answers["agent_loop_worker_0_ab"] = RuntimeError("gone")
+    watch.ask()
+    answers["agent_loop_worker_0_ab"] = None
+    watch.ask()
+    assert watch.dead(1.0)["agent_loop_worker_0_ab"] == "RuntimeError: gone"  # a bad one is kept until it is read
+
+
 def test_one_that_is_busy_is_asked_once_and_not_called_dead(actors):
     answers, asked = actors
     answers["agent_loop_worker_0_ab"] = ...
@@ -123,6 +138,18 @@ def test_the_engine_that_died_is_named(sampler, actors):
     with pytest.raises(UserError, match="has stopped, and 1 prompts lack responses") as caught:
         buffer.sample(1, "train", 2)
     assert "vllm_server_0_0: RuntimeError: EngineCore" in caught.value.where
+
+
+@pytest.mark.parametrize("before", [None, ...])
+def test_the_engine_that_died_is_named_whatever_it_was_asked_before(sampler, actors, before):
+    """An answer of a moment ago, or none because the engine took the question with it."""
+    buffer, state = sampler
+    actors[0]["vllm_server_0_0"] = before
+    buffer._watch.ask()
+    actors[0]["vllm_server_0_0"] = RuntimeError("EngineCore encountered an issue")
+    state |= prompts(a="failure")
+    with pytest.raises(UserError, match="has stopped, and 1 prompts lack responses"):
+        buffer.sample(1, "train", 1)
 
 
 def test_a_process_that_dies_with_its_requests_is_noticed(sampler, actors, monkeypatch):

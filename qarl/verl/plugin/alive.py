@@ -28,12 +28,17 @@ class Watch:
         self._actors: dict[str, Any] = {}
         self._asked: dict[str, Future[Any]] = {}
 
-    def ask(self) -> None:
-        """Send a question to every actor whose last one was answered."""
+    def ask(self, again: bool = False) -> None:
+        """Send a question to every actor whose last one was answered. A good answer that nobody looked at is dropped:
+        it is from before, and the actor may have died since.
+
+        `again`: ask those too that have not answered yet. A question that an engine takes with it stays without one.
+        """
         import ray
 
         if not ray.is_initialized():
             return
+        self._asked = {name: one for name, one in self._asked.items() if (one.exception() if one.done() else not again)}
         for name in ray.util.list_named_actors():
             if name.startswith(self._prefixes) and name not in self._actors:
                 self._actors[name] = ray.get_actor(name)

@@ -71,7 +71,7 @@ class PromptReplayBuffer(ReplayBuffer):
         super()._sync_metadata_from_transfer_queue()
         failed = sorted(uid for uids in self.failure_keys.values() for uid in uids)
         if failed:
-            self._watch.ask()
+            self._watch.ask(again=True)
             refuse_failed(failed, self._watch.dead(ANSWER_SECONDS))
         if time.monotonic() - self._watched > WATCH_SECONDS:
             self._watched = time.monotonic()

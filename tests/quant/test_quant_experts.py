@@ -15,6 +15,7 @@ from random_models import save_random_model
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS
 from qarl.quant import (
     QuantExperts,
     Scheme,
@@ -27,6 +28,9 @@ from qarl.quant.convert import linear_shapes, select_linears
 from qarl.quant.stacks import STACKS, unstacked, unstacked_shapes
 
 LOW_BIT = ("w4a16", "w8a8", "fp8")
+KERNELS = [*((s, k.name) for s, kernels in EXPERTS_KERNELS.items() for k in kernels)] + [
+    ("bf16", kernel.name) for kernel in BF16_KERNELS
+]
 SCHEMES = (*LOW_BIT, "bf16")
 GROUP = 32
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 96, 64
@@ -81,10 +85,13 @@ def multiplied(layer: QuantExperts, leaf: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: str, routing: str) -> None:
+@pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
+def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: str, kernel: str, routing: str) -> None:
     """In norm: 0.6% of the output, 1% of each gradient. BF16 rounds an element by at most 0.4%, some times in a row."""
-    layer, ids = make_layer(scheme), torch.tensor(ROUTINGS[routing])
+    try:
+        layer, ids = make_layer(scheme, kernel=kernel), torch.tensor(ROUTINGS[routing])
+    except UserError as error:
+        pytest.skip(str(error))
     x = torch.randn(len(ids), HIDDEN).mul(torch.randn(len(ids), 1).exp()).bfloat16().requires_grad_()
     weights = torch.rand(ids.shape).add(0.1).bfloat16().requires_grad_()
     grad = torch.randn(len(ids), HIDDEN).bfloat16()

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from qarl.errors import UserError
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
-from qarl.kernels.cpu.experts import VllmCpuExperts
+from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of, sizes_of
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
@@ -116,7 +116,7 @@ EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
     "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
 }
 """For every scheme its kernels, in order of preference."""
-BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (ReferenceExperts,)
+BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)
 """Those of experts that are not quantized."""
 
 

@@ -33,6 +33,7 @@ from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.vllm_plugin import check_loaded
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -40,7 +41,7 @@ from qarl.vllm_versions.refusals import is_refusal
 class EngineConfig:
     """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU.
     `direct_writes`: publish into vLLM's storage if we can, not through its layerwise reload. `trust_remote_code`:
-    run code that the model's folder brings along."""
+    run code that the model's folder brings along. `return_routed_experts`: which experts of a mixture had a token."""
 
     model: str
     scheme: Scheme
@@ -53,6 +54,7 @@ class EngineConfig:
     enforce_eager: bool = True
     direct_writes: bool = True
     trust_remote_code: bool = False
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class RolloutBatch:
     """One entry a response, in the order of the prompts given. `preemptions`: how often a response lost its KV cache to
-    others and was computed again."""
+    others and was computed again. `routed_experts`: the experts of each token of prompt and response but the last one,
+    in the router's order, [tokens - 1, layers, k] uint8, or int16 where a layer has more than 256; a dense layer has
+    zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -80,6 +84,7 @@ class RolloutBatch:
     weight_version: int
     top_token_ids: list[list[int]] | None = None
     preemptions: int = 0
+    routed_experts: list[torch.Tensor] | None = None
 
 
 class EngineFailed(ReloadFailed):
@@ -99,6 +104,7 @@ class RolloutEngine:
                 fix="unset it",
             )
         check_served(config.scheme.name)
+        _check_plugin(config)
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -199,6 +205,7 @@ class RolloutEngine:
             weight_version=version,
             top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
+            routed_experts=[_routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
         )
 
     def _preemptions(self) -> int:
@@ -338,6 +345,13 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
     )
 
 
+def _check_plugin(config: EngineConfig) -> None:
+    """UserError for a mixture of experts that vLLM would serve without QaRL's plugin."""
+    from transformers import AutoConfig
+
+    check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
+
+
 def check_served(scheme_name: str) -> None:
     """UserError for a scheme that vLLM would take and then not compute."""
     if scheme_name == "w4a8":
@@ -357,6 +371,11 @@ def _top_tokens(completion: Any) -> list[int]:
     return [next(token for token, entry in position.items() if entry.rank == 1) for position in completion.logprobs]
 
 
+def _routed_experts(completion: Any) -> torch.Tensor:
+    routed = completion.routed_experts
+    return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)
+
+
 def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
@@ -371,6 +390,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
     if torch.cuda.is_available():

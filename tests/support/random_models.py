@@ -11,7 +11,6 @@ import torch
 def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False) -> Path:
     """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -42,6 +41,15 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
     model.save_pretrained(folder)
+    save_tokenizer(folder, vocab_size)
+    return folder
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for each token: t0, t1, ..."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -49,4 +57,3 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder)
-    return folder

@@ -19,6 +19,7 @@ scales products in its own way. A row's result depends on no other row there eit
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from qarl.kernels.activations import dequantize, quantize_int8_cuda
 from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32
-from qarl.process import configure_vllm_process
+from qarl.process import allow_matrix_tiles, configure_vllm_process
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 _TILE_CHANNELS = 32  # what int8_scaled_mm_with_quant takes at a time
@@ -61,7 +62,10 @@ class PreparedInt8(NamedTuple):
 def cpu_ops_missing(operator: str) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
-    configure_vllm_process()
+    if "vllm" in sys.modules:  # perhaps in a worker of vLLM, whose environment is its user's
+        allow_matrix_tiles()
+    else:
+        configure_vllm_process()
     import vllm._custom_ops  # noqa: F401  registers torch.ops._C
     from vllm.platforms import current_platform
 

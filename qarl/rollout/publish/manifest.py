@@ -21,6 +21,7 @@ from qarl.quant.meta import meta_model
 from qarl.quant.quantize import FLOAT_BITS
 from qarl.quant.scheme import Scheme
 from qarl.quant.stacks import unstacked
+from qarl.rollout.publish.experts import quantized_experts
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
         UserError: names the layers that only one side quantizes: its ignore rules and ours were read differently.
     """
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
-    engine: set[str] = set()
+    engine = quantized_experts(vllm_model)
     for name, module in vllm_model.named_modules():
         if getattr(module, "scheme", None) is None or not hasattr(module, "quant_method"):
             continue
@@ -110,8 +111,10 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
         raise UserError(
             "trainer and rollout engine would quantize different layers",
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
-            why="an entry of quant.ignore is read differently on the two sides, or covers only a part of a fused layer",
-            fix="name the layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together",
+            why="an entry of quant.ignore is read differently on the two sides, or covers a part of a fused layer; a "
+            "router of experts is a linear in vLLM and none in transformers",
+            fix="name layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together, routers by "
+            '"re:.*mlp[.]gate$"',
         )
 
 

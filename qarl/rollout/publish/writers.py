@@ -1,10 +1,10 @@
 """How published tensors get into vLLM's modules, from inside its worker.
 
 Where the engine's own form of a weight is known, it is written straight into the storage that the engine has: every
-layer of a dense model on CPU. That is faster than vLLM's layerwise reload, whose Python unpacks and packs every int4
-again, and after an exception the same write can be made again. All else (every GPU kernel, tensor parallelism, experts)
-goes through layerwise reload, called for just the modules whose tensors are at hand; it moves a module's parameters to
-the meta device and back, so an exception in it spoils the engine for good: `ReloadFailed`.
+layer on CPU, experts with QaRL's plugin for vLLM. That is faster than vLLM's layerwise reload, whose Python unpacks and
+packs every int4 again, and after an exception the same write can be made again. All else (every GPU kernel, tensor
+parallelism) goes through layerwise reload, called for just the modules whose tensors are at hand; it moves a module's
+parameters to the meta device and back, so an exception in it spoils the engine for good: `ReloadFailed`.
 
 Layerwise reload of W8A8 on CPU gives NaN: the oneDNN handler keeps the bare address of the scales (csrc/cpu/
 dnnl_helper.cpp), which reload frees. The writer here makes a new handler on scales that stay (vLLM 0.29 and 0.32).
@@ -22,6 +22,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.rollout.publish import experts
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
@@ -64,6 +65,8 @@ DERIVED = {
     "weight_shape": "of a packed weight, known from the config",
     "azp_adj": "made of weight and scale for asymmetric activations",
     "bias_fp32": "made of the bias",
+    "_expert_map": "of expert parallelism, computed from the config",
+    "expert_mask": "likewise",
 }
 """Parameters and buffers of the engine that no publish holds, nor needs to."""
 
@@ -100,6 +103,10 @@ class WritePlan:
             target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
             target.parts.append(owner)
             self.by_owner[owner] = target
+        for target in targets.values():
+            if experts.holds_experts(target.module):
+                experts.check_all_there(target.name, target.module, target.parts)
+                target.parts.sort(key=experts.place_in_layer)
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
@@ -107,7 +114,9 @@ class WritePlan:
         leaves: dict[str, set[str]] = {}
         for name in expected:
             owner, _, leaf = name.rpartition(".")
-            leaves.setdefault(self.by_owner[owner].name, set()).add(leaf)
+            target = self.by_owner[owner]
+            stored = experts.stored_as(owner, leaf) if experts.holds_experts(target.module) else leaf
+            leaves.setdefault(target.name, set()).add(stored)
         targets = {target.name: target for target in self.by_owner.values()}
         tensors = {
             (owner, name): tensor
@@ -150,7 +159,7 @@ class WritePlan:
             lacking = [owner for owner in target.parts if owner not in parts]
             if lacking:
                 raise UserError(
-                    f"{target.name} cannot be written without {', '.join(lacking)}",
+                    f"{target.name} cannot be written without {', '.join(lacking[:8])}",
                     why="the engine holds these in one layer, and what is not sent of it would be uninitialised memory",
                     fix="publish the tensors of a decoder layer together",
                 )
@@ -160,8 +169,13 @@ class WritePlan:
                 target.writer(target.module, [parts[owner] for owner in target.parts])
         if reloaded:
             owners = {owner for target in reloaded for owner in target.parts}
-            chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners}
+            chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
+
+    def _is_implied(self, name: str) -> bool:
+        """Whether vLLM knows the tensor from its config, and its reload would be upset by it."""
+        owner, _, leaf = name.rpartition(".")
+        return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
 
 def _fused_names(model: nn.Module) -> dict[str, str]:
@@ -171,6 +185,8 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
     """The engine's module for the checkpoint module `owner`: of that name, the fused one, or the nearest around it."""
+    if place := experts.place_of(owner, modules):
+        return place
     parent, _, leaf = owner.rpartition(".")
     fused = f"{parent}.{fused_into[leaf]}" if leaf in fused_into else None
     if fused in modules:
@@ -185,6 +201,8 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
     """How `module` is written; None is vLLM's layerwise reload."""
     if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
+    if experts.holds_experts(module):
+        return experts.writer_of(module, direct)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
     writer = _WRITERS.get(type(kernel).__name__)

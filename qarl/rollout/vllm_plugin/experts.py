@@ -1,0 +1,280 @@
+"""The classes that the plugin gives to vLLM on a CPU, and their registration.
+
+    QaRLCompressedTensorsConfig   compressed-tensors, as vLLM has it, but for low-bit experts
+    LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and has them multiplied by the trainer's function
+    RepairedUnquantizedMethod     BF16 experts, packed again after each reload
+
+The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
+`w2_*` [E, H, ...], in checkpoint format. Once they are loaded they are empty: what multiplies is what the kernel made
+of them. vLLM's layerwise reload restores the shapes, and `write` takes new tensors without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.kernels.cpu.experts import PreparedExperts, VllmCpuExperts
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.rollout.vllm_plugin.internals import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    CompressedTensorsConfig,
+    CPUUnquantizedExperts,
+    FusedMoEConfig,
+    FusedMoEKernel,
+    FusedMoEMethodBase,
+    MoEActivation,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+    changed,
+    get_quantization_config,
+    maybe_make_prepare_finalize,
+    register_quantization_config,
+    set_weight_attrs,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+STACKS = ("w13", "w2")
+
+
+def register() -> str | None:
+    """Take the places in vLLM's registries; why not, or None."""
+    if why_not := changed():
+        return why_not
+    current = get_quantization_config("compressed-tensors")
+    if current is not CompressedTensorsConfig:
+        return f"{current.__module__}.{current.__name__} has taken the place of vLLM's compressed-tensors"
+    UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
+    register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
+    return None
+
+
+class _ShowsRouting(CPUUnquantizedExperts):
+    """vLLM's experts on a CPU, whose routing is done in Python: it can be captured."""
+
+    def supports_routing_replay_capture(self) -> bool:
+        return True
+
+    def _select_experts(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super()._select_experts(*args, **kwargs)
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(ids)
+        return weights, ids
+
+
+class LowBitExperts(_ShowsRouting):
+    """vLLM's routing, then QaRL's function."""
+
+    prepared: PreparedExperts | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Take from the layer how it routes."""
+        self.use_grouped_topk, self.renormalize = layer.use_grouped_topk, layer.renormalize
+        self.scoring_func, self.custom_routing_function = layer.scoring_func, layer.custom_routing_function
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        router_logits: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: torch.Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> torch.Tensor:
+        """hidden_states [T, H] and router_logits [T, E], both BF16 -> [T, H] BF16."""
+        weights, ids = self._select_experts(
+            hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
+        )
+        assert self.prepared is not None
+        return VllmCpuExperts.forward(hidden_states, weights, ids, self.prepared)
+
+
+class LowBitExpertsMethod(FusedMoEMethodBase):
+    """Experts of one layer under `scheme`: "w4a16" in groups of `group_size`, "w8a8" or "fp8"."""
+
+    def __init__(self, moe: FusedMoEConfig, scheme: str, group_size: int | None) -> None:
+        super().__init__(moe)
+        self.scheme, self.group_size = scheme, group_size
+        self.names = ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
+
+    @property
+    def is_monolithic(self) -> bool:
+        return True
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Raises UserError where the kernel cannot multiply experts of these sizes."""
+        shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
+        self._check(layer, shape)
+        sizes = {
+            "w13": (num_experts, 2 * shape.intermediate, hidden_size),
+            "w2": (num_experts, hidden_size, shape.intermediate),
+        }
+        kind = "group" if self.scheme == "w4a16" else "channel"
+        for stack, (experts, rows, columns) in sizes.items():
+            for name, (dtype, width) in self._columns(columns, params_dtype).items():
+                parameter = nn.Parameter(torch.empty(experts, rows, width, dtype=dtype), requires_grad=False)
+                layer.register_parameter(f"{stack}_{name}", parameter)
+                set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
+            if self.scheme == "w4a16":
+                # Two for each expert of w13 arrive, which vLLM's layerwise reload would count as other weights.
+                unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
+                layer.register_parameter(f"{stack}_weight_shape", unused)
+                set_weight_attrs(unused, {"weight_loader": _ignore_weight})
+
+    def _columns(self, columns: int, params_dtype: torch.dtype) -> dict[str, tuple[torch.dtype, int]]:
+        if self.scheme == "w4a16":
+            assert self.group_size is not None
+            scales = (params_dtype, columns // self.group_size)
+            return {"weight_packed": (torch.int32, columns // 8), "weight_scale": scales}
+        dtype = torch.int8 if self.scheme == "w8a8" else torch.float8_e4m3fn
+        return {"weight": (dtype, columns), "weight_scale": (torch.float32, 1)}
+
+    def _check(self, layer: Any, shape: ExpertsShape) -> None:
+        why_not = VllmCpuExperts.unavailable(self.scheme, torch.device("cpu"), shape, self.group_size)
+        if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
+            why_not = f"it multiplies SiLU experts without biases, not {layer.activation}"
+        if self.moe.moe_parallel_config.use_ep:
+            why_not = "each worker needs all experts of a layer: expert parallelism is not supported"
+        if self.group_size is not None and shape.intermediate % self.group_size:
+            why_not = f"{shape.intermediate} columns of down_proj are not whole groups of {self.group_size}"
+        if why_not is not None:
+            raise UserError(
+                f"no kernel serves these {self.scheme} experts on a CPU",
+                where=f"{layer.layer_name}: {shape}",
+                why=why_not,
+                fix="choose another quant.scheme, or add the experts to quant.ignore",
+            )
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return FUSED_MOE_UNQUANTIZED_CONFIG  # scales are the kernel's affair
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Give the parameters that were loaded to the kernel, and empty them."""
+        loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in STACKS]
+        self.write(layer, *loaded)
+
+    def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
+        """Multiply by these stacked wire tensors from now on: gate_up [E, 2I, ...], down [E, H, ...]."""
+        prepared = VllmCpuExperts.prepare(gate_up, down)
+        if self.moe_kernel is None:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            prepare_finalize = maybe_make_prepare_finalize(
+                moe=self.moe,
+                quant_config=self.moe_quant_config,
+                routing_tables=layer._expert_routing_tables(),
+                allow_new_interface=True,
+                use_monolithic=True,
+            )
+            assert prepare_finalize is not None
+            self.moe_kernel = FusedMoEKernel(prepare_finalize, LowBitExperts(self.moe, self.moe_quant_config))
+        experts: Any = self.moe_kernel.fused_experts
+        experts.process_weights_after_loading(layer)
+        experts.prepared = prepared
+        for stack in STACKS:
+            for name in self.names:
+                old = getattr(layer, f"{stack}_{name}")
+                old.data = old.data.new_empty(0)
+
+    def apply_monolithic(
+        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kernel: Any = self.moe_kernel
+        y: torch.Tensor = kernel.apply_monolithic(
+            x,
+            None,
+            None,
+            router_logits,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            num_expert_group=layer.num_expert_group,
+            topk_group=layer.topk_group,
+            e_score_correction_bias=layer.e_score_correction_bias,
+            routed_scaling_factor=layer.routed_scaling_factor,
+        )
+        return y
+
+
+def _ignore_weight(
+    param: nn.Parameter,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """A loader for what is known from the config."""
+    return True if return_success else None
+
+
+class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's, but for experts in one of QaRL's schemes."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            names = (f"{prefix}.0.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj"))
+            first, *others = (self.get_scheme_dict(layer, name) for name in names)
+            scheme = scheme_of(first) if first is not None and all(other == first for other in others) else None
+            if scheme is not None:
+                return LowBitExpertsMethod(layer.moe_config, *scheme)
+        return super().get_quant_method(layer, prefix)
+
+
+def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """Name and group size of QaRL's scheme in which compressed-tensors stores a layer; None where it is another."""
+    weights, inputs = (
+        None if found.get(part) is None else _words(found[part]) for part in ("weights", "input_activations")
+    )
+    if (weights, inputs) == ((4, "int", "group", True, False), None):
+        return "w4a16", found["weights"].group_size
+    for name, kind in (("w8a8", "int"), ("fp8", "float")):
+        if (weights, inputs) == ((8, kind, "channel", True, False), (8, kind, "token", True, True)):
+            return name, None
+    return None
+
+
+def _words(args: Any) -> tuple[int, str, str, bool, bool]:
+    """compressed-tensors' QuantizationArgs, whose words are enums or strings."""
+    kind, strategy = (str(getattr(word, "value", word)) for word in (args.type, args.strategy))
+    return args.num_bits, kind, strategy, args.symmetric, bool(args.dynamic)
+
+
+class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
+    """BF16 experts whose routing can be captured, and which are right after a reload.
+
+    vLLM 0.29 packs the weights for its CPU operator only the first time that it processes them. Those of any later load
+    are multiplied as they came, and the engine answers without an error.
+    """
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        if self.experts_cls is not None and issubclass(self.experts_cls, CPUUnquantizedExperts):
+            chosen = self.experts_cls
+            self.experts_cls = type(f"QaRL{chosen.__name__}", (_ShowsRouting, chosen), {})
+
+    def _setup_kernel(self, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        again = self.moe_kernel is not None
+        super()._setup_kernel(layer, w13, w2)
+        if again and self.moe_kernel is not None:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)

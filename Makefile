@@ -12,7 +12,7 @@ CORES := $(shell nproc)
 HEAVY := slow or long or vllm or verl or compiles or gpu
 HEAVY_FOLDERS := bench e2e gpu scripts verl_backend
 
-.PHONY: setup quickstart model test test-fast test-slow lint clean
+.PHONY: setup quickstart model model-moe test test-fast test-slow lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -29,6 +29,10 @@ $(VENV)/.installed-$(STACK): $(LOCK) pyproject.toml
 
 model: setup
 	$(BIN)/python scripts/make_tiny_model.py
+
+# A mixture of experts for the same task: some two minutes.
+model-moe: setup
+	$(BIN)/python scripts/make_tiny_model.py --experts 8
 
 quickstart: model
 	$(BIN)/python -m qarl.train config=quickstart.yaml

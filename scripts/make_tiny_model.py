@@ -1,6 +1,7 @@
 """A 0.9M-parameter Qwen3 that adds columns of digits, half trained, and its data: everything the quickstart needs.
 
-    python scripts/make_tiny_model.py          # about a minute on one CPU core; a second call returns at once
+    python scripts/make_tiny_model.py               # about a minute on one CPU core; a second call returns at once
+    python scripts/make_tiny_model.py --experts 8   # a Qwen3-MoE, two of eight experts a token, models/tiny-qwen3-moe
 
 It writes an ordinary Hugging Face folder (`--output`) and `train.parquet` / `test.parquet` in verl's schema (`--data`).
 The warm start is supervised learning on the answers only, stopped when a check on separate problems reaches
@@ -38,12 +39,20 @@ import torch
 import torch.nn.functional as F
 from column_addition import OperandPair, draw_pairs, prompt_text, response_text, to_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from qarl.errors import UserError
 
 RECORD = "made_with.json"
 IGNORE_INDEX = -100
+Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 BATCH_SIZE = 24
 WARMUP_STEPS = 20
 MUON_LR, ADAMW_LR = 0.03, 3e-3
@@ -65,16 +74,25 @@ class Settings:
     """Everything that decides the outputs; its hash, with that of the sources, is the cache key."""
 
     seed: int = 0
+    experts: int = 0
     steps: int = 400
     target: float = 0.40
     train_size: int = 4000
     test_size: int = 512
 
     def key(self) -> str:
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for source in (Path(__file__), Path(__file__).with_name("column_addition.py")):
-            digest.update(source.read_bytes())
-        return digest.hexdigest()[:16]
+        return _key(asdict(self))
+
+    def data_key(self) -> str:
+        """Models of any kind share the data."""
+        return _key({name: getattr(self, name) for name in ("seed", "train_size", "test_size")})
+
+
+def _key(settings: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for source in (Path(__file__), Path(__file__).with_name("column_addition.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -96,23 +114,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A freshly initialized Qwen3 in FP32, from torch's global generator."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
+    """A freshly initialized Qwen3, or Qwen3-MoE, in FP32, from torch's global generator."""
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 384,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    # The two experts of a token are together as wide as the dense model's MLP.
+    sizes |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, pair: OperandPair) -> str:
@@ -137,7 +159,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair])
 
 
 @torch.no_grad()
-def check_accuracy(model: Qwen3ForCausalLM, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
     """Share of answers that greedy decoding would write to the letter, for the BF16 weights.
 
     One forward pass over the right answers tells: decoding follows an answer exactly as long as each of its tokens is
@@ -150,7 +172,7 @@ def check_accuracy(model: Qwen3ForCausalLM, batch: tuple[torch.Tensor, torch.Ten
 
 @torch.no_grad()
 def generate_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair], temperature: float
+    model: Model, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair], temperature: float
 ) -> float:
     """Share of `pairs` whose generated answer the `arithmetic` reward accepts; temperature 0 is greedy."""
     from qarl.data.rewards import arithmetic
@@ -168,29 +190,34 @@ def generate_accuracy(
     return sum(arithmetic("", text, str(sum(pair))) for text, pair in zip(texts, pairs, strict=True)) / len(pairs)
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[OperandPair]
-) -> int:
+def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[OperandPair]) -> int:
     """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
     rng = random.Random(settings.seed)
     check_pairs = draw_pairs(CHECK_SIZE, rng, exclude)
     check, exclude = make_batch(tokenizer, check_pairs), exclude | set(check_pairs)
-    in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
+    in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     others = [p for p in model.parameters() if id(p) not in in_blocks]
-    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0)
     adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+        (torch.optim.Muon([p for p in matrices if p.ndim == 2], lr=MUON_LR, weight_decay=0.0), MUON_LR),
+        (adamw, ADAMW_LR),
+    ]
+    if stacks := [p for p in matrices if p.ndim == 3]:  # of experts, which torch's Muon does not take
+        from muon import SingleDeviceMuon
+
+        optimizers.append((SingleDeviceMuon(stacks, lr=MUON_LR, weight_decay=0.0), MUON_LR))
     slow, accuracy, started = 1.0, 0.0, time.monotonic()
     for step in range(1, settings.steps + 1):
-        for optimizer, lr in ((muon, MUON_LR), (adamw, ADAMW_LR)):
+        for optimizer, lr in optimizers:
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
         tokens, labels = make_batch(tokenizer, draw_pairs(BATCH_SIZE, rng, exclude))
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step()
-        adamw.step()
+        for optimizer, _ in optimizers:
+            optimizer.step()
         model.zero_grad()
         if loss.item() < CHECK_BELOW_LOSS and step % CHECK_EVERY == 0:
             accuracy = check_accuracy(model, check)
@@ -241,10 +268,10 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
-    """Makes model and data, and puts both in place at the end; returns the record kept beside them."""
+    """Makes model and data, and puts both in place at the end; returns the record kept beside the model."""
     torch.manual_seed(settings.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, settings.experts)
     pairs = draw_pairs(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
     train, test = pairs[: settings.train_size], pairs[settings.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -260,14 +287,13 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
     greedy, sampled = (generate_accuracy(model, tokenizer, test, temperature) for temperature in (0.0, 1.0))
     print(f"accuracy on {len(test)} test problems, BF16 weights: greedy {greedy:.1%}, sampled {sampled:.1%}")
     record = {
-        "key": settings.key(),
         "settings": asdict(settings),
         "steps": steps,
         "num_parameters": num_parameters,
         "greedy_accuracy": greedy,
         "sampled_accuracy": sampled,
     }
-    for target in (output, data):
+    for target, key in ((output, settings.key()), (data, settings.data_key())):
         staging = target.with_name(f".{target.name}.new-{os.getpid()}")
         staging.mkdir(parents=True)
         try:
@@ -277,7 +303,7 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
             else:
                 write_data(staging, train, test)
             files = sorted(path.name for path in staging.iterdir())
-            (staging / RECORD).write_text(json.dumps(record | {"files": files}, indent=2) + "\n")
+            (staging / RECORD).write_text(json.dumps(record | {"key": key, "files": files}, indent=2) + "\n")
             replace_folder(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -287,26 +313,29 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
     default = Settings()
-    parser.add_argument("--output", type=Path, default=Path("models/tiny-qwen3"), help="the model's folder")
+    parser.add_argument("--output", type=Path, help="the model's folder; models/tiny-qwen3, or -moe, by default")
     parser.add_argument(
         "--data", type=Path, default=Path("data/column_addition"), help="the folder of the parquet files"
     )
     parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--experts", type=int, default=default.experts, help="of a mixture; 0 for a dense model")
     parser.add_argument("--steps", type=int, default=default.steps, help="most warm-start steps; a few for a test")
     parser.add_argument("--target", type=float, default=default.target, help="greedy accuracy at which to stop")
     parser.add_argument("--train-size", type=int, default=default.train_size, help="rows of train.parquet")
     parser.add_argument("--test-size", type=int, default=default.test_size, help="rows of test.parquet")
     parser.add_argument("--force", action="store_true", help="make both again even if they are there")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.output = args.output or Path("models/tiny-qwen3-moe" if args.experts else "models/tiny-qwen3")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes what is missing or was made with other settings; returns the process exit code."""
     args = parse_arguments(argv)
-    settings = Settings(args.seed, args.steps, args.target, args.train_size, args.test_size)
+    settings = Settings(args.seed, args.experts, args.steps, args.target, args.train_size, args.test_size)
     output, data = args.output.resolve(), args.data.resolve()
     try:
-        if not args.force and is_made(output, settings.key()) and is_made(data, settings.key()):
+        if not args.force and is_made(output, settings.key()) and is_made(data, settings.data_key()):
             print(f"{args.output} and {args.data} are up to date")
             return 0
         check_replaceable(output)

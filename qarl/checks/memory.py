@@ -340,10 +340,14 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     if align == "off":
         return []
     scheme, group = config.quant.scheme, config.quant.group_size
-    shapes = list(_quantized_linears(size, config).values())
+    quantized = _quantized_linears(size, config)
+    shapes = list(quantized.values())
     prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
-    own = [2 * n * k for n, k in shapes if kernels.get((n, k)) in OWN_INPUT_GRADIENT]
-    held = sum(2 * n * k for n, k in shapes) - sum(own)
+    # Experts are dequantized for a backward, a layer's stack at a time, and not held.
+    linears = [shape for name, shape in quantized.items() if ".experts." not in name]
+    experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
+    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
+    held = sum(2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT)
     # Sharded layers dequantize again for each backward.
     dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [

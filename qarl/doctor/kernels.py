@@ -9,6 +9,8 @@ from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 from qarl.doctor.shapes import ROW_PARALLEL
 from qarl.errors import UserError
+from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
 from qarl.rollout import vllm_rules
 
@@ -23,7 +25,8 @@ def check_trainer(context: Context, topic: Topic) -> None:
         return
     device = torch.device(context.target.device)
     served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name, shape in context.quantized.get().items():
+    linears = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}
+    for name, shape in linears.items():
         if shape not in context.choices:
             try:
                 context.choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=scheme.group_size)
@@ -35,12 +38,36 @@ def check_trainer(context: Context, topic: Topic) -> None:
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
         why = "; ".join(passed_over) or None
-        what, lines = f"trainer: {kernel} multiplies {len(names)} layers", layer_lines(names, context.quantized.get())
+        what, lines = f"trainer: {kernel} multiplies {len(names)} layers", layer_lines(names, linears)
         if kernel == "reference":
             fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
             topic.warning(what, why=why, fix=fix, lines=lines)
         else:
             topic.ok(what + (f" (not {why})" if why else ""), lines)
+
+
+def check_experts(context: Context, topic: Topic) -> None:
+    """The kernel of a mixture's experts in the trainer; the engine's is the same, or vLLM's own on GPUs."""
+    import torch
+
+    scheme, size = context.scheme, context.size.get()
+    experts = [name for name in context.quantized.get() if _of_expert(name)] if scheme.quantized else []
+    if not experts or context.config.quant.align == "off":
+        return
+    shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
+    device = torch.device(context.target.device)
+    choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+    why = "; ".join(choice.passed_over) or None
+    what = f"trainer: {choice.kernel.name} multiplies {len(experts)} matrices of experts"
+    if choice.kernel.name == "reference":
+        fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
+        topic.warning(what, why=why, fix=fix)
+    else:
+        topic.ok(what + (f" (not {why})" if why else ""), layer_lines(experts, context.quantized.get()))
+
+
+def _of_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 def check_engine(context: Context, topic: Topic) -> None:
@@ -54,7 +81,7 @@ def check_engine(context: Context, topic: Topic) -> None:
     if why_not := vllm_rules.unavailable():
         raise NotCheckedError(why_not, "make setup")
     parallel = context.config.rollout.tensor_model_parallel_size
-    shapes = context.quantized.get()
+    shapes = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}
     parts: layers.Shapes = {}
     served: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
@@ -122,4 +149,4 @@ def check_sampling(context: Context, topic: Topic) -> None:
     )
 
 
-CHECKS = (check_trainer, check_engine, check_alignment, check_sampling)
+CHECKS = (check_trainer, check_experts, check_engine, check_alignment, check_sampling)

@@ -93,6 +93,25 @@ def test_the_folder_is_an_ordinary_one(made: tuple[Path, Path]) -> None:
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+def test_a_mixture_of_experts_for_the_same_task(
+    scripts: tuple[ModuleType, ModuleType], made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data = shutil.copytree(made[1], tmp_path / "data")
+    assert run(scripts, tmp_path / "moe", data, "--experts", "8") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    config, tokenizer = model.config, AutoTokenizer.from_pretrained(tmp_path / "moe")
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 8, 2)
+    assert config.vocab_size == len(tokenizer) and config.norm_topk_prob and not config.output_router_logits
+    stacks = [p for p in model.parameters() if p.ndim == 3]
+    assert len(stacks) == 2 * config.num_hidden_layers and all(size % 32 == 0 for p in stacks for size in p.shape[1:])
+    torch.manual_seed(0)
+    fresh = scripts[0].make_model(scripts[0].make_tokenizer(), 8).bfloat16()
+    pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
+    assert not [name for (name, p), before in pairs if p.ndim >= 2 and torch.equal(p, before)], "all are trained"
+    # The dense model beside the same data is still up to date.
+    assert scripts[0].is_made(data, scripts[0].Settings(0, 0, 2, 0.4, 40, 8).data_key())
+
+
 def test_the_tokenizer_reads_any_text_and_renders_chats(made: tuple[Path, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made[0])
     for text in ("48310+7294", "0+4+0=04 =55604", "two words\n", "naïve 漢字 🙂"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+Refusal = Callable[..., str]
+"""The fixture `refusal`: overrides and `words` -> the message of a proper refusal."""
 
 CONFIG = """\
 name: bad
@@ -138,3 +142,12 @@ REWARD_FAULTS = {
     "broken file": ("import no_such_package", ["rewards.py", "no_such_package"]),
     "not callable": ("score = 1.0", ["not callable", "float"]),
 }
+
+
+def refuses(check: Callable[[], Any], error: type[Exception]) -> bool:
+    """Whether `check` raises `error`."""
+    try:
+        check()
+    except error:
+        return True
+    return False

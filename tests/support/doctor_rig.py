@@ -48,3 +48,8 @@ def topic_of(name: str, *arguments: str, target: Target | None = None, threads: 
     config = load_config(["config=run.yaml", *arguments])
     found = run_checks(config, target or this_machine(), threads_given=threads)
     return [finding for finding in found.findings if finding.topic == name]
+
+
+def cut_the_weights() -> None:
+    path = Path("model/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-1000])

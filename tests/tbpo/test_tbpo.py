@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from tbpo_batches import WIDE, make_batch
 
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
-
-# Bands wide enough to read: positive [0.9, 1.2], negative [0.9, 1.3], mismatch weight [0.5, 2].
-WIDE: dict[str, Any] = {
-    "seq_clip_ratio_high": 0.2,
-    "seq_clip_ratio_low": 0.1,
-    "neg_seq_clip_ratio_low": 0.1,
-    "neg_seq_clip_ratio_high": 0.3,
-    "seq_tis_imp_ratio_cap": 2.0,
-}
-
-
-def make_batch(
-    ratios: list[float], weights: list[float], lengths: list[int], width: int = 5
-) -> dict[str, torch.Tensor]:
-    """log-probs whose sequence ratios are the given ones, spread unevenly over each response's tokens."""
-    generator = torch.Generator().manual_seed(0)
-    old = -torch.rand(len(ratios), width, generator=generator) - 0.1
-    mask = torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
-    # Token deviations that cancel within a response: the mean over its tokens is the only thing that may count.
-    wobble = torch.randn(len(ratios), width, generator=generator) * mask
-    wobble = (wobble - wobble.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)) * mask
-    return {
-        "log_prob": (old + torch.tensor(ratios).log()[:, None] + 0.1 * wobble).requires_grad_(),
-        "old_log_prob": old,
-        "rollout_log_prob": old - torch.tensor(weights).log()[:, None] + 0.2 * wobble,
-        "response_mask": mask,
-    }
 
 
 def random_batch(seed: int, rows: int = 48, width: int = 9) -> dict[str, torch.Tensor]:
@@ -295,55 +267,6 @@ def test_without_any_valid_token_the_loss_is_a_zero_in_the_graph() -> None:
     assert reduce_metrics([statistics]) == {}
 
 
-def test_metrics_by_hand() -> None:
-    # Positive band up to 1.2, negative [0.9, 1.3], cap 2. Six responses count, the last row is empty.
-    ratios = [1.1, 1.4, 1.5, 1.0, 0.85, 0.8, 7.0]
-    weights = [1.0, 4.0, 1.0, 0.25, 1.0, 1.0, 9.0]
-    advantages = torch.tensor([2.0, 1.0, -1.0, -3.0, -2.0, 0.0, 5.0])
-    batch = make_batch(ratios, weights, [5, 4, 3, 2, 4, 1, 0])
-    _, statistics = tbpo_loss(advantages=advantages, config=TBPOConfig(**WIDE), **batch)
-    expected = {
-        "actor/pos_outside_band_frac": 1 / 2,  # 1.4 of 1.1, 1.4
-        "actor/neg_outside_band_frac": 2 / 3,  # 1.5, 0.85 of 1.5, 1.0, 0.85
-        "actor/inside_band_frac": 2 / 5,
-        "actor/zero_advantage_frac": 1 / 6,
-        "actor/seq_ratio_mean": (1.1 + 1.4 + 1.5 + 1.0 + 0.85 + 0.8) / 6,
-        "actor/seq_ratio_min": 0.8,
-        "actor/seq_ratio_max": 1.5,
-        "actor/seq_ratio_abs_dev_max": 0.5,
-        "actor/seq_tis_imp_ratio_mean": (1 + 4 + 1 + 0.25 + 1 + 1) / 6,
-        "actor/seq_tis_imp_ratio_max": 4.0,
-        "actor/seq_tis_above_cap_frac": 1 / 6,
-        "actor/seq_tis_below_cap_frac": 1 / 6,
-        # -(0.1 * 2 + 0.4 * 1) / 6 and -(0.5 * -1 + 0 * -3 - 0.15 * -2) / 6
-        "actor/zero_centred_loss_pos": -0.1,
-        "actor/zero_centred_loss_neg": 0.2 / 6,
-        # Ratios to the rollout policy r w = 1.1, 5.6; 1.5, 0.25, 0.85:
-        # -(0.1 * 2 + 4.6) / 6 and -(0.5 * -1 - 0.75 * -3 - 0.15 * -2) / 6
-        "actor/rollout_zero_centred_loss_pos": -0.8,
-        "actor/rollout_zero_centred_loss_neg": -2.05 / 6,
-    }
-    assert reduce_metrics([statistics]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(("ratio", "weight"), [(1.1, 0.7), (0.8, 1.4)])
-def test_an_empty_response_is_not_an_extreme(ratio: float, weight: float) -> None:
-    batch = make_batch([ratio, 1.0], [weight, 1.0], [3, 0])
-    _, statistics = tbpo_loss(advantages=torch.ones(2), config=TBPOConfig(), **batch)
-    metrics = reduce_metrics([statistics])
-    assert metrics["actor/seq_ratio_min"] == pytest.approx(ratio)
-    assert metrics["actor/seq_ratio_max"] == pytest.approx(ratio)
-    assert metrics["actor/seq_tis_imp_ratio_max"] == pytest.approx(weight)
-
-
-def test_a_metric_over_nothing_is_left_out() -> None:
-    batch = make_batch([1.0], [1.0], [3])
-    _, statistics = tbpo_loss(advantages=torch.ones(1), config=TBPOConfig(), **batch)
-    metrics = reduce_metrics([statistics])
-    assert metrics["actor/pos_outside_band_frac"] == 0
-    assert "actor/neg_outside_band_frac" not in metrics
-
-
 @pytest.mark.verl
 @pytest.mark.parametrize("w", [1.0, 1.5])
 def test_coincides_with_verls_gspo_except_for_negative_samples_above_the_band(w: float) -> None:
@@ -377,78 +300,3 @@ def test_coincides_with_verls_gspo_except_for_negative_samples_above_the_band(w:
     assert torch.equal(ours[5], torch.zeros(5))
     assert (gspo[5] > 0).all()
     assert (verl_loss - loss).item() == pytest.approx(w * 0.5 * 0.3 / 6, rel=1e-4)
-
-
-def bad_input(**changes: Any) -> dict[str, Any]:
-    good: dict[str, Any] = {
-        "log_prob": torch.full((2, 3), -1.0),
-        "old_log_prob": torch.full((2, 3), -1.0),
-        "rollout_log_prob": torch.full((2, 3), -1.0),
-        "advantages": torch.ones(2),
-        "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
-        "config": TBPOConfig(),
-    }
-    for name, change in changes.items():
-        if isinstance(change, tuple):
-            row, position, value = change
-            good[name] = good[name].float().clone()
-            good[name][row, position] = value
-        else:
-            good[name] = change
-    return good
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout_log_prob": None}, "rollout_log_prob is missing"),
-        ({"old_log_prob": torch.zeros(2, 4)}, r"old_log_prob has shape \(2, 4\), log_prob \(2, 3\)"),
-        ({"response_mask": torch.ones(2)}, r"response_mask has shape \(2,\)"),
-        ({"advantages": torch.ones(3)}, r"advantages has shape \(3,\), expected \(2, 3\) or \(2,\)"),
-        ({"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\)"),
-        ({"log_prob": torch.zeros(6)}, r"log_prob must be a non-empty \[batch, response_length\], got shape \(6,\)"),
-        ({"log_prob": (1, 2, float("nan"))}, "log_prob is NaN or Inf at row 1, position 2"),
-        ({"old_log_prob": (0, 1, float("inf"))}, "old_log_prob is NaN or Inf at row 0, position 1"),
-        ({"rollout_log_prob": (1, 0, float("-inf"))}, "rollout_log_prob is NaN or Inf at row 1, position 0"),
-        ({"advantages": torch.tensor([1.0, float("nan")])}, "advantages is NaN or Inf at row 1, position 0"),
-        ({"response_mask": (1, 1, 0.5)}, "response_mask is neither 0 nor 1 at row 1, position 1"),
-        ({"response_mask": (1, 1, float("nan"))}, "response_mask is neither 0 nor 1 at row 1, position 1"),
-        (
-            {"advantages": torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, 1.0]])},
-            "varies within a response.*row 0, position 1",
-        ),
-        ({"global_batch_size": 1}, "global_batch_size is 1 but this call alone has 2"),
-    ],
-)
-def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
-    tbpo_loss(**bad_input())
-    with pytest.raises(ValueError, match=message):
-        tbpo_loss(**bad_input(**changes))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("seq_clip_ratio_high", 0.0),
-        ("seq_clip_ratio_low", 1.5),
-        ("neg_seq_clip_ratio_low", -3e-4),
-        ("neg_seq_clip_ratio_high", float("inf")),
-        ("neg_seq_clip_ratio_high", "7e-4"),
-        ("seq_tis_imp_ratio_cap", 0.5),
-        ("mismatch_outside_cap", "clip"),
-        ("positive_band", "lower"),
-        ("loss_agg_mode", "token-mean"),
-    ],
-)
-def test_bad_config_names_its_field(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
-        TBPOConfig(**{field: value})
-
-
-def test_importing_it_imports_torch_and_nothing_else() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import qarl.tbpo.loss; "
-        "ours = {'qarl', 'qarl.tbpo', 'qarl.tbpo.config', 'qarl.tbpo.loss', 'qarl.tbpo.ratios'}; "
-        "print(sorted(set(sys.modules) - before - ours))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

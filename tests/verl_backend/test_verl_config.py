@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,27 +13,18 @@ from verl_runs import quickstart
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import PolicyLossConfig
 
-from qarl.checkpoint.sources import find_checkpoint
-from qarl.checkpoint.verl_shards import VerlWeights
 from qarl.checks.run import check_run
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
-from qarl.metrics.tracker import read_metrics
-from qarl.quant.scheme import SCHEMES, get_scheme
-from qarl.rollout.publish.checksum import checksums
-from qarl.tbpo import TBPOConfig
+from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
 from qarl.verl.checks import refuse_unsupported
-from qarl.verl.metrics import MetricsFollower, our_names
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 from qarl.verl.process import worker_environment
-from qarl.verl.resume import open_verl_run
 from qarl.verl.run import differences, dry_run, verl_config, verl_keys
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -69,8 +57,11 @@ def test_the_parts_that_verl_builds_hold_our_values():
 
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+
 POLICY_LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant", f"{ACTOR}.optim"
+
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+
 W4A16 = f"{VLLM}.hf_overrides.quantization_config"
 
 MAPPED: dict[str, tuple[object, dict[str, object]]] = {
@@ -168,6 +159,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
     "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
 }
+
 """Every key of ours that verl is given: another value, and what verl's config holds then."""
 
 ELSEWHERE = {
@@ -181,6 +173,7 @@ ELSEWHERE = {
     "algorithm.adv_estimator": "has one value",
     "verl": "tested below",
 }
+
 REFUSED = {
     "rollout.rebuild_on_failure": True,
     "rollout.top_p": 0.8,
@@ -188,6 +181,7 @@ REFUSED = {
     "optim.name": "muon",
     "optim.master_dtype": "bf16",
 }
+
 ONLY_WITH_MUON = {"optim.muon_lr", "optim.muon_momentum"}
 
 
@@ -396,229 +390,6 @@ def test_a_reward_of_verls_own_section_is_refused():
     other = {"reward.custom_reward_function.path": "pkg://qarl.data.rewards"}
     with pytest.raises(UserError, match=r"another reward function[\s\S]*reward.timeout_s"):
         verl_config(quickstart(verl=other), on_cpu=True)
-
-
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
-def test_hydra_groups_say_what_the_mapping_says(scheme):
-    """The groups that a verl user names on verl's own command line."""
-    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
-    overrides.append("trainer.n_gpus_per_node=1")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        group = compose("ppo_trainer", overrides=overrides)
-    ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
-    actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
-    assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
-    overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
-    assert overridable - {"_target_"} == {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
-    keys = verl_keys(ours, True)
-    named = {key.removeprefix("+"): value for key, value in keys.items()}
-    for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
-        assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
-    for key in ("calculate_log_probs", "disable_log_stats"):
-        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
-    vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
-    prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
-    assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
-    machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
-    for key, value in flat(machine).items():
-        assert named[key] == OmegaConf.select(group, key), (key, value)
-
-
-def test_hydra_finds_the_groups_without_a_warning():
-    """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
-    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-
-    for package in ("qarl.verl.plugin.hydra", "pkg://qarl.verl.plugin.hydra"):
-        source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
-        assert source.available() and source.is_config("qarl/w4a16")
-
-
-def test_the_groups_are_in_the_package_that_is_built():
-    import tomllib
-
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
-    packaged = {
-        path.relative_to(ROOT).as_posix()
-        for package, patterns in tools["package-data"].items()
-        for pattern in patterns
-        for path in (ROOT / package.replace(".", "/")).glob(pattern)
-    }
-    assert len(files) == 6 and files <= packaged
-    modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
-    assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])
-
-
-def flat(node: dict, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found
-
-
-def test_metrics_take_our_names():
-    named = our_names(
-        {
-            "actor/mismatch/k3": 1.0,
-            "actor/pg_loss": 2.0,
-            "timing_s/gen": 3.0,
-            "val-core/column_addition/acc/mean@1": 0.5,
-            "text": "no number",
-        }
-    )
-    assert named["mismatch/k3"] == 1.0 and named["actor/pg_loss"] == 2.0
-    assert named["timing_s/rollout"] == 3.0 and named["val/accuracy"] == 0.5 and "text" not in named
-
-
-def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys, monkeypatch):
-    config = quickstart(**{"output_dir": str(tmp_path), "trainer.logger": []})
-    config.run_dir.mkdir()
-    path = config.run_dir / "verl.jsonl"
-
-    def line(step: int) -> str:
-        return json.dumps({"step": step, "data": {"x": float(step)}}) + "\n"
-
-    follower = MetricsFollower(config, path, 0.0)
-    with follower:
-        path.write_text(line(1) + "no json\n" + '{"step": 2}\n' + line(3) + line(4)[:8])
-        follower._stop.set()
-        follower._thread.join()
-        follower._read()
-        with path.open("a") as file:
-            file.write(line(4)[8:])
-        logged = follower._tracker.log
-
-        def interrupted(*arguments: object, **more: object) -> None:
-            monkeypatch.setattr(follower._tracker, "log", logged)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(follower._tracker, "log", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            follower._read()
-    assert [entry["step"] for entry in read_metrics(config.run_dir)] == [1, 3, 4]
-    assert capsys.readouterr().err.count("was not logged") == 2
-
-
-def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
-    """A folder as verl's FSDP checkpoint manager and trainer leave it, with next to nothing in its files."""
-    import torch
-
-    folder = run / "checkpoints" / f"global_step_{step}"
-    (folder / "actor").mkdir(parents=True)
-    torch.save({}, folder / "data.pt")
-    for rank in range(ranks):
-        torch.save({}, folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt")
-    return folder
-
-
-def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):
-    folder = checkpoint(opened.run, 4)
-    opened.tracker.write_text("4")
-    assert opened() == 4
-    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
-    assert opened(**path) == 4
-    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
-    assert opened(**path) == 4 and not (opened.run / "summary.json").exists()
-    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
-    assert opened() == 0
-    assert Path(f"{opened.run}.1").is_dir() and not (opened.run / "checkpoints").exists()
-    with pytest.raises(UserError, match="no checkpoint of verl's"):
-        opened(**{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path)})
-
-
-def test_half_a_checkpoint_is_none(opened, capsys):
-    for step in (2, 4, 6):
-        checkpoint(opened.run, step, ranks=2)
-    opened.tracker.write_text("6")
-    last = opened.run / "checkpoints" / "global_step_6"
-    whole = (last / "data.pt").read_bytes()
-    (last / "data.pt").write_bytes(whole[:-30])
-    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(last)}
-    with pytest.raises(UserError, match=r"data\.pt"):
-        opened(**path)
-    (last / "data.pt").write_bytes(whole)
-    (last / "actor" / "model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(UserError, match="one rank"):
-        opened(**path)
-    assert opened() == 4
-    assert opened.tracker.read_text() == "4"  # which verl resumes from
-    assert not last.exists() and "global_step_4 is the newest whole" in capsys.readouterr().err
-    opened.tracker.write_text("")
-    assert opened() == 4
-    for folder in (2, 4):
-        (opened.run / "checkpoints" / f"global_step_{folder}" / "data.pt").unlink()
-    with pytest.raises(UserError, match="none of the run's checkpoints is whole"):
-        opened()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trainer.save_freq", -1),
-        ("trainer.default_local_dir", "/elsewhere"),
-        ("actor_rollout_ref.actor.checkpoint.save_contents", ["hf_model"]),
-    ],
-)
-def test_a_run_that_could_not_be_exported_does_not_start(key, value):
-    with pytest.raises(UserError, match="no checkpoint to export") as caught:
-        verl_config(quickstart(verl={key: value}), on_cpu=True)
-    assert caught.value.where == f"verl.{key}"
-    verl_config(quickstart(verl={key: value}, **{"trainer.save_final": False}), on_cpu=True)
-
-
-def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
-    folder = checkpoint(tmp_path, 6, ranks=2)
-    (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
-    for step in (None, 6):
-        with pytest.raises(UserError, match="step 6 is not whole") as caught:
-            find_checkpoint(tmp_path, step)
-        assert caught.value.why == "actor/ lacks the weights of at least one rank"
-    whole = checkpoint(tmp_path, 4)
-    assert find_checkpoint(tmp_path, 4) == whole
-    assert capsys.readouterr().err == ""
-    assert find_checkpoint(tmp_path, None) == whole
-    assert "note: the checkpoint of step 6 is not whole: actor/ lacks" in capsys.readouterr().err
-    with pytest.raises(UserError, match="step 6 is not whole"):
-        find_checkpoint(tmp_path, 6)
-    with pytest.raises(UserError, match="no checkpoint of step 8"):
-        find_checkpoint(tmp_path, 8)
-
-
-def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsys):
-    import torch
-
-    actor = checkpoint(tmp_path, 4) / "actor"
-    weight = torch.randn(4, 4)
-    torch.save({"a": weight, "b": weight + 1}, actor / "model_world_size_1_rank_0.pt")
-    assert torch.equal(dict(VerlWeights.open(actor).tensors())["a"], weight)
-    assert "read unchecked" in capsys.readouterr().err
-    record = actor / "qarl_state_world_size_1_rank_0.json"
-    sums = [f"{value & (2**64 - 1):016x}" for value in checksums([weight, weight + 1])]
-    record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
-    assert len(dict(VerlWeights.open(actor).tensors())) == 2 and capsys.readouterr().err == ""
-    record.write_text(json.dumps({"model.a": sums[0]}))
-    with pytest.raises(UserError, match="b is not what was saved"):
-        dict(VerlWeights.open(actor).tensors())
-    record.write_text('{"model.a": "12')
-    with pytest.raises(UserError, match="checksums of a rank cannot be read"):
-        VerlWeights.open(actor)
-
-
-def test_a_resume_that_changes_what_is_trained_is_refused(opened):
-    checkpoint(opened.run, 4)
-    opened.tracker.write_text("4")
-    assert opened(**{"trainer.total_training_steps": 200, "verl": {"trainer.val_only": True}}) == 4
-    for changes in ({"optim.lr": 1e-3}, {"verl": {"actor_rollout_ref.rollout.top_k": 5}}):
-        with pytest.raises(UserError, match="changes what is trained"):
-            opened(**changes)
-    with pytest.raises(UserError, match="past the end"):
-        opened(**{"trainer.total_training_steps": 3})
-
-
-def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):
-    with open_verl_run(quickstart(output_dir=str(tmp_path))), pytest.raises(UserError, match="another process"):
-        opened()
 
 
 def test_data_are_looked_at_before_ray_starts(tmp_path, monkeypatch):

@@ -1,0 +1,276 @@
+"""What the config reader refuses, and with which words: names, values, pairs of keys, YAML."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from config_problems import MINIMAL, file_problem, override_problem, problem_of, problems_of
+
+from qarl.config import describe_keys, load_config
+from qarl.config.source import available_configs
+from qarl.errors import UserError
+
+
+def test_unknown_config_name(folder: Path) -> None:
+    problem = problem_of("config=quickstrat.yaml")
+    assert (problem.key, problem.value) == ("config", "quickstrat.yaml")
+    assert "configs/quickstrat.yaml" in problem.reason
+    assert "did you mean config=quickstart.yaml?" in problem.fix
+    assert "available: " in problem.fix
+
+
+def test_config_is_required(folder: Path) -> None:
+    problem = problem_of("seed=1")
+    assert problem.key == "config"
+    assert all(name in problem.fix for name in ["quickstart.yaml", *available_configs()])
+
+
+def test_overrides_are_checked_although_the_file_is_missing(folder: Path) -> None:
+    problems = problems_of("config=absent.yaml", "quant.shceme=bf16", "rollout.n=1")
+    assert [problem.key for problem in problems] == ["config", "rollout.n", "quant.shceme"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "fix"),
+    [
+        ("dry_run", "key=value"),
+        ("--dry_run=true", "without leading dashes"),
+        ("other.yaml", "config=other.yaml"),
+        ("=3", "key=value"),
+        ("quant.=3", "key=value"),
+    ],
+)
+def test_malformed_override(folder: Path, argument: str, fix: str) -> None:
+    problem = override_problem(argument)
+    assert problem.key == argument
+    assert fix in problem.fix
+    assert problem.source == "command line"
+
+
+def test_duplicate_override(folder: Path) -> None:
+    problem = override_problem("seed=1", "seed=2")
+    assert (problem.key, problem.value) == ("seed", "2")
+    assert "1, then 2" in problem.reason
+
+
+@pytest.mark.parametrize(("override", "scalar"), [("name.first=x", "name"), ("trainer.logger.0=x", "trainer.logger")])
+def test_override_through_a_scalar(folder: Path, override: str, scalar: str) -> None:
+    assert f"{scalar} holds a value" in override_problem(override).reason
+
+
+def test_override_through_a_scalar_in_the_file(folder: Path) -> None:
+    Path("scalar.yaml").write_text(MINIMAL + "quant: 5\n")
+    problems = problems_of("config=scalar.yaml", "quant.scheme=bf16")
+    assert [problem.key for problem in problems] == ["quant.scheme", "quant"]
+
+
+def test_override_that_is_not_yaml(folder: Path) -> None:
+    problem = override_problem("model.path=[a")
+    assert problem.key == "model.path"
+    assert "not a YAML value" in problem.reason
+
+
+def test_override_with_a_mapping(folder: Path) -> None:
+    assert "optim.NAME=VALUE" in override_problem("optim={lr: 1}").fix
+
+
+def test_yaml_syntax_error_names_the_line(folder: Path) -> None:
+    problem = file_problem("name: x\nmodel: [a\ndata: 3\n")
+    assert problem.key == "broken.yaml:3"
+    assert "not valid YAML" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("- a\n", "not a mapping"), ("just text\n", "not a mapping"), ("", "empty")]
+)
+def test_top_level_must_be_a_mapping(folder: Path, text: str, reason: str) -> None:
+    problem = file_problem(text)
+    assert "broken.yaml" in problem.key
+    assert reason in problem.reason
+
+
+def test_duplicate_keys_in_the_file(folder: Path) -> None:
+    problem = file_problem(MINIMAL.replace("  n: 4\n", "  n: 4\n  n: 8\n"))
+    assert (problem.key, problem.value, problem.source) == ("rollout.n", 8, "broken.yaml:12")
+    assert "broken.yaml:11" in problem.reason
+    assert file_problem(MINIMAL + "rollout:\n  n: 2\n").key == "rollout"
+
+
+@pytest.mark.parametrize("line", ["seed: !!int '5'", "seed: &a 1\nname2: *a", "? [a]\n: 1", "seed: 1\n---\nseed: 2"])
+def test_yaml_beyond_plain_data_is_refused(folder: Path, line: str) -> None:
+    assert "broken.yaml:" in file_problem(MINIMAL + line).key
+
+
+def test_file_that_is_not_text(folder: Path) -> None:
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in problem_of("config=binary.yaml").reason
+
+
+@pytest.mark.parametrize(
+    ("override", "guess"),
+    [
+        ("quant.shceme=bf16", "quant.scheme"),
+        ("scheme=bf16", "quant.scheme"),
+        ("traner.test_freq=1", "trainer"),
+        ("trainer.max_num_seq=4", "rollout.max_num_seqs"),
+        ("actor.lr=1", "optim.lr"),
+    ],
+)
+def test_unknown_key_names_the_nearest(folder: Path, override: str, guess: str) -> None:
+    problem = override_problem(override)
+    assert problem.reason == "unknown key"
+    assert f"did you mean {guess}?" in problem.fix
+
+
+def test_unknown_key_like_none_lists_the_section(folder: Path) -> None:
+    problem = file_problem(MINIMAL + "quant:\n  zzz: 1\n")
+    assert (problem.key, problem.value, problem.source) == ("quant.zzz", 1, "broken.yaml:19")
+    assert "known here: scheme, group_size, ignore, align" in problem.fix
+
+
+def test_missing_keys_are_named_one_by_one(folder: Path) -> None:
+    Path("short.yaml").write_text("name: x\ndata:\n  train_files: []\n")
+    keys = [problem.key for problem in problems_of("config=short.yaml")]
+    assert {"model.path", "rollout.n", "data.train_files", "trainer.total_training_steps"} < set(keys)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("name=2024", "must be text"),
+        ("name=a/b", "of the form"),
+        ("seed=-1", "at least 0"),
+        ("seed=true", "a whole number"),
+        ("seed=1.0", "a whole number"),
+        ("dry_run=yes", "true or false"),
+        ("model=5", "section"),
+        ("model.path=''", "not empty"),
+        ("data.train_files=[]", "a list of at least 1"),
+        ("data.train_batch_size=0", "at least 1"),
+        ("reward.function=arithmetics", "neither a built-in reward"),
+        ("reward.function=module:2x", "neither a built-in reward"),
+        ("rollout.n=1", "at least 2"),
+        ("rollout.temperature=0", "above 0"),
+        ("rollout.top_p=0", "above 0"),
+        ("rollout.top_p=1.01", "at most 1"),
+        ("rollout.top_p=.nan", "finite"),
+        ("quant.scheme=nvfp4", "one of bf16, w4a16, w8a8, fp8, w4a8"),
+        ("quant.ignore=[lm_head, 're:(']", "not a regular expression"),
+        ("quant.ignore=[lm_head, 're:(a+)+$']", "may not come to an end"),
+        ("quant.align=full", "one of off, linears, model, exact"),
+        ("actor.seq_tis_imp_ratio_cap=0.9", "at least 1"),
+        ("actor.neg_seq_clip_ratio_low=1.1", "at most 1"),
+        ("actor.seq_clip_ratio_high=0", "above 0"),
+        ("optim.muon_momentum=1", "below 1"),
+        ("actor.loss_agg_mode=token-mean", "must be seq-mean-token-mean"),
+        ("actor.grad_clip='1.0'", "must be a number"),
+        ("optim.betas=[0.9]", "too few"),
+        ("optim.betas=[0.9, 0.9, 0.9]", "a list of at most 2"),
+        ("trainer.test_freq=0", "not a number of steps"),
+        ("trainer.save_freq=0", "not a number of steps"),
+        ("trainer.max_ckpt_to_keep=0", "at least 1"),
+        ("trainer.resume_mode=resume", "one of auto, disable, resume_path"),
+        ("trainer.logger=[console, wanb]", "one of console, tensorboard, wandb"),
+    ],
+)
+def test_bad_value(folder: Path, override: str, reason: str) -> None:
+    problem = override_problem(override)
+    assert problem.key.startswith(override.partition("=")[0])
+    assert reason in problem.reason
+    assert problem.source == "command line"
+    assert problem.about == describe_keys()[override.partition("=")[0]]
+
+
+def test_misspelled_option_names_the_right_one(folder: Path) -> None:
+    assert override_problem("quant.align=linear").fix == "write linears"
+    assert override_problem("trainer.logger=[wanb]").fix == "write wandb"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["data.train_batch_size=10"], "actor.ppo_mini_batch_size", ["10 prompts", "1, 2, 5, 10"]),
+        (
+            ["actor.ppo_micro_batch_size_per_gpu=5"],
+            "actor.ppo_micro_batch_size_per_gpu",
+            ["4 * 4 = 16", "1, 2, 4, 8, 16"],
+        ),
+        (["quant.group_size=12"], "quant.group_size", ["w4a16 packs eight int4 values", "multiple of 8"]),
+        (["quant.scheme=w4a8", "quant.group_size=12"], "quant.group_size", ["w4a8 packs eight int4", "multiple of 8"]),
+        (["quant.ignore=[]"], "quant.ignore", ["garbage", "add lm_head"]),
+        (["quant.ignore=[re:head]"], "quant.ignore", ["garbage"]),
+        (["data.val_files=[]"], "data.val_files", ["val_before_train", "trainer.test_freq=-1"]),
+        (
+            ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=5"],
+            "data.val_files",
+            ["every 5 steps"],
+        ),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint is named", "resume_from_path="]),
+        (["trainer.resume_from_path=a"], "trainer.resume_from_path", ["auto does not look", "resume_mode=resume_path"]),
+        (["trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node", ["one process", "backend=verl"]),
+        (["rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", ["one process"]),
+        (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens", ["max_num_seqs = 256"]),
+        (["rollout.val_temperature=0.6"], "rollout.val_temperature", ["greedy", "backend=verl"]),
+        (
+            ["rollout.val_temperature=0.005", "backend=verl"],
+            "rollout.val_temperature",
+            ["vLLM samples at 0.01", "greedy"],
+        ),
+        (["rollout.temperature=0.005"], "rollout.temperature", ["vLLM samples at 0.01", "0.01 or more"]),
+        (["rollout.top_p=0.9", "backend=verl"], "rollout.top_p", ["whole vocabulary", "backend=local", "to 1"]),
+        (["rollout.top_k=5", "backend=verl"], "rollout.top_k", ["whole vocabulary", "backend=local", "to -1"]),
+        (["rollout.top_p=0.9", "quant.align=off"], "rollout.top_p", ["quant.align=off", "quant.align=model"]),
+        (["rollout.top_k=5", "quant.align=linears"], "rollout.top_k", ["quant.align=linears", "quant.align=model"]),
+    ],
+)
+def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, words: list[str]) -> None:
+    problem = override_problem(*overrides)
+    assert problem.key == key
+    assert all(word in f"{problem.reason} {problem.fix}" for word in words), str(problem)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["quant.scheme=bf16", "quant.align=linears"],
+        ["quant.scheme=bf16", "quant.group_size=12", "quant.ignore=[]"],
+        ["quant.scheme=w8a8", "quant.group_size=12"],
+        ["quant.scheme=fp8", "quant.align=exact"],
+        ["quant.scheme=w4a8", "quant.align=off"],
+        ["quant.ignore=['re:.*lm_head']"],
+        ["quant.ignore=lm_head"],
+        ["data.val_files=[]", "trainer.val_before_train=false"],
+        ["rollout.top_p=0.9"],
+        ["rollout.top_p=0.9", "rollout.top_k=20", "quant.align=exact"],
+        ["rollout.top_k=0", "rollout.top_p=1", "quant.align=off"],
+        ["backend=verl"],
+        ["trainer.logger=[wandb]"],
+        ["optim.lr=0"],
+    ],
+)
+def test_keys_that_fit(folder: Path, overrides: list[str]) -> None:
+    load_config(["config=minimal.yaml", *overrides])
+
+
+def test_everything_wrong_is_said_at_once(folder: Path) -> None:
+    argv = ["config=minimal.yaml", "oops", "seed=x", "quant.shceme=1", "quant.ignore=other", "data.train_batch_size=7"]
+    keys = [problem.key for problem in problems_of(*argv)]
+    assert keys == ["oops", "seed", "quant.shceme", "actor.ppo_mini_batch_size", "quant.ignore"]
+
+
+def test_error_text(folder: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(["config=minimal.yaml", "rollout.n=1", "data.train_batch_size=7"])
+    assert str(caught.value) == textwrap.dedent(f"""\
+        2 problems in the configuration
+
+        rollout.n = 1  (command line)
+          reason: must be at least 2
+          about: {describe_keys()["rollout.n"]}
+          fix: choose a value of 2 or more
+
+        actor.ppo_mini_batch_size = 4  (minimal.yaml:13)
+          reason: data.train_batch_size = 7 prompts a step do not split into whole mini-batches of 4 prompts
+          fix: choose a divisor of 7 (1, 7), or make data.train_batch_size a multiple of 4""")

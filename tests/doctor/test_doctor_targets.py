@@ -1,0 +1,240 @@
+"""The doctor about other machines: their GPUs, memory and parallel sizes, and the options that describe them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_runs import (
+    row,
+    write_rows,
+)
+from checkout import ROOT
+from doctor_rig import cut_the_weights, examine, said, topic_of
+
+from qarl.config import load_config
+from qarl.doctor import kernels
+from qarl.doctor.__main__ import main
+from qarl.doctor.context import Context
+from qarl.doctor.findings import Topic
+from qarl.doctor.shapes import VOCABULARY_PADDING
+from qarl.doctor.target import GPUS, find_target, this_machine
+from qarl.errors import UserError
+from qarl.process import configure_vllm_process
+
+pytestmark = pytest.mark.usefixtures("startable_run")
+
+MODELS = ROOT / "qarl" / "bench" / "models"
+
+
+BIG = """\
+name: big
+backend: verl
+model: {path: PATH, gradient_checkpointing: true}
+data:
+  train_files: not/here.parquet
+  train_batch_size: 64
+  max_prompt_length: 1024
+  max_response_length: 3072
+rollout: {n: 8, gpu_memory_utilization: 0.5}
+reward: {function: math_verify}
+actor:
+  ppo_mini_batch_size: 64
+  ppo_micro_batch_size_per_gpu: 1
+  log_prob_micro_batch_size_per_gpu: 1
+trainer: {total_training_steps: 100, val_before_train: false, save_final: false}
+"""
+
+
+def examine_big(name: str, gpus: int, parallel: int, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and findings on GPUs of another machine."""
+    Path("big.yaml").write_text(BIG.replace("PATH", str(MODELS / name)))
+    return examine(
+        f"trainer.n_gpus_per_node={gpus}",
+        f"rollout.tensor_model_parallel_size={parallel}",
+        "doctor.device=h100",
+        *arguments,
+        config="big.yaml",
+    )
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("name", "gpus", "parallel", "params"),
+    [("Qwen2.5-Math-1.5B", 1, 1, "1.54"), ("Qwen2.5-Math-7B", 8, 2, "7.62"), ("Qwen3-8B", 8, 2, "8.19")],
+)
+def test_public_models_on_their_gpus(name: str, gpus: int, parallel: int, params: str) -> None:
+    code, findings = examine_big(name, gpus, parallel)
+    assert said(findings, "error") == []
+    assert all(f.get("fix") for f in findings if f["status"] != "ok")
+    assert code == 0
+    assert any(f"{params} billion parameters" in what for what in said(findings, "ok", "model"))
+    assert {f["topic"] for f in findings} >= {"model", "layer sizes", "kernels", "published tensors", "memory"}
+    left_out = said(findings, "note", "model")
+    assert any("tokenizer" in what for what in left_out)
+    assert any("weights are whole" in what for what in left_out)
+    assert "packages" not in {f["topic"] for f in findings}
+    assert any("this one's CPU" in what for what in said(findings, "note", "machine"))
+    assert any("trainer: reference multiplies" in what for what in said(findings, "warning", "kernels"))
+    assert any("fall back to linears" in what for what in said(findings, "warning", "kernels"))
+
+
+def test_the_mixture_of_experts_says_what_is_missing() -> None:
+    ignore = 'quant.ignore=[lm_head, "re:.*mlp[.]gate$"]'
+    code, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2")
+    assert code == 1
+    assert [f["what"] for f in findings if f["status"] == "error" and f["topic"] == "backend"] == [
+        "mixture of experts: quantized experts are not built yet (128 experts in 48 of 48 layers)"
+    ]
+    assert said(findings, "error", "layer sizes") == said(findings, "error", "ignore list") == []
+    assert "divides the inputs of all 18624 quantized layers" in "".join(said(findings, "ok", "layer sizes"))
+    assert "48 routers stay BF16" in said(findings, "ok", "ignore list")
+    assert any("30.53 billion" in what for what in said(findings, "ok", "model"))
+    _, findings = examine_big("Qwen3-30B-A3B", 8, 2)
+    assert said(findings, "error", "ignore list") == ["vLLM would quantize 48 routers, which the trainer keeps in BF16"]
+    # 30.5e9 parameters at 16 bytes over 8 GPUs are 57 GiB a GPU before anything else; over 16 there is room.
+    _, findings = examine_big("Qwen3-30B-A3B", 8, 2, "rollout.gpu_memory_utilization=0.2")
+    assert len(said(findings, "error", "memory")) == 1
+    _, findings = examine_big("Qwen3-30B-A3B", 16, 2, "rollout.gpu_memory_utilization=0.3")
+    assert said(findings, "error", "memory") == []
+    _, findings = examine_big("Qwen3-30B-A3B", 8, 2, "optim.name=muon")
+    assert "optim.name=muon is not built for 8 ranks" in said(findings, "error", "backend")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "parallel", "arguments", "errors"),
+    [
+        # 4736 inputs of down_proj and 896 of o_proj a GPU are 37 and 7 groups of 128; 2368 and 448 are not.
+        ("Qwen2.5-Math-7B", 4, 4, [], []),
+        ("Qwen2.5-Math-7B", 8, 8, ["quant.group_size=64"], ["28 attention heads do not split"]),
+        (
+            "Qwen2.5-Math-7B",
+            8,
+            8,
+            [],
+            ["28 attention heads do not split", "56 layers cannot be split along their inputs"],
+        ),
+        # 192 inputs of an expert a GPU are no whole groups of 128; of 64 they are.
+        ("Qwen3-30B-A3B", 8, 4, [], ["6144 layers cannot be split along their inputs"]),
+        ("Qwen3-30B-A3B", 8, 4, ["quant.group_size=64"], []),
+        ("Qwen3-8B", 6, 3, [], ["32 attention heads", "8 key-value heads", "vocabulary of 151936", "a width of 4096"]),
+        ("Qwen3-8B", 16, 16, [], []),  # each of 8 kv heads on two GPUs
+        ("Qwen3-8B", 8, 8, ["quant.scheme=w8a8"], []),
+    ],
+)
+def test_tensor_parallel_sizes(name: str, gpus: int, parallel: int, arguments: list[str], errors: list[str]) -> None:
+    prompts = ["data.train_batch_size=48", "actor.ppo_mini_batch_size=48"]
+    _, findings = examine_big(name, gpus, parallel, *arguments, *prompts)
+    found = [f for f in findings if f["status"] == "error" and f["topic"] == "layer sizes"]
+    if len(errors) < 4:
+        assert len(found) == len(errors), found
+    for words in errors[:3]:
+        assert any(words in f["what"] for f in found), (words, found)
+    assert all("sizes that work here: 1, 2" in f["fix"] for f in found)
+
+
+def test_the_rules_of_sharding_are_vllms() -> None:
+    configure_vllm_process()
+    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+
+    assert VOCABULARY_PADDING == DEFAULT_VOCAB_PADDING_SIZE
+
+
+def test_ranks_that_verl_refuses() -> None:
+    uneven = ["data.train_batch_size=5", "actor.ppo_mini_batch_size=5", "rollout.n=2"]
+    _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, *uneven)
+    errors = said(findings, "error", "backend")
+    assert any("data.train_batch_size * rollout.n = 10 responses do not split over" in error for error in errors)
+    assert any("actor.ppo_mini_batch_size * rollout.n = 10" in error for error in errors)
+    _, findings = examine_big("Qwen2.5-Math-1.5B", 6, 4, "data.train_batch_size=48", "actor.ppo_mini_batch_size=48")
+    assert any("6 ranks do not split into rollout engines of 4" in error for error in said(findings, "error"))
+    micro = "actor.ppo_micro_batch_size_per_gpu=128"
+    _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, micro)
+    assert said(findings, "error", "backend") == [
+        "the 64 responses of a rank's mini-batch do not split into micro-batches of 128"
+    ]
+
+
+def test_kept_sets_that_do_not_fit() -> None:
+    findings = topic_of("kernels", "rollout.top_p=0.9")
+    assert [finding.status for finding in findings[-1:]] == ["ok"] and "top_p 0.9" in findings[-1].what
+    config = load_config(["config=run.yaml", "rollout.top_p=0.9"])
+    context = Context(config, this_machine())
+    context.hf_config.load().vocab_size = 2**40
+    topic = Topic("kernels")
+    with pytest.raises(UserError, match="GiB, and 4 are allowed"):
+        kernels.check_sampling(context, topic)
+
+
+def test_memory_of_the_gpu_decides() -> None:
+    _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "doctor.gpu_memory_gib=24")
+    (error,) = [f for f in findings if f["status"] == "error"]
+    assert error["topic"] == "memory"
+    assert "of 24.0 GiB" in error["what"]
+    assert error["lines"][-1].startswith("together")
+    _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "rollout.gpu_memory_utilization=0.04")
+    assert any("KV cache holds 0 tokens" in what for what in said(findings, "error", "memory"))
+    code = main(["config=run.yaml", "doctor.gpu_memory_gib=0.5", "doctor.json=findings.json"])
+    assert code == 1
+    findings = json.loads(Path("findings.json").read_text())["findings"]
+    assert any("GiB at most" in what for what in said(findings, "error", "memory"))
+
+
+def test_what_a_gpu_cannot_compute() -> None:
+    _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=fp8", "doctor.gpu_capability=8.0")
+    (error,) = [f for f in findings if f["status"] == "error"]
+    assert "8.0 is too low for quant.scheme=fp8" in error["what"]
+    assert "without a word" in error["why"]
+    _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=fp8")
+    assert said(findings, "error") == []
+    _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w4a8")
+    assert said(findings, "error", "machine") == ["w4a8 rollouts are refused"]
+
+
+def test_broken_files_are_errors_for_another_machine_too() -> None:
+    cut_the_weights()
+    write_rows("train.jsonl", [row(ground_truth=None)])
+    code, findings = examine("doctor.device=h100")
+    assert code == 1
+    assert any("cannot read the weights" in what for what in said(findings, "error", "model"))
+    assert any("ground_truth" in what for what in said(findings, "error", "data"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("doctor.device=tpu", "doctor.device=tpu is not known"),
+        ("doctor.gpu_memory_gib=much", "not a number above 0"),
+        ("doctor.gpu_memory_gib=1e308", "not a number above 0 and below a million"),
+        ("doctor.gpu_capability=1e308", "not a number above 0 and below a million"),
+        ("doctor.json=a\0b", "cannot be written"),
+        ("doctor.gpu_capability=-1", "not a number above 0"),
+        ("doctor.gpu=h100", "cannot use"),
+        ("doctor.json=", "cannot use"),
+    ],
+)
+def test_options_of_the_doctor_itself(capsys: pytest.CaptureFixture[str], argument: str, words: str) -> None:
+    assert main(["config=run.yaml", argument]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_findings_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config=run.yaml", "doctor.json=/proc/x/y.json"]) == 2
+    assert "doctor.json=/proc/x/y.json cannot be written" in capsys.readouterr().err
+    os.mkfifo("pipe")
+    assert main(["config=run.yaml", "doctor.json=pipe"]) == 2
+    assert "not a file" in capsys.readouterr().err
+    assert Path("pipe").is_fifo()
+
+
+def test_targets() -> None:
+    assert find_target({}) == this_machine()
+    assert find_target({"json": "x"}).here
+    h100 = find_target({"device": "H100", "gpu_memory_gib": "80"})
+    assert (h100.device, h100.here, h100.capability, h100.gpu_memory_bytes) == ("cuda", False, 90, 80 * 2**30)
+    unnamed = find_target({"gpu_memory_gib": "48"})
+    assert (unnamed.capability, unnamed.gpu_memory_bytes) == (None, 48 * 2**30)
+    assert all(find_target({"device": name}).gpu_memory_bytes for name in GPUS)

@@ -1,0 +1,83 @@
+"""The Hydra groups that a verl user names on verl's own command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+from checkout import ROOT
+from verl_runs import quickstart
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import PolicyLossConfig
+
+from qarl.quant.scheme import SCHEMES
+from qarl.tbpo import TBPOConfig
+from qarl.verl.plugin.config import tbpo_config
+from qarl.verl.run import verl_keys
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+
+def flat(node: dict, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
+def test_hydra_groups_say_what_the_mapping_says(scheme):
+    """The groups that a verl user names on verl's own command line."""
+    overrides = ["hydra.searchpath=[pkg://qarl.verl.plugin.hydra]", f"+qarl={scheme}", "+qarl_machine=cpu"]
+    overrides.append("trainer.n_gpus_per_node=1")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        group = compose("ppo_trainer", overrides=overrides)
+    ours = quickstart(**{"quant.scheme": scheme, "quant.group_size": 128, "trainer.n_gpus_per_node": 1})
+    actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
+    assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
+    overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
+    assert overridable - {"_target_"} == {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
+    keys = verl_keys(ours, True)
+    named = {key.removeprefix("+"): value for key, value in keys.items()}
+    for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
+        assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for key in ("calculate_log_probs", "disable_log_stats"):
+        assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
+    vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
+    prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+    machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
+    for key, value in flat(machine).items():
+        assert named[key] == OmegaConf.select(group, key), (key, value)
+
+
+def test_hydra_finds_the_groups_without_a_warning():
+    """`python -m verl.trainer.main_ppo 'hydra.searchpath=[...]'` warns of a package that it cannot list."""
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+
+    for package in ("qarl.verl.plugin.hydra", "pkg://qarl.verl.plugin.hydra"):
+        source = ImportlibResourcesConfigSource(provider="qarl", path=f"pkg://{package.removeprefix('pkg://')}")
+        assert source.available() and source.is_config("qarl/w4a16")
+
+
+def test_the_groups_are_in_the_package_that_is_built():
+    import tomllib
+
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "qarl/verl/plugin/hydra").rglob("*.yaml")}
+    packaged = {
+        path.relative_to(ROOT).as_posix()
+        for package, patterns in tools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    assert len(files) == 6 and files <= packaged
+    modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
+    assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])

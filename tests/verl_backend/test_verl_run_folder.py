@@ -1,0 +1,187 @@
+"""The folder of a verl run: metrics under our names, checkpoints, resume, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from verl_runs import quickstart
+
+pytest.importorskip("verl")
+
+
+from qarl.checkpoint.sources import find_checkpoint
+from qarl.checkpoint.verl_shards import VerlWeights
+from qarl.errors import UserError
+from qarl.metrics.tracker import read_metrics
+from qarl.rollout.publish.checksum import checksums
+from qarl.verl.metrics import MetricsFollower, our_names
+from qarl.verl.resume import open_verl_run
+from qarl.verl.run import verl_config
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+
+def test_metrics_take_our_names():
+    named = our_names(
+        {
+            "actor/mismatch/k3": 1.0,
+            "actor/pg_loss": 2.0,
+            "timing_s/gen": 3.0,
+            "val-core/column_addition/acc/mean@1": 0.5,
+            "text": "no number",
+        }
+    )
+    assert named["mismatch/k3"] == 1.0 and named["actor/pg_loss"] == 2.0
+    assert named["timing_s/rollout"] == 3.0 and named["val/accuracy"] == 0.5 and "text" not in named
+
+
+def test_one_bad_line_of_verls_does_not_end_the_metrics(tmp_path, capsys, monkeypatch):
+    config = quickstart(**{"output_dir": str(tmp_path), "trainer.logger": []})
+    config.run_dir.mkdir()
+    path = config.run_dir / "verl.jsonl"
+
+    def line(step: int) -> str:
+        return json.dumps({"step": step, "data": {"x": float(step)}}) + "\n"
+
+    follower = MetricsFollower(config, path, 0.0)
+    with follower:
+        path.write_text(line(1) + "no json\n" + '{"step": 2}\n' + line(3) + line(4)[:8])
+        follower._stop.set()
+        follower._thread.join()
+        follower._read()
+        with path.open("a") as file:
+            file.write(line(4)[8:])
+        logged = follower._tracker.log
+
+        def interrupted(*arguments: object, **more: object) -> None:
+            monkeypatch.setattr(follower._tracker, "log", logged)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(follower._tracker, "log", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            follower._read()
+    assert [entry["step"] for entry in read_metrics(config.run_dir)] == [1, 3, 4]
+    assert capsys.readouterr().err.count("was not logged") == 2
+
+
+def checkpoint(run: Path, step: int, *, ranks: int = 1) -> Path:
+    """A folder as verl's FSDP checkpoint manager and trainer leave it, with next to nothing in its files."""
+    import torch
+
+    folder = run / "checkpoints" / f"global_step_{step}"
+    (folder / "actor").mkdir(parents=True)
+    torch.save({}, folder / "data.pt")
+    for rank in range(ranks):
+        torch.save({}, folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt")
+    return folder
+
+
+def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):
+    folder = checkpoint(opened.run, 4)
+    opened.tracker.write_text("4")
+    assert opened() == 4
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
+    assert opened(**path) == 4
+    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
+    assert opened(**path) == 4 and not (opened.run / "summary.json").exists()
+    (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
+    assert opened() == 0
+    assert Path(f"{opened.run}.1").is_dir() and not (opened.run / "checkpoints").exists()
+    with pytest.raises(UserError, match="no checkpoint of verl's"):
+        opened(**{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path)})
+
+
+def test_half_a_checkpoint_is_none(opened, capsys):
+    for step in (2, 4, 6):
+        checkpoint(opened.run, step, ranks=2)
+    opened.tracker.write_text("6")
+    last = opened.run / "checkpoints" / "global_step_6"
+    whole = (last / "data.pt").read_bytes()
+    (last / "data.pt").write_bytes(whole[:-30])
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(last)}
+    with pytest.raises(UserError, match=r"data\.pt"):
+        opened(**path)
+    (last / "data.pt").write_bytes(whole)
+    (last / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(UserError, match="one rank"):
+        opened(**path)
+    assert opened() == 4
+    assert opened.tracker.read_text() == "4"  # which verl resumes from
+    assert not last.exists() and "global_step_4 is the newest whole" in capsys.readouterr().err
+    opened.tracker.write_text("")
+    assert opened() == 4
+    for folder in (2, 4):
+        (opened.run / "checkpoints" / f"global_step_{folder}" / "data.pt").unlink()
+    with pytest.raises(UserError, match="none of the run's checkpoints is whole"):
+        opened()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.save_freq", -1),
+        ("trainer.default_local_dir", "/elsewhere"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["hf_model"]),
+    ],
+)
+def test_a_run_that_could_not_be_exported_does_not_start(key, value):
+    with pytest.raises(UserError, match="no checkpoint to export") as caught:
+        verl_config(quickstart(verl={key: value}), on_cpu=True)
+    assert caught.value.where == f"verl.{key}"
+    verl_config(quickstart(verl={key: value}, **{"trainer.save_final": False}), on_cpu=True)
+
+
+def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
+    folder = checkpoint(tmp_path, 6, ranks=2)
+    (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    for step in (None, 6):
+        with pytest.raises(UserError, match="step 6 is not whole") as caught:
+            find_checkpoint(tmp_path, step)
+        assert caught.value.why == "actor/ lacks the weights of at least one rank"
+    whole = checkpoint(tmp_path, 4)
+    assert find_checkpoint(tmp_path, 4) == whole
+    assert capsys.readouterr().err == ""
+    assert find_checkpoint(tmp_path, None) == whole
+    assert "note: the checkpoint of step 6 is not whole: actor/ lacks" in capsys.readouterr().err
+    with pytest.raises(UserError, match="step 6 is not whole"):
+        find_checkpoint(tmp_path, 6)
+    with pytest.raises(UserError, match="no checkpoint of step 8"):
+        find_checkpoint(tmp_path, 8)
+
+
+def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsys):
+    import torch
+
+    actor = checkpoint(tmp_path, 4) / "actor"
+    weight = torch.randn(4, 4)
+    torch.save({"a": weight, "b": weight + 1}, actor / "model_world_size_1_rank_0.pt")
+    assert torch.equal(dict(VerlWeights.open(actor).tensors())["a"], weight)
+    assert "read unchecked" in capsys.readouterr().err
+    record = actor / "qarl_state_world_size_1_rank_0.json"
+    sums = [f"{value & (2**64 - 1):016x}" for value in checksums([weight, weight + 1])]
+    record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
+    assert len(dict(VerlWeights.open(actor).tensors())) == 2 and capsys.readouterr().err == ""
+    record.write_text(json.dumps({"model.a": sums[0]}))
+    with pytest.raises(UserError, match="b is not what was saved"):
+        dict(VerlWeights.open(actor).tensors())
+    record.write_text('{"model.a": "12')
+    with pytest.raises(UserError, match="checksums of a rank cannot be read"):
+        VerlWeights.open(actor)
+
+
+def test_a_resume_that_changes_what_is_trained_is_refused(opened):
+    checkpoint(opened.run, 4)
+    opened.tracker.write_text("4")
+    assert opened(**{"trainer.total_training_steps": 200, "verl": {"trainer.val_only": True}}) == 4
+    for changes in ({"optim.lr": 1e-3}, {"verl": {"actor_rollout_ref.rollout.top_k": 5}}):
+        with pytest.raises(UserError, match="changes what is trained"):
+            opened(**changes)
+    with pytest.raises(UserError, match="past the end"):
+        opened(**{"trainer.total_training_steps": 3})
+
+
+def test_two_verl_runs_do_not_share_a_folder(opened, tmp_path):
+    with open_verl_run(quickstart(output_dir=str(tmp_path))), pytest.raises(UserError, match="another process"):
+        opened()

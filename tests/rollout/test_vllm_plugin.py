@@ -1,0 +1,196 @@
+"""QaRL's plugin for vLLM: what it takes, what it leaves to vLLM, and how an engine without it is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
+from random_moe import IGNORE, save_random_moe
+
+pytest.importorskip("vllm")
+
+from qarl.errors import UserError
+from qarl.process import configure_vllm_process
+from qarl.quant import get_scheme
+from qarl.rollout import vllm_plugin
+
+configure_vllm_process()
+experts: Any = importlib.import_module("qarl.rollout.vllm_plugin.experts")
+internals: Any = importlib.import_module("qarl.rollout.vllm_plugin.internals")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is for CPUs")
+
+
+def dense(**sizes: Any) -> Any:
+    return SimpleNamespace(**sizes)
+
+
+def test_registering_twice_is_registering_once() -> None:
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    for _ in range(2):
+        vllm_plugin.register()
+        vllm_plugin.check_loaded(dense(num_experts=8))
+        assert internals.get_quantization_config("compressed-tensors") is experts.QaRLCompressedTensorsConfig
+        assert op_registry_oot["UnquantizedFusedMoEMethod"] is experts.RepairedUnquantizedMethod
+
+
+def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(experts, "register", lambda: pytest.fail("vLLM's own backends serve there"))
+    vllm_plugin.register()
+    vllm_plugin.check_loaded(dense(num_experts=8))
+
+
+def test_a_vllm_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
+    monkeypatch.setitem(internals.MEMBERS, internals.RoutedExperts, ("weight_loader", "of_another_vllm"))
+    vllm_plugin.register()
+    with pytest.raises(UserError, match=r"(?s)without QaRL's plugin.*no RoutedExperts\.of_another_vllm.*requirements"):
+        vllm_plugin.check_loaded(dense(num_experts=8))
+    vllm_plugin.check_loaded(dense(hidden_size=64))
+
+
+def test_another_plugins_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs:
+        pass
+
+    monkeypatch.setattr(experts, "get_quantization_config", lambda name: Theirs)
+    assert "Theirs has taken the place" in (experts.register() or "")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (dense(hidden_size=64), 0),
+        (dense(num_experts=0), 0),
+        (dense(num_experts=None, num_local_experts=4), 4),
+        (dense(text_config=dense(num_experts=16)), 16),
+        (dense(text_config=None, n_routed_experts=3), 3),
+    ],
+)
+def test_a_mixture_is_known_by_its_config(config: Any, expected: int) -> None:
+    assert vllm_plugin.experts_of(config) == expected
+
+
+def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
+        config = dense(**{name: 5})
+        assert ModelArchConfigConvertorBase(config, config).get_num_experts() == vllm_plugin.experts_of(config) == 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("plugins", "reason"), [("lora_hf_hub_resolver", "leaves it out"), ("qarl", None)])
+def test_an_engine_of_a_mixture_needs_the_plugin(tmp_path: Path, plugins: str, reason: str | None) -> None:
+    """By vLLM's own filter, in a process of its own; the engine itself is not started."""
+    folder = save_random_moe(tmp_path / "moe")
+    program = f"""
+from qarl.errors import UserError
+from qarl.quant import get_scheme
+from qarl.rollout.engine import EngineConfig, RolloutEngine
+RolloutEngine._start = lambda self: print("STARTED")
+try:
+    RolloutEngine(EngineConfig({str(folder)!r}, get_scheme("w4a16", 32), {IGNORE!r}, max_model_len=64))
+except UserError as error:
+    print(error)
+"""
+    environment = {**os.environ, "VLLM_PLUGINS": plugins}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    if reason is None:
+        assert "STARTED" in run.stdout
+    else:
+        assert "STARTED" not in run.stdout
+        assert f"VLLM_PLUGINS={plugins} {reason}" in run.stdout and "add qarl to VLLM_PLUGINS" in run.stdout
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8"])
+def test_our_schemes_are_known_in_vllms_own_reading_of_them(name: str) -> None:
+    scheme = get_scheme(name, 32)
+    config = internals.CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"]))
+    assert experts.scheme_of(config.target_scheme_map["Linear"]) == (name, scheme.group_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("w4a16", "weights", {"symmetric": False}),
+        ("w4a16", "weights", {"num_bits": 8}),
+        ("w4a16", "weights", {"strategy": "channel", "group_size": None}),
+        ("w8a8", "weights", {"strategy": "tensor"}),
+        ("w8a8", "input_activations", {"symmetric": False}),
+        ("fp8", "input_activations", {"dynamic": False, "strategy": "tensor"}),
+        ("w4a8", "weights", {}),
+    ],
+)
+def test_other_schemes_are_left_to_vllm(name: str, part: str, change: dict[str, Any]) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    group = get_scheme(name, 32).quantization_config([])["config_groups"]["group_0"]
+    given = {key: group.get(key) for key in ("weights", "input_activations")}
+    given[part] = {**given[part], **change}
+    read = {key: None if args is None else QuantizationArgs.model_validate(args) for key, args in given.items()}
+    assert experts.scheme_of(read) is None
+
+
+class Layer(torch.nn.Module):
+    """What `create_weights` reads of vLLM's RoutedExperts."""
+
+    layer_name = "model.layers.0.mlp.experts"
+    activation = internals.MoEActivation.SILU
+    apply_router_weight_on_input = False
+
+
+def method(scheme: str = "w4a16", group_size: int | None = 32, *, ep: bool = False, bias: bool = False) -> Any:
+    moe: Any = SimpleNamespace(
+        experts_per_token=2, has_bias=bias, moe_parallel_config=SimpleNamespace(use_ep=ep, tp_size=1)
+    )
+    return experts.LowBitExpertsMethod(moe, scheme, group_size)
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize(
+    ("given", "sizes", "why"),
+    [
+        (method(ep=True), (128, 64), "expert parallelism"),
+        (method(bias=True), (128, 64), "without biases"),
+        (method(group_size=48), (96, 64), "not whole groups of 48"),
+        (method(group_size=16), (128, 48), "multiples of 32"),
+    ],
+)
+def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
+    with pytest.raises(UserError, match=rf"(?s)no kernel serves these w4a16 experts.*layers\.0\.mlp.*{why}"):
+        given.create_weights(Layer(), 4, *sizes, torch.bfloat16)
+
+
+@needs_w4a16_cpu
+def test_other_activations_are_refused() -> None:
+    layer: Any = Layer()
+    layer.activation = internals.MoEActivation.GELU
+    with pytest.raises(UserError, match="multiplies SiLU experts"):
+        method("fp8", None).create_weights(layer, 4, 128, 64, torch.bfloat16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("scheme", "gib"), [("bf16", 56.9), ("w4a16", 15.5), ("w8a8", 29.1), ("fp8", 29.1)])
+def test_the_manifest_of_qwen3_30b_is_what_vllms_class_registers(scheme: str, gib: float, tmp_path: Path) -> None:
+    """Names, shapes and dtypes, of every parameter."""
+    (tmp_path / "config.json").write_text((ROOT / "qarl/bench/models/Qwen3-30B-A3B/config.json").read_text())
+    program = [sys.executable, str(ROOT / "tests/support/moe_on_meta.py"), str(tmp_path), scheme, "128", *IGNORE]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout.splitlines()[-1]) == pytest.approx(gib, abs=0.06)

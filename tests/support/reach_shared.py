@@ -76,7 +76,7 @@ SHARED: Table = {
         lambda b, a: tensors_close(a[0] - b[0], -1e-2 * 0.5 * b[1]) and float(b[1].abs().max()) > 0.01,
     ),
     "optim.lr_warmup_steps": Row(
-        2, lr_of_updates, lambda b, a: adopts(b, a, [1] * 6, [0, 0, 0.5, 0.5, 1, 1]), SIGN | {STEPS: 3}
+        2, lambda run: lr_of_updates(run)[::2], lambda b, a: adopts(b, a, [1, 1, 1], [0, 0.5, 1]), SIGN | {STEPS: 3}
     ),
     "optim.lr_scheduler_type": Row(
         "cosine",

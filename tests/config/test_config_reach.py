@@ -18,24 +18,17 @@ from reach_rows import (
     EVALUATED,
     MATRIX,
     MUON,
-    OPEN,
     RESUME_PATH,
     RESUMED,
-    SIGN,
     STEPS,
     W4A16,
     Observe,
     Refused,
     Row,
     Table,
-    adopts,
     all_differ,
-    before_update,
-    cosine,
     each,
-    forwards,
     leaves,
-    lr_of_updates,
     make_files,
     merged,
     moved,
@@ -45,6 +38,7 @@ from reach_rows import (
     updates,
     written,
 )
+from reach_shared import SHARED, band, metric
 
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.config import ConfigError, build_config
@@ -73,11 +67,6 @@ def gpu_argument(name: str) -> Observe:
 def sampling(name: str) -> Observe:
     """The values of a field of `SamplingParams` in the first rollout."""
     return lambda run: {getattr(params, name) for params in run.requests()[1]}
-
-
-def metric(name: str) -> Observe:
-    """At the last step."""
-    return lambda run: run.metrics[-1][name]
 
 
 def steps_with(name: str) -> Observe:
@@ -117,13 +106,6 @@ def muon_buffer(run: Run) -> float:
     return sum(float(state["momentum_buffer"].norm()) for state in states if "momentum_buffer" in state)
 
 
-def band(key: str, value: float = 1e-9, **given: Any) -> Row:
-    """A band that is open before and closed after: responses fall outside, and the gradient of an update changes."""
-    side = "neg" if key.startswith("neg") else "pos"
-    observe = each(metric(f"actor/{side}_outside_band_frac"), metric("actor/grad_norm"))
-    return Row(value, observe, lambda b, a: b[0] == 0 < a[0] and b[1] != a[1], OPEN | given)
-
-
 def quantization(run: Run) -> dict[str, Any]:
     return run.llms[0].arguments["hf_overrides"]["quantization_config"]
 
@@ -140,7 +122,7 @@ AGREE = (
 """Trainer and engine have the same log-probs, and without learning the ratio stays 1."""
 ONE_PROCESS = "one process on one device"
 
-LOCAL: Table = {
+LOCAL: Table = SHARED | {
     "name": Row("other", lambda run: [p.name for p in run.folder.glob("runs/*")], (["reach"], ["other"])),
     "seed": Row(
         7,
@@ -165,7 +147,6 @@ LOCAL: Table = {
         Row(True, argument("trust_remote_code"), (False, True)),
         Row(True, lambda run: (run.folder / "own_code_ran").exists(), (False, True), {"model.path": "own_code"}),
     ],
-    "model.gradient_checkpointing": Row(True, lambda run: len(run.notes.forwards["update"]), (4, 8)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row(
         "other_val.parquet",
@@ -242,41 +223,11 @@ LOCAL: Table = {
         W4A16,
     ),
     "quant.mismatch_limit": Row(0.05, lambda run: run.code, (0, 2), stub={"noise": 0.1}),
-    "actor.ppo_mini_batch_size": Row(4, updates, (2, 1)),
-    "actor.ppo_micro_batch_size_per_gpu": Row(4, forwards("update"), ([2] * 4, [4] * 2)),
-    "actor.log_prob_micro_batch_size_per_gpu": Row(8, forwards("old_log_prob"), ([4, 4], [8])),
-    "actor.ppo_epochs": Row(2, updates, (2, 4)),
-    "actor.grad_clip": Row(
-        1e-3,
-        lambda run: max(run.notes.norms),
-        lambda b, a: b > 0.01 and a == pytest.approx(1e-3, rel=1e-2),
-        {"actor.grad_clip": 1e9},
-    ),
-    "actor.loss_agg_mode": Refused("token-mean", "seq-mean-token-mean"),
-    "actor.seq_clip_ratio_high": band("seq_clip_ratio_high"),
-    "actor.seq_clip_ratio_low": band("seq_clip_ratio_low", **{"actor.positive_band": "two_sided"}),
-    "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
-    "actor.seq_tis_imp_ratio_cap": Row(
-        1.05,
-        each(metric("actor/seq_tis_above_cap_frac"), metric("actor/grad_norm")),
-        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 1e-3,
-        stub={"noise": 0.1},
-    ),
-    "actor.mismatch_outside_cap": Row(
-        "drop",
-        metric("actor/grad_norm"),
-        lambda b, a: b > 0 and a == 0,
-        {"actor.seq_tis_imp_ratio_cap": 1.05},
-        {"noise": 0.1},
-    ),
-    "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
-    "algorithm.adv_estimator": Refused("gae", "grpo"),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row(
         "muon", lambda run: spectral_norm(moved(0)(run)), lambda b, a: 0.7 < a < 1.5 and b > 5, {"optim.muon_lr": 1e-2}
     ),
-    "optim.lr": Row(2e-2, lr_of_updates, lambda b, a: adopts(b, a, [1, 1], [2, 2]), SIGN),
     "optim.betas": [
         Row([0.5, 0.999], each(moved(0), moved(1)), remembers),
         Row([0.9, 0.5], each(moved(0), moved(1)), remembers),
@@ -287,27 +238,6 @@ LOCAL: Table = {
             {"optim.eps": 1e-30},
         ),
     ],
-    "optim.eps": Row(1e3, lr_of_updates, lambda b, a: min(b) > 0.5 and 0 < max(a) < 1e-2),
-    "optim.weight_decay": Row(
-        0.5,
-        each(moved(0), before_update),
-        lambda b, a: tensors_close(a[0] - b[0], -1e-2 * 0.5 * b[1]) and float(b[1].abs().max()) > 0.01,
-    ),
-    "optim.lr_warmup_steps": Row(
-        2, lr_of_updates, lambda b, a: adopts(b, a, [1] * 6, [0, 0, 0.5, 0.5, 1, 1]), SIGN | {STEPS: 3}
-    ),
-    "optim.lr_scheduler_type": Row(
-        "cosine",
-        lambda run: lr_of_updates(run)[::2],
-        lambda b, a: adopts(b, a, [1, 1, 1], cosine(3, 0.1)),
-        SIGN | {STEPS: 3, "optim.min_lr_ratio": 0.1},
-    ),
-    "optim.min_lr_ratio": Row(
-        0.5,
-        lambda run: lr_of_updates(run)[::2],
-        lambda b, a: adopts(b, a, cosine(3, 0.0), cosine(3, 0.5)),
-        SIGN | {STEPS: 3, "optim.lr_scheduler_type": "cosine"},
-    ),
     "optim.muon_lr": Row(3e-2, moved(0), lambda b, a: tensors_close(a, 3 * b) and float(b.norm()) > 0, MUON),
     # One update: the buffer holds (1 - momentum) of the gradient.
     "optim.muon_momentum": Row(

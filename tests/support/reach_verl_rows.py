@@ -10,27 +10,20 @@ import torch
 from reach_rows import (
     EVALUATED,
     MATRIX,
-    OPEN,
-    SIGN,
     STEPS,
     W4A16,
     Observe,
     Refused,
     Row,
     Table,
-    adopts,
     all_differ,
-    before_update,
-    cosine,
     each,
-    forwards,
-    lr_of_updates,
     moved,
     remembers,
-    tensors_close,
     updates,
     written,
 )
+from reach_shared import SHARED, band, metric
 
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.errors import UserError
@@ -45,11 +38,6 @@ def argument(name: str) -> Observe:
 def sampling(name: str, validate: bool = False) -> Observe:
     """The values of one sampling parameter over the responses to a prompt."""
     return lambda run: {params[name] for params in run.sampled(validate)}
-
-
-def metric(name: str) -> Observe:
-    """At the last step."""
-    return lambda run: run.metrics[-1][name]
 
 
 def fails(part: str) -> Observe:
@@ -118,18 +106,11 @@ def centred(run: Any) -> bool:
     return torch.allclose(torch.tensor(run.actor.advantages), (groups - groups.mean(1, keepdim=True)).flatten())
 
 
-def band(key: str, value: Any = 1e-9, **given: Any) -> Row:
-    """A band that is open before and closed after: responses fall outside, and the gradient changes."""
-    side = "neg" if key.startswith("neg") else "pos"
-    observe = each(metric(f"actor/{side}_outside_band_frac"), metric("actor/grad_norm"))
-    return Row(value, observe, lambda b, a: b[0] == 0 < a[0] and b[1] != a[1], OPEN | given)
-
-
 VAL, OTHER_VAL = {"t43", "t44", "t45"}, {"t53", "t54", "t55"}
 PATH = "runs/reach/checkpoints/global_step_"
 NO_MUON = Refused(0.03, "optim.name", {"optim.name": "muon"})
 
-VERL: Table = {
+VERL: Table = SHARED | {
     "name": Row("other", lambda run: run.saved["path"], (f"{PATH}1", "runs/other/checkpoints/global_step_1")),
     "seed": Row(7, each(lambda run: run.prompts, argument("seed"), update_seed), all_differ),
     "backend": Row("local", lambda run: run.dispatched, ("verl", "local")),
@@ -142,7 +123,6 @@ VERL: Table = {
         (["Qwen3ForCausalLM", "model"], ["LlamaForCausalLM", "llama"]),
     ),
     "model.trust_remote_code": Row(True, argument("trust_remote_code"), (False, True)),
-    "model.gradient_checkpointing": Row(True, lambda run: len(run.notes.forwards["update"]), (4, 8)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row("other_val.parquet", lambda run: run.first_words(run.trainer.val_dataset), (VAL, OTHER_VAL)),
     "data.train_batch_size": Row(6, each(lambda run: len(run.prompts), updates), ([4, 2], [6, 3])),
@@ -194,64 +174,13 @@ VERL: Table = {
     ),
     "quant.align": Row("off", each(modules(QuantLinear), modules(AlignedRMSNorm)), ([14, 5], [0, 0]), W4A16),
     "quant.mismatch_limit": Row(0.05, fails("actor"), (False, True), stub={"noise": 0.1}),
-    "actor.ppo_mini_batch_size": Row(4, updates, (2, 1)),
-    "actor.ppo_micro_batch_size_per_gpu": Row(4, forwards("update"), ([2] * 4, [4] * 2)),
-    "actor.log_prob_micro_batch_size_per_gpu": Row(8, forwards("old_log_prob"), ([4, 4], [8])),
-    "actor.ppo_epochs": Row(2, updates, (2, 4)),
-    "actor.grad_clip": Row(
-        1e-3,
-        lambda run: max(run.notes.norms),
-        lambda b, a: b > 0.01 and a == pytest.approx(1e-3, rel=1e-2),
-        {"actor.grad_clip": 1e9},
-    ),
-    "actor.loss_agg_mode": Refused("token-mean", "seq-mean-token-mean"),
-    "actor.seq_clip_ratio_high": band("seq_clip_ratio_high"),
-    "actor.seq_clip_ratio_low": band("seq_clip_ratio_low", **{"actor.positive_band": "two_sided"}),
-    "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_mini_batch_size": 1}),
-    "actor.seq_tis_imp_ratio_cap": Row(
-        1.05,
-        each(metric("actor/seq_tis_above_cap_frac"), metric("actor/grad_norm")),
-        lambda b, a: (b[0], a[0]) == (0, 0.5) and abs(a[1] / b[1] - 1) > 1e-3,
-        stub={"noise": 0.1},
-    ),
-    "actor.mismatch_outside_cap": Row(
-        "drop",
-        metric("actor/grad_norm"),
-        lambda b, a: b > 0 and a == 0,
-        {"actor.seq_tis_imp_ratio_cap": 1.05},
-        {"noise": 0.1},
-    ),
-    "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
-    "algorithm.adv_estimator": Refused("gae", "grpo"),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Refused("muon", "backend=verl has no counterpart"),
-    "optim.lr": Row(2e-2, lr_of_updates, lambda b, a: adopts(b, a, [1, 1], [2, 2]), SIGN),
     "optim.betas": [
         Row([0.5, 0.999], each(moved(0), moved(1)), remembers),
         Row([0.9, 0.5], each(moved(0), moved(1)), remembers),
     ],
-    "optim.eps": Row(1e3, lr_of_updates, lambda b, a: min(b) > 0.5 and 0 < max(a) < 1e-2),
-    "optim.weight_decay": Row(
-        0.5,
-        each(moved(0), before_update),
-        lambda b, a: tensors_close(a[0] - b[0], -1e-2 * 0.5 * b[1]) and float(b[1].abs().max()) > 0.01,
-    ),
-    "optim.lr_warmup_steps": Row(
-        2, lr_of_updates, lambda b, a: adopts(b, a, [1] * 6, [0, 0, 0.5, 0.5, 1, 1]), SIGN | {STEPS: 3}
-    ),
-    "optim.lr_scheduler_type": Row(
-        "cosine",
-        lambda run: lr_of_updates(run)[::2],
-        lambda b, a: adopts(b, a, [1, 1, 1], cosine(3, 0.1)),
-        SIGN | {STEPS: 3, "optim.min_lr_ratio": 0.1},
-    ),
-    "optim.min_lr_ratio": Row(
-        0.5,
-        lambda run: lr_of_updates(run)[::2],
-        lambda b, a: adopts(b, a, cosine(3, 0.0), cosine(3, 0.5)),
-        SIGN | {STEPS: 3, "optim.lr_scheduler_type": "cosine"},
-    ),
     "optim.muon_lr": NO_MUON,
     "optim.muon_momentum": NO_MUON,
     "optim.master_dtype": Refused("bf16", "backend=verl has no counterpart"),

@@ -10,6 +10,9 @@ list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass be
 first rank asks the rollout's servers, which answer late or are dead.
 """
 
+# The environment is set before torch and verl are imported: they read it then.
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
@@ -24,18 +27,18 @@ rank, world, port, jobs_file, output_file = sys.argv[1:]
 os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": port, "RAY_JOB_ID": "01000000"}
 
-import torch  # noqa: E402
-import verl  # noqa: E402, F401
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig  # noqa: E402
-from verl.workers.engine import EngineRegistry  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
-from verl.workers.utils.padding import response_from_nested  # noqa: E402
+import torch
+import verl  # noqa: F401  registers its platform
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
 
-from qarl.errors import UserError  # noqa: E402
-from qarl.rollout.publish.wire import BEGIN, read_record  # noqa: E402
-from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig  # noqa: E402
+from qarl.errors import UserError
+from qarl.rollout.publish.wire import BEGIN, read_record
+from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig
 
 
 def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:

@@ -8,6 +8,9 @@ others, how many brought nothing or too little without an error (`silent`); and 
 not wait for each other.
 """
 
+# The environment is set before torch and verl are imported: they read it then.
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import asyncio
@@ -25,16 +28,16 @@ os.environ["VERL_PLATFORM"] = "cpu"
 run, handle, rounds, folder, output = sys.argv[1:]
 os.environ |= {"RAY_RAYLET_PID": run, "RAY_JOB_ID": "01000000", "QARL_PUBLISH_TIMEOUT": "1"}
 
-import torch  # noqa: E402
-import verl  # noqa: E402, F401
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # noqa: E402
+import torch
+import verl  # noqa: F401  registers its platform
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
     BucketedWeightReceiver,
     BucketedWeightSender,
 )
 
-from qarl.verl.plugin import publishing  # noqa: E402
-from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts  # noqa: E402
-from qarl.verl.plugin.transport import decode, encode  # noqa: E402
+from qarl.verl.plugin import publishing
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity, socket_timeouts
+from qarl.verl.plugin.transport import decode, encode
 
 publishing.SOCKET_FOLDER = Path(folder)
 names = [f"model.layers.{i}.weight" for i in range(3)]

@@ -36,10 +36,11 @@ from qarl.metrics.mismatch import mismatch_metrics
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
+from qarl.rollout.publish.writers import WritePlan
 from qarl.trainer.batch import Batch, make_batch
-from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.local import LocalTrainer
 from qarl.trainer.policy import Policy
-from qarl.trainer.probe import PROBE_RESPONSES, PROBE_STEP, probe
+from qarl.trainer.probe import probe
 from qarl.trainer.setup import prepare_run
 
 LEVELS = ("off", "linears", "model", "exact")
@@ -92,7 +93,7 @@ def quickstart_step(scheme: str, level: str) -> Row:
         trainer = LocalTrainer(config, prepare_run(config))
         with trainer.engine:
             trainer.publish()
-            probe(trainer, [request_seed(config.seed, PROBE_STEP, i) for i in range(PROBE_RESPONSES)])
+            probe(trainer)
             batch, _ = trainer.rollout()
             return measured("quickstart", scheme, level, trainer.policy, batch, trainer.old_log_probs(batch))
 
@@ -178,7 +179,8 @@ def rope_parameters(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def repairs_off() -> Iterator[None]:
-    """Nothing refuses a config key, a vLLM that changes a value, or a publish that does not write everything."""
+    """Nothing refuses a config key, a vLLM that changes a value, or a publish that does not write everything, and the
+    trainer has its own rotary embedding."""
     configure_vllm_process()
     from vllm import SamplingParams
 
@@ -195,7 +197,10 @@ def repairs_off() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("qarl.rollout.engine.sampling_params", unchecked))
+        stack.enter_context(mock.patch("qarl.align.model.check_config_keys", lambda config: None))
+        stack.enter_context(mock.patch("qarl.align.model.align_rotary", lambda model: None))
         stack.enter_context(mock.patch("qarl.align.model.model_unavailable", lambda *args, **kwargs: None))
+        stack.enter_context(mock.patch.object(WritePlan, "_check_all_written", lambda self, expected: None))
         yield
 
 

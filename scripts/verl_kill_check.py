@@ -8,7 +8,8 @@ One run folder with a checkpoint after every step. Each start is ended once, by 
 
     before   when the step before it is logged: no response is there yet
     early    at the first response that is rewarded
-    late     when nine of ten are: the rest fails, and an update would be made of the survivors
+    late     when three of four are: the rest fails, and an update would be made of the survivors. From the first reward
+             on the engine runs in slices of some milliseconds, because rewards come later than responses
     after    when all are: the trainer computes, saves, and would wait in the publish
 
 The next start resumes and is ended in turn; the last one runs to its end. Checked each time: exit code 2 with one
@@ -19,6 +20,7 @@ batch; the checkpoint that the next start resumes from, by checksum. The result 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -39,6 +41,8 @@ NAME = "verl_kill_check"
 VICTIMS = {"engine": "EngineCore", "server": "vLLMHttpServer"}
 MOMENTS = ("before", "early", "late", "after")
 PROMPTS, SAMPLES = 12, 8
+SLICE, SETTLE = 0.02, 0.4
+"""Seconds that the engine runs before a late end, and that rewards of what it has sent may take."""
 LIMIT = 400.0
 """Seconds after which a start that has not ended is called hung, and ended."""
 
@@ -106,6 +110,16 @@ class Run:
             raise SystemExit(f"{len(found)} processes are called {text}: {[_title(one) for one in found]}")
         return found[0]
 
+    def creep(self, engine: psutil.Process, rewards: int) -> None:
+        """Let the engine run in slices until so many rewards are there; it is left stopped."""
+        while self.process.poll() is None:
+            engine.suspend()
+            time.sleep(SETTLE)
+            if self.rewards >= rewards:
+                return
+            engine.resume()
+            time.sleep(SLICE)
+
     def end(self) -> tuple[int | None, float]:
         """Exit code and seconds until the process ended by itself; None if it had to be ended."""
         start = time.monotonic()
@@ -135,9 +149,10 @@ def _title(process: psutil.Process) -> str:
 
 
 def reached(run: Run, moment: str, known: list[int]) -> Callable[[], bool]:
-    """Whether the second step of this start is at `moment`; `known`: steps that were logged before it."""
+    """Whether the second step of this start is at `moment`, or at the first reward before it; `known`: steps that were
+    logged before it."""
     batch = PROMPTS * SAMPLES
-    wanted = {"early": batch + 1, "late": batch + batch * 9 // 10, "after": 2 * batch}
+    wanted = {"early": batch + 1, "late": batch + 1, "after": 2 * batch}
     if moment == "before":
         return lambda: run.steps != known
     return lambda: run.rewards >= wanted[moment]
@@ -157,14 +172,20 @@ def kill_in(run: Run, victim: str, moment: str) -> dict[str, Any]:
     run.wait_for(lambda: run.rewards > 0)
     if run.process.poll() is not None:
         raise SystemExit(f"the run ended by itself with {run.process.returncode}, see {run.log}")
-    process = run.victim(VICTIMS[victim])
+    process, engine = run.victim(VICTIMS[victim]), run.victim(VICTIMS["engine"])
     run.wait_for(reached(run, moment, known))
+    if moment == "late":
+        run.creep(engine, PROMPTS * SAMPLES * 7 // 4)
     os.kill(process.pid, signal.SIGKILL)
     rewards, started = run.rewards, time.monotonic() - begin
+    if moment == "late" and victim != "engine":
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray may have ended it with its server
+            engine.resume()
     code, seconds = run.end()
     text = run.log.read_text(encoding="utf-8", errors="replace")
     message = text[text.rfind("\nerror: ") + 1 :] if "\nerror: " in text else text[-600:]
     logged = [step for step in run.steps if step not in known]
+    clear = code == 2 and "vllm_server_0_0" in message and "it resumes from the last checkpoint" in message
     return {
         "victim": victim,
         "moment": moment,
@@ -175,13 +196,13 @@ def kill_in(run: Run, victim: str, moment: str) -> dict[str, Any]:
         "message": message.strip().splitlines()[:6],
         "resumed": checked_resume(text),
         "steps_logged": logged,
-        "ok": code == 2 and named(message) and "it resumes from the last checkpoint" in message and len(logged) == 1,
+        "ok": clear and in_time(moment, rewards) and len(logged) == 1,
     }
 
 
-def named(message: str) -> bool:
-    """Whether the error says which process stopped: by the name that verl gives the server."""
-    return "vllm_server_0_0" in message
+def in_time(moment: str, rewards: int) -> bool:
+    """Whether a part of the batch was missing, where it should have been."""
+    return moment not in ("early", "late") or rewards < 2 * PROMPTS * SAMPLES
 
 
 def checked_resume(text: str) -> bool:

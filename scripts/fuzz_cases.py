@@ -1,7 +1,7 @@
 """Mutations of a run's configuration for `fuzz_config.py`: drawn key by key from the key's type, from a seed alone.
 
 A case is a command line and, for mutations of YAML's syntax, another text of the config file. Values are those that a
-slip, a script or somebody hostile would write: another type, the ends of the numbers, text that is no text, paths to
+slip, a script or somebody hostile would write: another type, the ends of the numbers, bytes that are not text, paths to
 what is not a file. `sane` judges an accepted config without looking at the table of bounds in qarl/config/bounds.py.
 """
 
@@ -167,7 +167,7 @@ def draw_argument(random_: random.Random, keys: Mapping[str, Any], key: str | No
 
 
 def draw_odd_argument(random_: random.Random, keys: Mapping[str, Any]) -> str:
-    """An override whose key is wrong, or that is no override."""
+    """An override whose key is wrong, or that is not an override."""
     key = random_.choice(sorted(keys))
     section = key.partition(".")[0]
     place = random_.randrange(len(key))

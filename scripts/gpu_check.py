@@ -10,7 +10,7 @@
 Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. Results go to
 benchmarks/results/gpu_check_DATE.json and .md. Exit code: 0 all parts passed, or were left out for a reason that is
 written down; 1 some failed. No network. A part that needs a package that is not installed is left out and says which.
-A verdict that is missed is no failure.
+A missed verdict is not a failure.
 """
 
 from __future__ import annotations

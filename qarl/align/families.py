@@ -38,7 +38,7 @@ SHOWN = {
 
 
 def check_family(hf_config: Any) -> None:
-    """UserError for a family of which nothing was shown."""
+    """UserError for a family that was never compared with the engine."""
     family = hf_config.model_type
     if family in FAMILIES or family in SHOWN:
         return

@@ -60,10 +60,10 @@ def align_model(
     Give it the model with its linears quantized already, and on its device; or say on what `device` and in what
     `dtype` its forward will see the weights, where FSDP moves and casts them.
     Raises:
-        UserError: `level` is no level, or the engine would read the model's config otherwise.
+        UserError: `level` does not exist, or the engine would read the model's config otherwise.
     """
     if level not in LEVELS:
-        raise UserError(f"quant.align={level} is no level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
+        raise UserError(f"quant.align={level} is not a level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
     check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level

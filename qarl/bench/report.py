@@ -26,7 +26,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def head(document: Mapping[str, Any]) -> str:
-    """Those facts in a line."""
+    """The facts in one line."""
     packages = ", ".join(f"{name} {document['versions'][name]}" for name in SHOWN if name in document["versions"])
     return f"{document['device']}, {packages}, commit {document['commit']}, {document['date'][:10]}."
 

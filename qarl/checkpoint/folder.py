@@ -80,7 +80,7 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Errors raised inside, while the content of the file `name` is used, name this checkpoint."""
+        """Makes errors raised inside name this checkpoint and its file `name`."""
         try:
             yield
         except UserError:

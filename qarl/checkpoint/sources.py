@@ -116,7 +116,7 @@ def _local(folder: Path) -> Source:
 
 
 def _masters(checkpoint: Checkpoint) -> Stream:
-    """Masters, and what has none (frozen parameters, buffers) upcast."""
+    """The masters, and tensors without one (frozen parameters, buffers) upcast."""
     masters = dict(unstacked(checkpoint.optimizer(mmap=True)["masters"].items()))
     for name, shape in tensor_shapes(checkpoint.folder).items():
         if name in masters and tuple(masters[name].shape) != shape:

@@ -147,7 +147,7 @@ def _read_record(file: Path) -> Mapping[str, str]:
     if not file.is_file():
         print(f"note: there is no {file}: the weights of this rank are read unchecked", file=sys.stderr)
         return {}
-    why = "it is no table of checksums by name"
+    why = "it is not a table of checksums by name"
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(record, dict) and all(isinstance(value, str) for value in record.values()):

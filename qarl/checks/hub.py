@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: whether it can be reached, decided once and at once, and what is there without it.
+"""The Hugging Face Hub: whether it can be reached, decided once by a single request, and what its cache holds.
 
 huggingface_hub asks six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
 1.33), and only then looks into its cache. On a machine without network, as compute nodes are, each name costs that

@@ -195,7 +195,7 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
 
 @dataclass(frozen=True)
 class Part:
-    """`bytes` of `name` on one GPU, there in `phases`."""
+    """`bytes` that `name` takes on one GPU during `phases`."""
 
     name: str
     bytes: int

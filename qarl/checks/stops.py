@@ -23,7 +23,7 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
     """Warnings about the ends of responses; none if tokenizer and model agree.
 
     Raises:
-        UserError: an `eos_token_id` is no token, or a token of ordinary text.
+        UserError: an `eos_token_id` is not a token, or is a token of ordinary text.
     """
     own = tokenizer.eos_token_id
     where, ids = model_stops(path, hf_config)

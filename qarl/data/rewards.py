@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """1.0 if the last number of the response is the integer `ground_truth`, else 0.0.
 
-    Leading zeros do not count; a number with decimals is no integer; thousands separators are not understood.
+    Leading zeros do not count; a number with decimals is not an integer; thousands separators are not understood.
     """
     numbers = _NUMBER.findall(solution_str)
     return float(bool(numbers) and _canonical(numbers[-1]) == _canonical(str(ground_truth).strip()))

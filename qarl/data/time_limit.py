@@ -36,7 +36,7 @@ class _Stop(BaseException):
 
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
-    """`function()`, for at most `seconds`; None is no limit. Whatever the function raises comes out as it is.
+    """`function()`, for at most `seconds`; None: without a limit. Whatever the function raises comes out as it is.
 
     Raises:
         OutOfTimeError: the function took longer, or returned too late.

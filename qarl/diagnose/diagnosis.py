@@ -90,7 +90,7 @@ def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
 
 
 def summary_table(comparisons: Sequence[Comparison]) -> str:
-    """A row a comparison, in Markdown."""
+    """The comparisons as a Markdown table, one row each."""
     lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
     for one in comparisons:
         cells = [f"{one.metrics[key]:.3g}" for key in _COLUMNS.values()]

@@ -101,7 +101,7 @@ def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> l
 
 
 def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
-    """Row-parallel layers whose part on a GPU is no whole number of groups."""
+    """Row-parallel layers whose part on a GPU is not a multiple of the group size."""
     if not group:
         return []
     rows = {name: k for name, (_, k) in shapes.items() if name.endswith(ROW_PARALLEL) and k % parallel == 0}
@@ -109,7 +109,8 @@ def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | N
     if not bad:
         return []
     parts = sorted({rows[name] // parallel for name in bad})
-    why = f"a GPU gets {', '.join(map(str, parts))} inputs, which are no whole groups of {group}: a scale would be cut"
+    inputs = ", ".join(map(str, parts))
+    why = f"{inputs} inputs a GPU, not a multiple of group_size={group}: a group would straddle two GPUs"
     return [(f"{len(bad)} layers cannot be split along their inputs", layers.name_layers(bad), why)]
 
 

@@ -1,4 +1,4 @@
-"""Values that are allowed and almost certainly a slip."""
+"""Values that are allowed but almost certainly a mistake."""
 
 from __future__ import annotations
 

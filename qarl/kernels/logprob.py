@@ -10,7 +10,7 @@ The forward runs the very operations of the path that holds all logits, on fewer
 `hidden` have its bits wherever the BF16 product of a row does not depend on the rows beside it (PyTorch on CPU from 17
 rows on; cuBLAS picks kernels by shape and promises nothing). The backward makes the logits of a block again, by the
 same product. The gradient of `weight` is summed over blocks in FP32 and rounded once: it differs from one product over
-all rows in the last BF16 bit, and is no farther from float64.
+all rows in the last BF16 bit, and is as close to float64.
 
 Memory beyond inputs and outputs, in bytes: 10 for each logit of a block (`LOGITS_AT_A_TIME` of them), 18 in the
 backward, and four for each weight if `weight` needs a gradient and there are several blocks. The path without blocks

@@ -172,7 +172,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl in order of `step`, each step once; numbers written as strings are floats again.
 
-    Raises UserError if the file is missing or cannot be read. A line cut off by a crash, or that is no record of
+    Raises UserError if the file is missing or cannot be read. A line cut off by a crash, or that is not a record of
     numbers, is skipped.
     """
     path = Path(run_dir) / METRICS_FILE

@@ -21,8 +21,7 @@ PROBE_STEP = -1
 
 
 def probe(trainer: LocalTrainer) -> str:
-    """Sample a few training prompts and compare the log-probs of both sides, before anything
-    is trained.
+    """Sample a few training prompts and compare the log-probs of both sides, before training.
 
     The global generators are left as they were. The text says what was found.
 

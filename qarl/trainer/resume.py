@@ -59,7 +59,7 @@ _ROUNDING = frozenset(
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts. `damaged`: checkpoints that are passed over, with what is wrong; `notes`: worth saying."""
+    """How a run starts. `damaged`: checkpoints passed over, and why; `notes`: messages for the user."""
 
     checkpoint: Checkpoint | None = None
     damaged: tuple[tuple[Path, CheckpointError], ...] = ()
@@ -78,7 +78,7 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     After the resume call `make_newest`.
 
     Raises:
-        UserError: another process has the run; there is no good checkpoint if one is asked for; the config changes
+        UserError: another process has the run; a good checkpoint was asked for and there is none; the config changes
             what is trained.
     """
     run_dir = config.run_dir

@@ -2,7 +2,7 @@
 
 verl resumes from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts fresh if
 it names nothing; without data.pt it silently begins the data again. Here the config is compared with that of the run
-that wrote the checkpoint, half a checkpoint is no checkpoint, and the file is made to name the newest whole one. verl
+that wrote the checkpoint, half a checkpoint does not count, and the file is made to name the newest whole one. verl
 unpickles what it loads: a checkpoint that could run code is refused.
 Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """

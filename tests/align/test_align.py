@@ -411,5 +411,5 @@ def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
 
 
 def test_an_unknown_level_is_refused(folders):
-    with pytest.raises(UserError, match="align=all is no level"):
+    with pytest.raises(UserError, match="align=all is not a level"):
         align_model(torch.nn.Module(), "all")

@@ -1,4 +1,4 @@
-"""What the config reader refuses, and with which words: names, values, pairs of keys, YAML."""
+"""Refusals of the config reader and their words: names, values, pairs of keys, YAML."""
 
 from __future__ import annotations
 

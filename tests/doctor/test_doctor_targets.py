@@ -117,7 +117,7 @@ def test_the_mixture_of_experts_says_what_is_missing() -> None:
             [],
             ["28 attention heads do not split", "56 layers cannot be split along their inputs"],
         ),
-        # 192 inputs of an expert a GPU are no whole groups of 128; of 64 they are.
+        # 192 inputs of an expert a GPU are not a multiple of 128, but of 64.
         ("Qwen3-30B-A3B", 8, 4, [], ["6144 layers cannot be split along their inputs"]),
         ("Qwen3-30B-A3B", 8, 4, ["quant.group_size=64"], []),
         ("Qwen3-8B", 6, 3, [], ["32 attention heads", "8 key-value heads", "vocabulary of 151936", "a width of 4096"]),

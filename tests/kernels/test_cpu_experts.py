@@ -31,7 +31,7 @@ def kernel_of(scheme: str) -> Any:
 
 
 def prepared(scheme: str, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """What `forward` reads, and both weights in float64."""
+    """The arguments of `forward`, and both weights in float64."""
     if scheme == "bf16":
         made = VllmCpuBf16Experts.prepare({"weight": gate_up}, {"weight": down})
         return made, gate_up.double(), down.double()

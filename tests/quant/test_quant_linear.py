@@ -219,7 +219,7 @@ def test_ignored_names_and_unmatched_entries_are_reported():
 
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
 def test_a_copy_makes_its_own_quantized_tensors(scheme, kernel):
-    """What a kernel prepared may be memory that its object frees: two owners would free it twice."""
+    """A kernel may free the memory of its prepared weight: two owners would free it twice."""
     try:
         layer = make_layer(scheme=scheme, kernel=kernel)
     except UserError as error:

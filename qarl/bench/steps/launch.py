@@ -72,7 +72,7 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """The thing that a launch measures."""
+    """A measurement, made once in each launch."""
 
     policy: Policy
     engine: RolloutEngine | None

@@ -189,7 +189,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """But for one value in 3,000, next to the middle of two integers, which the operator rounds otherwise."""
+        """Equal but for one value in 3,000, near the middle of two integers, which the operator rounds otherwise."""
         return dequantize(*quantize_int8_cuda(x))
 
 

@@ -193,7 +193,7 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
         return fused
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
-    # The decoder layer or the whole model is no place: nothing there would take the tensor.
+    # A decoder layer or the whole model does not count: nothing there would take the tensor.
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 

@@ -1,11 +1,10 @@
 """Check verl's checkpoints: after loading, a rank must have the state that it had when it saved.
 
 For each rank, verl writes shards of model and optimizer and the states of scheduler and random generators. It loads
-them without checks. Beside them
-goes a small JSON with a checksum of every tensor. After a load the live state is compared with it: a file that was cut
-short or swapped, or a load that left something out, is an error that names the tensor, not a run that continues from
-another state. Parts that verl was told not to save or not to load (`checkpoint.save_contents`, `load_contents`) are
-neither recorded nor compared.
+them without checks. Beside them goes a small JSON with a checksum of every tensor. After a load the live state is
+compared with it: a file that was cut short or swapped, or a load that left something out, is an error that names the
+tensor, not a run that continues from another state. Parts that verl was told not to save or not to load
+(`checkpoint.save_contents`, `load_contents`) are neither recorded nor compared.
 """
 
 from __future__ import annotations

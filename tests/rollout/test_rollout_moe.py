@@ -114,9 +114,9 @@ def calls(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             chosen.append(select(*args, **kwargs))
             return chosen[-1]
 
-        def apply(x: Any, *args: Any, number: int = number, chosen: Any = chosen, apply: Any = experts.apply, **k: Any):
-            x = x.clone()
-            y = apply(x, *args, **k)
+        def apply(hidden_states: Any, number: int = number, chosen: Any = chosen, apply: Any = experts.apply, **k: Any):
+            x = hidden_states.clone()
+            y = apply(hidden_states=hidden_states, **k)
             found.append(Call(number, x, *chosen[-1], y.clone()))
             return y
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from expert_cases import exact, exact_weight, make, off, stacked
 
 from qarl.kernels.cpu import experts as cpu
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
+from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 
@@ -186,3 +189,13 @@ def test_limits() -> None:
     assert "hidden size" in why_not(VllmCpuBf16Experts, "bf16", hidden=120)
     for scheme in SCHEMES:
         assert choose_experts_kernel(scheme, CPU, SHAPE, group_size=32).kernel is VllmCpuExperts
+
+
+def test_asking_for_operators_leaves_the_environment_of_a_running_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """QaRL's plugin asks in vLLM's workers, whose dense layers the user may have set up otherwise."""
+    monkeypatch.delenv("VLLM_CPU_INT4_W4A8", raising=False)
+    assert cpu_ops_missing.__wrapped__("cpu_gemm_wna16") is None
+    assert "VLLM_CPU_INT4_W4A8" not in os.environ
+    monkeypatch.delitem(sys.modules, "vllm")
+    cpu_ops_missing.__wrapped__("cpu_gemm_wna16")
+    assert os.environ.pop("VLLM_CPU_INT4_W4A8") == "0"

@@ -93,6 +93,21 @@ def test_vllms_own_reload_of_bf16_experts_is_right(running: Running) -> None:
     assert found[0] == found[2] == greedy(running.engine) and found[0] != found[1]
 
 
+@pytest.mark.parametrize("name", ["bf16", "w4a16"])
+def test_a_shared_expert_beside_them(name: str, tmp_path: Path) -> None:
+    """Qwen2-MoE: the shared expert is a dense layer, its gate stays BF16, and weights do not sum to 1."""
+    scheme = get_scheme(name, 32)
+    folder = save_random_moe(tmp_path / "qwen2_moe", "qwen2_moe")
+    config = EngineConfig(str(folder), scheme, IGNORE, max_model_len=64, kv_cache_gib=0.25)
+    with RolloutEngine(config) as engine:
+        for version, seed in enumerate((2, 3)):
+            tensors = wire_tensors(folder, scheme, noise_seed=seed)
+            engine.publish(tensors.items(), version=version)
+        found = greedy(engine)
+    saved = save_checkpoint(tmp_path / "export", folder, scheme, tensors)
+    assert found == greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
+
+
 class Call(NamedTuple):
     layer: int
     x: torch.Tensor
@@ -114,9 +129,9 @@ def calls(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             chosen.append(select(*args, **kwargs))
             return chosen[-1]
 
-        def apply(x: Any, *args: Any, number: int = number, chosen: Any = chosen, apply: Any = experts.apply, **k: Any):
-            x = x.clone()
-            y = apply(x, *args, **k)
+        def apply(hidden_states: Any, number: int = number, chosen: Any = chosen, apply: Any = experts.apply, **k: Any):
+            x = hidden_states.clone()
+            y = apply(hidden_states=hidden_states, **k)
             found.append(Call(number, x, *chosen[-1], y.clone()))
             return y
 

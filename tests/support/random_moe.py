@@ -14,15 +14,22 @@ from safetensors.torch import load_file, save_file
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 
-IGNORE = ("lm_head", "re:.*mlp[.]gate$")
+IGNORE = ("lm_head", "re:.*mlp[.](shared_expert_)?gate$")
 EXPERTS, TOP_K, LAYERS, HIDDEN, WIDTH = 8, 2, 3, 128, 64
 
 
-def save_random_moe(folder: Path, *, vocab_size: int = 64, seed: int = 0, **sizes: Any) -> Path:
-    """A 3-layer random Qwen3-MoE with 8 experts, of which each token has 2, all far from equal."""
+def save_random_moe(
+    folder: Path, family: str = "qwen3_moe", *, vocab_size: int = 64, seed: int = 0, **sizes: Any
+) -> Path:
+    """A 3-layer random model with 8 experts, of which each token has 2, all far from equal. "qwen2_moe" has a shared
+    expert beside them, behind a gate, and does not renormalise the router's weights."""
     import transformers
 
+    of_family: dict[str, Any] = {"norm_topk_prob": True, "head_dim": 32}
+    if family == "qwen2_moe":
+        of_family = {"norm_topk_prob": False, "shared_expert_intermediate_size": 96}
     given: dict[str, Any] = {
+        **of_family,
         "vocab_size": vocab_size,
         "hidden_size": HIDDEN,
         "intermediate_size": 256,
@@ -30,10 +37,8 @@ def save_random_moe(folder: Path, *, vocab_size: int = 64, seed: int = 0, **size
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
         "initializer_range": 0.08,
@@ -41,11 +46,12 @@ def save_random_moe(folder: Path, *, vocab_size: int = 64, seed: int = 0, **size
         "pad_token_id": 2,
     }
     torch.manual_seed(seed)
-    config = transformers.Qwen3MoeConfig(**{**given, **sizes})
+    kinds = {"qwen3_moe": transformers.Qwen3MoeConfig, "qwen2_moe": transformers.Qwen2MoeConfig}
+    config = kinds[family](**{**given, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
                 parameter.normal_(0, 0.3)
             elif name.endswith("lm_head.weight"):
                 parameter.normal_(0, 0.15)

@@ -1,5 +1,6 @@
 """Everything of vLLM that the plugin leans on besides its documented interfaces; no other file of the plugin imports
-vLLM's layers. Read and run in vLLM 0.29.0.
+vLLM's layers. Read and run in vLLM 0.29.0. In 0.24.0, which serves on GPUs and was read, RoutedExperts is the same, but
+no class there is CPUUnquantizedExperts: an engine of it on a CPU is refused (`register`).
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name takes the place of vLLM's

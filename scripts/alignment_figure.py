@@ -38,7 +38,7 @@ def mean_deltas(document: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 def draw(deltas: dict[tuple[str, str], float], path: Path) -> None:
     """Write horizontal bars, a group for each scheme, as SVG."""
-    style = {"svg.hashsalt": "qarl", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"}
+    style: Any = {"svg.hashsalt": "qarl", "svg.fonttype": "none", "font.size": 10, "font.family": "sans-serif"}
     with matplotlib.rc_context(style):
         figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
         place, ticks = 0.0, []

@@ -117,8 +117,8 @@ def check(scheme: str, prompts: int) -> dict[str, Any]:
         zeros = torch.zeros(prompts)
         batch = make_batch(rollout, zeros, zeros, pad_token_id=0)
         stock = torch.zeros_like(batch.rollout_log_probs)
-        for row, values in enumerate(transformers_log_probs(exported, rollout)):
-            stock[row, : len(values)] = torch.tensor(values)
+        for i, values in enumerate(transformers_log_probs(exported, rollout)):
+            stock[i, : len(values)] = torch.tensor(values)
         found = {level: trainer_log_probs(config, checkpoint, level, batch) for level in ("exact", "model")}
         row: dict[str, Any] = {"scheme": scheme, "tokens": int(batch.response_mask.sum())}
         row["published"] = same_as_published(checkpoint, exported)

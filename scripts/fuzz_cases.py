@@ -189,7 +189,7 @@ def draw_text(random_: random.Random, keys: Mapping[str, Any]) -> str | bytes:
     entry = f"{top}: {{{leaf}: {value}}}\n" if top else f"{leaf}: {value}\n"
     place = random_.randrange(len(BASE))
     raw = BASE.encode()
-    return random_.choice([
+    texts: list[str | bytes] = [
         BASE + entry, entry, BASE.replace("\n", "\r\n"), BASE.replace("  ", "\t"), "\ufeff" + BASE, raw + b"\xff\xfe",
         BASE.encode("utf-16"), BASE.encode("latin-1") + b"# \xe9\n", BASE[:place], BASE[place:], "", "# nothing\n",
         raw[:place] + bytes([random_.randrange(256)]) + raw[place + 1 :], BASE + "---\nname: b\n",
@@ -200,7 +200,8 @@ def draw_text(random_: random.Random, keys: Mapping[str, Any]) -> str | bytes:
         "text\n", "[" * 3000, "a: " * 200, BASE + "verl:\n" + "".join("  " * i + f"a{i}:\n" for i in range(1, 400)),
         BASE + "seed: |\n  1\n", BASE + "seed: 1 seed: 2\n", BASE + '"see\\x64": 3\n', BASE + "seed : 3\n", "\0" + BASE,
         BASE + "a" * 100_000 + ": 1\n", BASE + "optim: {lr: 1e-5, lr: 1e-6}\n", BASE + "optim:\n", BASE + "optim: []\n",
-    ])  # fmt: skip
+    ]  # fmt: skip
+    return random_.choice(texts)
 
 
 def draw_case(seed: int, number: int) -> Case:

@@ -98,7 +98,7 @@ def last_boxed(text: str) -> str:
 
     Text without a box comes back as it is, and so does one whose last box never closes.
     """
-    boxes = []
+    boxes: list[tuple[int, int, str]] = []
     for match in _BOX.finditer(text):
         if boxes and match.start() < boxes[-1][1]:  # a box in a box
             continue

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
@@ -175,7 +176,7 @@ def run(root: Path, mutants: list[Mutant], runner: Runner, jobs: int) -> list[Ou
                 copies.put(copy)
 
         for package in sorted({mutant.file.partition("/")[0] for mutant in mutants}):
-            with_a_copy(lambda copy, package=package: runner.check_import(copy, package))
+            with_a_copy(partial(runner.check_import, package=package))
         selections = dict.fromkeys(mutant.tests for mutant in mutants)
         found = pool.map(lambda tests: with_a_copy(lambda copy: runner.check_green(copy, tests)), selections)
         if wrong := [problem for problem in found if problem]:

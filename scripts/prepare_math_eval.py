@@ -74,7 +74,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("data/math_eval"), help="folder of the files")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets; all by default")
-    many = {"action": "append", "default": []}
+    many: Any = {"action": "append", "default": []}
     parser.add_argument("--file", **many, metavar="SET=PATH", help="local file or folder, not the Hub; repeatable")
     parser.add_argument("--samples", **many, metavar="SET=N", help="responses per problem in validation; repeatable")
     parser.add_argument("--problem-column", help="column of the problems, if it has an unusual name")

@@ -82,6 +82,7 @@ def test_public_models_on_their_gpus(name: str, gpus: int, parallel: int, params
     assert any("fall back to linears" in what for what in said(findings, "warning", "kernels"))
 
 
+@pytest.mark.verl
 def test_the_mixture_of_experts_says_what_is_missing() -> None:
     ignore = 'quant.ignore=[lm_head, "re:.*mlp[.]gate$"]'
     code, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2")

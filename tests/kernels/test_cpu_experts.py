@@ -112,6 +112,8 @@ def test_the_sum_follows_the_routers_order() -> None:
     assert cpu._weighted_sum(rows, weights).item() == 0.0
     swapped = cpu._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
     assert swapped.item() == 2.0**-12
+    terms = torch.tensor([[[1.0], [-1.0]]]).bfloat16()
+    assert cpu._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20, "terms are FP32"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("vllm")
 
 from cpu_features import needs_w4a16_cpu
-from expert_cases import exact, exact_weight, make, off, stacked
+from expert_cases import exact, exact_bf16, exact_weight, make, off, stacked
 
 from qarl.kernels.cpu import experts as cpu
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
@@ -40,16 +39,6 @@ def prepared(scheme: str, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[An
         return made, gate_up.double(), down.double()
     wire = stacked(gate_up, scheme), stacked(down, scheme)
     return VllmCpuExperts.prepare(*wire), exact_weight(wire[0]), exact_weight(wire[1])
-
-
-def exact_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any) -> torch.Tensor:
-    """float64, rounded to BF16 after silu(gate) * up alone."""
-    out = torch.zeros_like(x)
-    for place in range(ids.shape[1]):
-        for token, expert in enumerate(ids[:, place].tolist()):
-            gate, up = (w1[expert] @ x[token]).chunk(2)
-            out[token] += w2[expert] @ (F.silu(gate) * up).bfloat16().double() * weights[token, place]
-    return out
 
 
 def all_to(expert: int, ids: torch.Tensor) -> torch.Tensor:
@@ -123,6 +112,8 @@ def test_the_sum_follows_the_routers_order() -> None:
     assert cpu._weighted_sum(rows, weights).item() == 0.0
     swapped = cpu._weighted_sum(rows[:, [0, 2, 1]], weights[:, [0, 2, 1]])
     assert swapped.item() == 2.0**-12
+    terms = torch.tensor([[[1.0], [-1.0]]]).bfloat16()
+    assert cpu._weighted_sum(terms, torch.tensor([[1 + 2.0**-20, 1.0]])).item() == 2.0**-20, "terms are FP32"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", *SCHEMES])

@@ -3,15 +3,18 @@ publishes against a freshly started vLLM, and the routing that it returns."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, greedy
-from expert_cases import exact, exact_weight, off
+from expert_cases import exact, exact_bf16, exact_weight, off
 from fresh_vllm import greedy_in_a_fresh_vllm
 from random_moe import EXPERTS, IGNORE, LAYERS, TOP_K, save_checkpoint, save_random_moe, wire_tensors
 
@@ -108,6 +111,15 @@ def test_a_shared_expert_beside_them(name: str, tmp_path: Path) -> None:
     assert found == greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "w4a16"])
+def test_two_workers_with_half_of_every_expert(name: str, tmp_path: Path) -> None:
+    folder = save_random_moe(tmp_path / "moe")
+    program = [sys.executable, str(ROOT / "tests/support/moe_two_workers.py"), str(folder), name]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=500)
+    assert "EXACT" in run.stdout, run.stderr[-3000:]
+
+
 class Call(NamedTuple):
     layer: int
     x: torch.Tensor
@@ -151,8 +163,8 @@ def test_experts_are_the_trainers_function_and_float64(running: Running, calls: 
         w1, w2 = (exact_weight(part) if "weight_scale" in part else part["weight"].double() for part in wire)
         for call in (call for call in calls if call.layer == layer):
             assert torch.equal(call.y, kernel.forward(call.x, call.weights, call.ids, prepared))
-            name = running.scheme.name if running.scheme.quantized else "w4a16"
-            expected = exact(name, call.x.double(), call.weights.double(), call.ids, w1, w2)
+            operands = call.x.double(), call.weights.double(), call.ids, w1, w2
+            expected = exact(running.scheme.name, *operands) if running.scheme.quantized else exact_bf16(*operands)
             assert off(call.y, expected) < 5e-3
 
 

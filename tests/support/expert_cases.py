@@ -56,6 +56,16 @@ def exact(scheme: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     return out
 
 
+def exact_bf16(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: Any, w2: Any) -> torch.Tensor:
+    """float64, rounded to BF16 after silu(gate) * up alone."""
+    out = torch.zeros_like(x)
+    for place in range(ids.shape[1]):
+        for token, expert in enumerate(ids[:, place].tolist()):
+            gate, up = (w1[expert] @ x[token]).chunk(2)
+            out[token] += w2[expert] @ (F.silu(gate) * up).bfloat16().double() * weights[token, place]
+    return out
+
+
 def exact_weight(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """float64 [E, N, K]; W4A16 multiplies by the BF16 rounding of code times scale, the others scale the sum."""
     if "weight_packed" in tensors:

@@ -14,7 +14,7 @@ from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import TensorSpec, check_same_layers
 from qarl.rollout.publish.writers import WritePlan
 
-EXPERTS, HIDDEN, WIDTH = 3, 8, 4
+EXPERTS, HIDDEN, WIDTH = 11, 8, 4
 PREFIX = "model.layers.0.mlp.experts"
 SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 

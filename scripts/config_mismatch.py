@@ -2,6 +2,7 @@
 
     python scripts/config_mismatch.py rotary   --output benchmarks/results/rotary_cpu.json
     python scripts/config_mismatch.py keys     --output benchmarks/results/config_keys_cpu.json
+                            --family qwen3_moe --output benchmarks/results/config_keys_moe_cpu.json
     python scripts/config_mismatch.py families --output benchmarks/results/families_cpu.json
 
 Random models of two layers, whose biases and norms are random too, so that none can be left out unseen; `--responses`
@@ -9,8 +10,8 @@ rows of `--tokens` tokens at temperature 1 after prompts of 40. A refused config
 and so is a level that falls back. --unchecked runs what would be refused; --keep adds to the file.
 
     rotary     every level, Llama with each rotary type
-    keys       `model` and `exact`: Llama, Qwen2 and Qwen3 with one key off its default (`config_values.py`), and as
-               proof that the key counts, the same engine against a trainer with the key at its default
+    keys       `model` and `exact`: Llama, Qwen2, Qwen3 and Qwen3-MoE with one key off its default (`config_values.py`),
+               and as proof that the key counts, the same engine against a trainer with the key at its default
     families   `off` and `linears`, each causal language model of transformers
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from config_values import KEYS, LEVELS, REFUSED_VALUES, ROTARY, small_config
+from config_values import KEYS, LEVELS, REFUSED_VALUES, ROTARY, refused_row, small_config
 
 from qarl.align.families import FAMILIES
 from qarl.checkpoint.json_file import write_json
@@ -65,12 +66,13 @@ def policy(folder: Path, scheme: str, level: str) -> Policy:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(model, get_scheme(scheme, group_size=32), heads(model), align=level)
+    return Policy(model, get_scheme(scheme, group_size=32), stays_bf16(model), align=level)
 
 
-def heads(model: Any) -> tuple[str, ...]:
-    """Name of the output embedding, which stays BF16: `lm_head` but in a few families."""
-    return tuple(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+def stays_bf16(model: Any) -> tuple[str, ...]:
+    """Name of the output embedding, `lm_head` but in a few families, and the routers of a mixture of experts."""
+    head = (name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    return (*head, "re:.*mlp[.]gate$")
 
 
 class Measurement:
@@ -151,7 +153,7 @@ def key_cases() -> Iterator[Case]:
             if family in families:
                 config = small_config(family)
                 setattr(config, key, value)
-                yield f"{family} {key}", config, None
+                yield refused_row(family, key), config, None
 
 
 def family_cases() -> Iterator[Case]:
@@ -197,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=CASES)
     parser.add_argument("--schemes", nargs="+", default=["w4a16", "bf16"])
     parser.add_argument("--only", nargs="+", default=[], help="names of rows")
+    parser.add_argument("--family", help="only the rows whose names begin with it")
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--unchecked", action="store_true", help="run what would be refused")
@@ -216,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.vector_kernels:
             stack.enter_context(mock.patch("torch.cpu._is_amx_tile_supported", lambda: False))
         for name, config, other in make_cases():
+            if args.family not in (None, name.partition(" ")[0]):
+                continue
             for scheme in args.schemes if not args.only or name in args.only else ():
                 if (key := f"{name} {scheme}") in results:
                     continue

@@ -58,7 +58,8 @@ ROTARY: dict[str, dict[str, Any]] = {
     },
 }
 
-_SPLIT = ("llama", "qwen3")
+_SPLIT = ("llama", "qwen3", "qwen3_moe")
+_MOE = ("qwen3_moe",)
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "rms_norm_eps": (FAMILIES, {"rms_norm_eps": 0.01}),
@@ -75,6 +76,10 @@ KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "attention_bias": (("llama",), {"attention_bias": True}),
     "mlp_bias": (("llama",), {"mlp_bias": True}),
     "sliding_window": (("qwen2", "qwen3"), _WINDOWED),
+    "moe_intermediate_size": (_MOE, {"moe_intermediate_size": 96}),
+    "norm_topk_prob": (_MOE, {"norm_topk_prob": True}),
+    "num_experts_per_tok": (_MOE, {"num_experts_per_tok": 3}),
+    "mlp_only_layers": (_MOE, {"mlp_only_layers": [0]}),
 }
 """Key -> families and another value than the default, with whatever belongs to it. `max_position_embeddings` changes no
 number of a default rotary embedding, and neither does a window that begins after the last layer."""
@@ -83,7 +88,7 @@ REFUSED_VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
     "bias": (("llama",), True),
     "qkv_bias": (("llama",), True),
     "logit_scale": (("llama",), 0.5),
-    "attention_bias": (("qwen3",), True),
+    "attention_bias": (("qwen3", "qwen3_moe"), True),
     "qk_norm": (("qwen2",), True),
     "head_dim": (("qwen2",), 64),
     "hidden_act": (FAMILIES, "gelu"),
@@ -93,8 +98,19 @@ REFUSED_VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
     "layer_types": (FAMILIES, ["sliding_attention", "full_attention"]),
     "attention_chunk_size": (FAMILIES, 16),
     "dual_chunk_attention_config": (FAMILIES, {"chunk_size": 16, "local_size": 8}),
+    "num_experts": (_MOE, 0),
+    "mlp_only_layers": (_MOE, [0, 1]),
+    "decoder_sparse_step": (_MOE, 2),
+    "shared_expert_intermediate_size": (_MOE, 96),
+    "use_sliding_window": (_MOE, True),
+    "output_router_logits": (_MOE, True),
     "head_dtype": (FAMILIES, "float32"),
 }
+
+
+def refused_row(family: str, key: str) -> str:
+    """Name of the row of a refused value, beside that of another value that both sides honour."""
+    return f"{family} {key}" + " refused" * (family in KEYS.get(key, ((),))[0])
 
 
 def small_config(model_type: str, **keys: Any) -> Any:
@@ -106,6 +122,8 @@ def small_config(model_type: str, **keys: Any) -> Any:
     sizes = {key: value for key, value in (SIZES | EXPERTS).items() if _settable(default, key)}
     if getattr(default, "sliding_window", None) and model_type not in FAMILIES:
         sizes["sliding_window"] = 24
+    if model_type in _MOE:  # one layer of experts, one without
+        sizes["mlp_only_layers"] = [1]
     return kind(**sizes | keys)
 
 

@@ -1,8 +1,8 @@
 """The keys of a model's config: each one that vLLM or transformers reads, with its verdict.
 
 A key that one side honours and the other ignores makes two models of one config, and a mismatch that nothing names. So
-for Llama, Qwen2 and Qwen3 every key that either reads (`config_keys.json`, made by scripts/config_keys.py) has a
-verdict here:
+for Llama, Qwen2, Qwen3 and Qwen3-MoE every key that either reads (`config_keys.json`, made by scripts/config_keys.py)
+has a verdict here:
 
     both      both sides honour it
     rotary    it is one of the rotary embedding: both sides are run and compared (`qarl.align.rotary`)
@@ -56,12 +56,21 @@ def _no_window(value: Any, config: Any) -> bool:
     return not value or bool(getattr(config, "layer_types", None)) or covers
 
 
+def _is_positive(value: Any, config: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _some_experts(value: Any, config: Any) -> bool:
+    return len(set(value or ()) & set(range(config.num_hidden_layers))) < config.num_hidden_layers
+
+
+_MOE = ("qwen3_moe",)
 REFUSED: dict[str, Refusal] = {
     "bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k, v and o_proj, transformers makes none"),
     "qkv_bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k and v_proj, transformers makes none"),
     "logit_scale": Refusal(("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"),
     "attention_bias": Refusal(
-        ("qwen3",), _unset, "transformers makes a bias of o_proj, which vLLM's Qwen3 has no place for"
+        ("qwen3", "qwen3_moe"), _unset, "transformers makes a bias of o_proj, which vLLM's class has no place for"
     ),
     "qk_norm": Refusal(("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"),
     "head_dim": Refusal(
@@ -76,17 +85,25 @@ REFUSED: dict[str, Refusal] = {
     "layer_types": Refusal(FAMILIES, _full_attention, "the two sides do not agree which layers have windows"),
     "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM sizes its cache by chunks that transformers does not make"),
     "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),
+    "num_experts": Refusal(_MOE, _is_positive, "vLLM's class makes no model without a layer of experts"),
+    "mlp_only_layers": Refusal(_MOE, _some_experts, "vLLM's class makes no model without a layer of experts"),
+    "decoder_sparse_step": Refusal(
+        _MOE, _is(1), "vLLM does not fuse the names of gate_proj and up_proj in the layers between"
+    ),
+    "shared_expert_intermediate_size": Refusal(_MOE, _unset, "vLLM makes a shared expert, transformers makes none"),
+    "use_sliding_window": Refusal(_MOE, _unset, "no windows of a mixture of experts were compared"),
+    "output_router_logits": Refusal(_MOE, _unset, "transformers would add a loss that balances the experts"),
     "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
 }
 
-_OTHERS = "of encoders, state-space, mixture-of-experts or multimodal models, or of their configs' older names"
+_OTHERS = "of encoders, state-space or multimodal models, or of their configs' older names"
 _LOADING = "read by loading, tokenizing or generating code, not by the forward"
-_TRAINING = "of dropout, which is set to 0, or of how fresh weights are drawn"
+_TRAINING = "of dropout, which is set to 0, of how fresh weights are drawn, or of a loss that is not used"
 _NEITHER: dict[str, str] = {
     _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path "
     "sub_configs text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
     "compression_config method model is_heterogeneous",
-    _TRAINING: "attention_dropout initializer_range pretraining_tp",
+    _TRAINING: "attention_dropout initializer_range pretraining_tp router_aux_loss_coef",
     _OTHERS: "activation_function attention_head_dim attn_config attn_type_list backbone_hidden_size block_configs "
     "canvas_length chunk_size classifier_from_token compilation_config compress_ratios embedding_size encoder "
     "encoder_config hc_count hidden_size_per_head index_topk indexer_n_heads is_decoder is_encoder_decoder "
@@ -106,7 +123,10 @@ BOTH = frozenset(
         "intermediate_size",
         "max_position_embeddings",
         "mlp_bias",
+        "moe_intermediate_size",
+        "norm_topk_prob",
         "num_attention_heads",
+        "num_experts_per_tok",
         "num_hidden_layers",
         "num_key_value_heads",
         "rms_norm_eps",
@@ -148,7 +168,7 @@ def verdict(family: str, key: str) -> str | None:
 
 
 def check_config_keys(config: Any) -> None:
-    """Refuse a transformers config of Llama, Qwen2 or Qwen3 that trainer and engine would not read alike.
+    """Refuse a transformers config of one of the families that trainer and engine would not read alike.
 
     Raises:
         UserError: names the key, its value, and the side that would ignore it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from qarl.errors import UserError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Every key of their configs has a verdict, and levels `model` and `exact` are built for them."""
 
 LARGEST_SHARE = 0.1

@@ -7,8 +7,9 @@
     exact     and attention through the engine's own operator: δ is 0 (for prompts of more than some 300 tokens, on
               one thread, if the engine prefills each in one piece: see `qarl.kernels.cpu.attention`)
 
-`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2 and Qwen3 against
-vLLM on CPU; elsewhere the level falls back to the next lower one that is built, and the report says why. What
+`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2, Qwen3 and Qwen3-MoE
+against vLLM on CPU; of a mixture of experts both also take the engine's router and, if they are BF16, its operator for
+experts. Elsewhere the level falls back to the next lower one that is built, and the report says why. What
 remains at level `model` is the order of attention's FP32 sums. Up to 192 keys it was the engine's own order too on
 a CPU without AMX, and δ 0; beyond, and with AMX, whose tiles sum even and odd neighbours apart, from the first keys on,
 about one output in 10,000 of each attention is off by a BF16 step.
@@ -28,10 +29,15 @@ from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.families import FAMILIES
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
+from qarl.align.routing import AlignedRouter, routers
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.cpu import rotary as vllm_rotary
+from qarl.quant.experts import QuantExperts
+from qarl.quant.fsdp import ShardedQuantExperts
 from qarl.quant.linear import QuantLinear
+from qarl.quant.scheme import get_scheme
+from qarl.quant.stacks import stacked_experts
 
 LEVELS = ("off", "linears", "model", "exact")
 
@@ -53,12 +59,17 @@ class AlignReport:
 
 
 def align_model(
-    model: Any, level: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    model: Any,
+    level: str,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    sharded: bool = False,
 ) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place; parameters and their names stay.
 
     Give it the model with its linears quantized already, and on its device; or say on what `device` and in what
-    `dtype` its forward will see the weights, where FSDP moves and casts them.
+    `dtype` its forward will see the weights, where FSDP moves and casts them, and that it is `sharded`.
     Raises:
         UserError: `level` does not exist, or the engine would read the model's config otherwise.
     """
@@ -67,12 +78,16 @@ def align_model(
     check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level
+    experts = {}
+    if level in ("model", "exact") and model.config.model_type in FAMILIES:
+        experts = bf16_experts(model, device, ShardedQuantExperts if sharded else QuantExperts)
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)]
     level, reasons = resolve_level(
         model.config,
         level,
         device_type=(device or parameter.device).type,
         dtype=dtype or parameter.dtype,
-        kernels={module.kernel.name for module in model.modules() if isinstance(module, QuantLinear)},
+        kernels={layer.kernel.name for layer in (*layers, *experts.values())},
     )
     if level in ("off", "linears"):
         return AlignReport(asked, level, {}, reasons)
@@ -86,9 +101,26 @@ def align_model(
     register_attention()
     attention = ENGINE_ATTENTION if level == "exact" else FP32_ATTENTION
     model.set_attn_implementation(attention)
-    layers = len(model.model.layers)
-    replaced = {"decoder layers (residual, rotary)": layers, "norms": len(norms), f"attentions ({attention})": layers}
-    return AlignReport(asked, level, replaced, reasons)
+    for router in routers(model).values():
+        align_module(router, AlignedRouter)
+    for name, replacement in experts.items():
+        model.set_submodule(name, replacement)
+    count = len(model.model.layers)
+    replaced = {"decoder layers (residual, rotary)": count, "norms": len(norms), f"attentions ({attention})": count}
+    replaced |= {"routers": len(routers(model)), "BF16 experts": len(experts)}
+    return AlignReport(asked, level, {kind: number for kind, number in replaced.items() if number}, reasons)
+
+
+def bf16_experts(
+    model: Any, device: torch.device | None, kind: type[QuantExperts] = QuantExperts
+) -> dict[str, QuantExperts]:
+    """What takes the place of experts that are not quantized, by name: the engine's operator on the same weights."""
+    scheme = get_scheme("bf16")
+    return {
+        name: kind(experts, scheme, qualified_name=name, device=device)
+        for name, experts in stacked_experts(model).items()
+        if not isinstance(experts, QuantExperts)
+    }
 
 
 def align_rotary(model: Any) -> None:
@@ -149,7 +181,7 @@ def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels
     if why_not := model_unavailable(config, device_type, dtype):
         return why_not
     if "reference" in kernels:
-        return "some linears run the reference kernel, not the one of the engine"
+        return "some linears or experts run the reference kernel, not the one of the engine"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
         return "VLLM_CPU_ATTN_SPLIT_KV is set, with which vLLM's own attention varies with its batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -36,6 +36,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
         return
     shapes = linear_shapes(hf_config, trust_remote_code=config.model.trust_remote_code)
     check_fused_layers(shapes, config.quant.ignore)
+    check_routers(shapes, config.quant.ignore)
     selected = select_shapes(shapes, scheme, config.quant.ignore)
     check_group_size(selected, scheme)
     if runs_on_cpu(config.backend) and scheme.name == "w4a16":
@@ -103,6 +104,18 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
         )
     resolved = resolve_ignored(names, ignore)
     convert.check_whole_experts(resolved.quantized, resolved.ignored)
+
+
+def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
+    """The routers of layers with experts among `names` must be in `quant.ignore`, which is all that vLLM looks at."""
+    routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
+    if quantized := [name for name in routers if not is_ignored(name, ignore)]:
+        raise UserError(
+            f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",
+            where=f"quant.ignore: {name_layers(quantized)}",
+            why="a router is a linear layer in vLLM and none in transformers",
+            fix='add "re:.*mlp[.]gate$" to quant.ignore',
+        )
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:

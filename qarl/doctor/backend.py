@@ -92,19 +92,4 @@ def check_muon(context: Context, topic: Topic) -> None:
         )
 
 
-def check_experts(context: Context, topic: Topic) -> None:
-    """Whether mixture-of-experts models are built."""
-    size, scheme = context.size.get(), context.config.quant.scheme
-    if not size.experts:
-        return
-    topic.error(
-        f"mixture of experts: {'quantized experts are' if scheme != 'bf16' else 'publishing experts is'} not built yet "
-        f"({size.experts} experts in {len(size.sparse_layers)} of {size.layers} layers)",
-        where="model.path",
-        why="the trainer's experts are stacked tensors, which neither quantize_model nor the publisher takes apart; "
-        "attention and sizes are checked below as for a dense model",
-        fix="train a dense model until quantized experts are built",
-    )
-
-
-CHECKS = (check_backend, check_ranks, check_hidden_code, check_muon, check_experts)
+CHECKS = (check_backend, check_ranks, check_hidden_code, check_muon)

@@ -109,6 +109,7 @@ class QuantExperts(nn.Module):
             group_size=scheme.group_size,
             force=kernel,
         )
+        self.generation = 0
         self._made_from: tuple[Mark, ...] = ()
         self._quantized: dict[str, QuantizedStack] = {}
         self._low_bit: LowBitExperts | None = None
@@ -137,6 +138,7 @@ class QuantExperts(nn.Module):
             gate_up, down = (self._quantized[name].tensors for name in STACKS)
             with phase("prepare"):
                 self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
+            self.generation += 1
         return self._quantized[leaf]
 
     def invalidate(self) -> None:

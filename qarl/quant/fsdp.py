@@ -69,12 +69,14 @@ class ShardedQuantLinear(QuantLinear):
 
 
 class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors hold until `invalidate`."""
+    """`QuantExperts` whose quantized tensors hold until `invalidate`. BF16 ones are copied: FSDP frees its own."""
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Both stacks. Only inside a forward, where FSDP has gathered the weights, can they be made here."""
         for leaf in STACKS:
-            self.adopt(leaf, self.get_parameter(leaf).detach())
+            if leaf not in self._quantized:
+                weight = self.get_parameter(leaf).detach()
+                self.adopt(leaf, weight if self.scheme.quantized else weight.clone())
         return self._quantized
 
     @property

@@ -31,13 +31,14 @@ from qarl.trainer.setup import prepare_run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
-from config_values import KEYS, LEVELS, NO_NUMBERS, REFUSED_VALUES, ROTARY
+from config_values import KEYS, LEVELS, NO_NUMBERS, REFUSED_VALUES, ROTARY, refused_row
 
 needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 SCHEMES = ("w4a16", "bf16")
 SIZES: dict[str, Any] = {
@@ -118,10 +119,14 @@ def test_every_key_that_counts_has_a_measured_row():
 
 def test_the_measured_mismatch_of_each_key():
     """Written by scripts/config_mismatch.py keys: δ as with the defaults, and large for a trainer without the key."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "config_keys_cpu.json").read_text())["results"]
+    files = [ROOT / "benchmarks" / "results" / f"config_keys_{kind}cpu.json" for kind in ("", "moe_")]
+    found = {row: value for file in files for row, value in json.loads(file.read_text())["results"].items()}
     expected = [f"{f} {key} {scheme}" for key, (families, _) in KEYS.items() for f in families for scheme in SCHEMES]
     refused = [
-        f"{f} {key} {scheme}" for key, (families, _) in REFUSED_VALUES.items() for f in families for scheme in SCHEMES
+        f"{refused_row(f, key)} {scheme}"
+        for key, (families, _) in REFUSED_VALUES.items()
+        for f in families
+        for scheme in SCHEMES
     ]
     defaults = [f"{family} defaults {scheme}" for family in FAMILIES for scheme in SCHEMES]
     assert set(found) == {*expected, *refused, *defaults}

@@ -62,9 +62,9 @@ def short_rows() -> dict[str, torch.Tensor]:
     return rows | {"old_log_probs": torch.zeros(64, 16), "rollout_log_probs": torch.full((64, 16), -1.0)}
 
 
-def load_policy(model: str) -> Policy:
+def load_policy(model: str, scheme: str = "w4a16") -> Policy:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return Policy(loaded, get_scheme("w4a16", group_size=32), ("lm_head",), align="model")
+    return Policy(loaded, get_scheme(scheme, group_size=32), ("lm_head",), align="model")
 
 
 def as_batch(rows: dict[str, torch.Tensor]) -> Batch:

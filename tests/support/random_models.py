@@ -27,7 +27,7 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
     if family != "qwen2":
         sizes["head_dim"] = 32
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     config: Any = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
@@ -38,7 +38,7 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "mlp.gate.weight")):
                 parameter.normal_(std=0.5)
     model.save_pretrained(folder)
     save_tokenizer(folder, vocab_size)

@@ -1,0 +1,164 @@
+"""Which experts a token goes to: by the engine's rule, replayed from a rollout, and written down.
+
+The engine and transformers make the same choice of the same logits, but for ties, and round it in other places:
+
+    vLLM on CPU     the k largest of the BF16 logits, unsorted; a softmax over these k, in BF16. Without norm_topk_prob
+                    exp(logit - logsumexp of all), in BF16 (`select_experts`,
+                    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py)
+    transformers    a softmax over all in FP32, the k largest probabilities in order, divided by their sum, then BF16
+
+The order counts: the FP32 sum over a token's experts follows it. (On CUDA vLLM keeps the weights in FP32.)
+
+A tiny difference in the hidden states can still send a token to other experts than in the rollout, and then everything
+after it is another. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's choice: the experts are the
+rollout's, and their weights come from the trainer's own logits, so that the router has its gradient. Both are forward
+hooks on the routers, and work at every level of alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Logits [T, E], weights [T, k] and experts [T, k] int64."""
+
+
+class AlignedRouter(nn.Module):
+    """[..., H] BF16 -> logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k], in the engine's order."""
+
+    weight: nn.Parameter
+    hidden_dim: int
+    top_k: int
+    norm_topk_prob: bool
+
+    def forward(self, hidden_states: torch.Tensor) -> RouterOutput:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        experts = torch.topk(logits, self.top_k, dim=-1, sorted=False).indices
+        return logits, engine_weights(logits, experts, renormalize=self.norm_topk_prob), experts
+
+
+def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
+    """The weights [T, k] that vLLM gives to `experts` [T, k], in the dtype of `logits` [T, E]; differentiable."""
+    chosen = logits.gather(-1, experts)
+    if renormalize:
+        return torch.softmax(chosen, dim=-1)
+    return (chosen - torch.logsumexp(logits, dim=-1, keepdim=True)).exp()
+
+
+def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
+    """The same by transformers' routers."""
+    chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
+    if renormalize:
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    return chosen.to(logits.dtype)
+
+
+def routers(model: Any) -> dict[int, Any]:
+    """The routers of a transformers causal LM, by the number of their decoder layer."""
+    layers = enumerate(model.model.layers)
+    return {number: layer.mlp.gate for number, layer in layers if hasattr(layer.mlp, "experts")}
+
+
+@contextmanager
+def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
+    """Inside, forwards of `model` send tokens to the given experts.
+
+    The backward must be inside too where gradient checkpointing makes a forward of it.
+
+    Args:
+        experts: integers [T, layers, k], T tokens as the forward flattens its rows, and all decoder layers, those
+            without experts as well. A token goes its own way in a layer where its k numbers are not all different, or
+            one is negative: it is not known where it went.
+
+    Raises:
+        ValueError: the sizes are not the model's, or an expert's number is too large; from a forward, that it has
+            another number of tokens.
+    """
+    found = routers(model)
+    layers = len(model.model.layers)
+    if experts.dim() != 3 or experts.shape[1] != layers:
+        raise ValueError(f"replayed experts have shape {list(experts.shape)}, not [tokens, {layers} layers, k]")
+    handles = []
+    try:
+        for number, router in found.items():
+            given = experts[:, number].to(device=router.weight.device, dtype=torch.int64)
+            if given.shape[1] != router.top_k or (len(given) and int(given.max()) >= router.num_experts):
+                raise ValueError(
+                    f"layer {number} sends a token to {router.top_k} of {router.num_experts} experts; the replay has "
+                    f"{given.shape[1]} a token, numbered up to {int(given.max())}"
+                )
+            handles.append(router.register_forward_hook(_Replay(given)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Replay:
+    """A hook that puts `experts` in the place of a router's own choice."""
+
+    def __init__(self, experts: torch.Tensor) -> None:
+        self.experts, self.known = experts, known_routing(experts)[:, None]
+
+    def __call__(self, router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
+        logits, _, own = output
+        if len(logits) != len(self.experts):
+            raise ValueError(f"the forward has {len(logits)} tokens, the replay {len(self.experts)}")
+        experts = torch.where(self.known, self.experts, own)
+        weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
+        return logits, weights(logits, experts, renormalize=router.norm_topk_prob), experts
+
+
+def known_routing(experts: torch.Tensor) -> torch.Tensor:
+    """Of numbers [..., k], whether they can be a choice of experts: all different, none negative. Bool [...]."""
+    in_order = experts.sort(-1).values
+    return (in_order[..., 0] >= 0) & (in_order.diff(dim=-1) > 0).all(-1)
+
+
+class RecordedRouting:
+    """The experts that the model's own routers chose in the latest forward, replayed or not."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers, self._chosen = layers, dict[int, torch.Tensor]()
+
+    def experts(self) -> torch.Tensor:
+        """int64 [T, layers, k]; -1 in layers without experts."""
+        first = next(iter(self._chosen.values()))
+        missing = torch.full_like(first, -1)
+        return torch.stack([self._chosen.get(number, missing) for number in range(self._layers)], dim=1)
+
+    def _hook(self, number: int) -> Any:
+        def record(router: Any, inputs: Any, output: RouterOutput) -> None:
+            self._chosen[number] = output[2].detach()
+
+        return record
+
+
+@contextmanager
+def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
+    """Inside, what the routers of `model` choose is written down. A replay does not change that: it comes after."""
+    record = RecordedRouting(len(model.model.layers))
+    handles = [
+        router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()
+    ]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Bool [T]: in some layer the experts of `own` are others than those of `given`, both [T, layers, k].
+
+    The order of a token's experts does not count, and neither do layers where one of the two is unknown.
+    """
+    given = given.to(device=own.device, dtype=own.dtype)
+    known = known_routing(own) & known_routing(given)
+    return ((own.sort(-1).values != given.sort(-1).values).any(-1) & known).any(-1)

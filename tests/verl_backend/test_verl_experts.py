@@ -1,0 +1,117 @@
+"""A mixture of experts in verl's FSDP2 engine, on one and two gloo ranks without Ray, against the local backend."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cpu_features import needs_w4a16_cpu
+from fsdp_ranks import BANDS, QUANT, as_batch, load_policy, make_rows, run_engine
+from random_models import save_random_model
+
+from qarl.checkpoint.compressed_tensors import read_tensors
+from qarl.checkpoint.export import ExportRequest, export
+from qarl.quant import get_scheme, packed_state_dict, quantize
+from qarl.quant.stacks import unstacked
+from qarl.tbpo import TBPOConfig, tbpo_loss
+
+pytest.importorskip("verl")
+pytestmark = [needs_w4a16_cpu, pytest.mark.verl]
+
+SCHEMES = ("w4a16", "bf16")
+JOBS = [
+    {"quant": QUANT | {"scheme": scheme}, "bands": BANDS, "lr": lr, "micro": 1}
+    for scheme in SCHEMES
+    for lr in (0, 0.01)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_random_model(tmp_path_factory.mktemp("model"), "qwen3_moe"))
+
+
+@pytest.fixture(scope="module")
+def rows(model: str) -> dict[str, torch.Tensor]:
+    return make_rows(model)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("engine")
+    return {world: folder / f"checkpoint{world}" for world in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints: dict[int, Path], model: str, rows: dict[str, torch.Tensor]) -> dict[int, list[dict[str, Any]]]:
+    found = {}
+    for world, checkpoint in checkpoints.items():
+        jobs = [JOBS[0], {**JOBS[1], "checkpoint": str(checkpoint)}, *JOBS[2:]]
+        found[world] = run_engine(checkpoint.parent, world, model, rows, jobs)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_loss_gradient_and_publish_are_those_of_the_local_backend(
+    results: Any, model: str, rows: dict[str, torch.Tensor], scheme: str, world: int
+) -> None:
+    """Gradients within one BF16 step of the largest element, as of a dense model."""
+    policy = load_policy(model, scheme)
+    log_probs = policy.response_log_probs(as_batch(rows), slice(0, 8), temperature=1.0)
+    given = [rows[name] for name in ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")]
+    loss, _ = tbpo_loss(log_probs, *given, TBPOConfig(**BANDS))
+    loss.backward()
+    found = results[world][2 * SCHEMES.index(scheme)]
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    gradients = {name: p.grad.float() for name, p in policy.model.named_parameters() if p.grad is not None}
+    assert found["gradients"].keys() == gradients.keys()
+    assert any("gate_up_proj" in name for name in gradients)
+    for name, expected in gradients.items():
+        actual = found["gradients"][name].float()
+        assert float((actual - expected).abs().max()) <= 2**-7 * float(expected.abs().max()), name
+        assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
+    published = dict(packed_state_dict(policy.model))
+    assert found["published"].keys() == published.keys()
+    assert all(torch.equal(tensor, found["published"][name]) for name, tensor in published.items())
+    assert set(found["made"]) == {1} and not found["made_again"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: str, world: int) -> None:
+    before, after = (results[world][2 * SCHEMES.index(scheme) + i] for i in (0, 1))
+    moved = 0
+    for name, master in unstacked(after["masters"].items()):
+        if ".experts." not in name:
+            continue
+        owner, weight = name.removesuffix(".weight"), master.bfloat16()
+        wire = quantize(weight, get_scheme("w4a16", 32)).tensors if scheme == "w4a16" else {"weight": weight}
+        for leaf, tensor in wire.items():
+            assert torch.equal(after["published"][f"{owner}.{leaf}"], tensor)
+            moved += not torch.equal(before["published"][f"{owner}.{leaf}"], tensor)
+    assert moved > 8
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_comes_back_and_exports_what_was_published(
+    results: Any, checkpoints: dict[int, Path], tmp_path: Path, world: int
+) -> None:
+    found = results[world][1]
+    published = found["published"]
+    assert found["loaded"].keys() == published.keys()
+    assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in published.items())
+    step = tmp_path / "run" / "checkpoints" / "global_step_1"
+    shutil.copytree(checkpoints[world], step / "actor")
+    torch.save({}, step / "data.pt")
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"quant": QUANT}))
+    for kind in ("quantized", "fp32"):
+        export(ExportRequest(tmp_path / "run", tmp_path / kind, format=kind))
+    exported, masters = (dict(read_tensors(tmp_path / kind)) for kind in ("quantized", "fp32"))
+    assert exported.keys() == published.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in published.items())
+    assert all(torch.equal(masters[name], master) for name, master in unstacked(found["masters"].items()))

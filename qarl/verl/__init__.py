@@ -1,1 +1,1 @@
-"""All of verl: how a run is handed to it and watched, and in `plugin/` what verl itself loads."""
+"""Everything about verl: this package hands a run to verl and watches it; `plugin/` is the part that verl loads."""

@@ -1,6 +1,6 @@
-"""Refusals before a verl run starts: what verl cannot do, what its own checks find, and keys that would spoil a run.
+"""Checks before a verl run starts: keys that verl does not support, verl's own checks, and keys that would spoil a run.
 
-Read in verl 0.9.1.
+The facts about verl were read in verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
 OLD_PLUGIN = "qarl.verl_plugin"
-"""Where the plugin was before QaRL's modules became packages; configs of that time name it."""
+"""The plugin's module before QaRL's modules became packages. Old configs still name it."""
 
 
 def unsupported(config: Config) -> dict[str, str]:
-    """Keys of ours that have no counterpart in verl and are not at the neutral value, with that value."""
+    """Return QaRL's keys that verl has no counterpart of and that are not neutral, each with its neutral value."""
     problems = {
         "optim.name": (config.optim.name != "adamw", "adamw"),
         "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
@@ -28,7 +28,7 @@ def unsupported(config: Config) -> dict[str, str]:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """UserError that names all of `unsupported`."""
+    """Raise a UserError that names every key in `unsupported`, if there is one."""
     if found := unsupported(config):
         raise UserError(
             "backend=verl has no counterpart of " + ", ".join(found),
@@ -38,19 +38,19 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """UserError for `keys` of the section `verl` that name classes of QaRL by their old place, in `where`."""
+    """Raise UserError if a value of `keys` (section `verl` of file `where`) names a QaRL class by its old module."""
     moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
     if moved:
         raise UserError(
             f"{', '.join(moved)} names a class of QaRL that has moved",
             where=f"{where}: {'; '.join(f'verl.{key}: {value}' for key, value in moved.items())}",
             why=f"{OLD_PLUGIN} is now {PLUGIN}",
-            fix=f"write {PLUGIN} there, and in the run's own config if it resumes",
+            fix=f"write {PLUGIN} there; if the run resumes, also in its saved config",
         )
 
 
 def validate(composed: Any) -> None:
-    """verl's own checks, and what of its keys does not go with TBPO or spoils a checkpoint."""
+    """Run verl's own checks, and refuse verl keys that contradict TBPO or would spoil a checkpoint."""
     refuse_corrections(composed)
     refuse_one_checkpoint(composed)
     refuse_other_reward(composed)
@@ -78,13 +78,13 @@ def validate(composed: Any) -> None:
 
 
 def refuse_corrections(composed: Any) -> None:
-    """UserError if verl would put its own rollout correction on top of TBPO's, or take away what TBPO corrects."""
+    """Raise UserError if verl would add its own rollout correction to TBPO's, or hide the mismatch from TBPO."""
     if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
         return
     correction = composed.algorithm.rollout_correction
     for key, neutral, why in (
-        ("bypass_mode", False, "it takes the rollout's log-probs for the trainer's, and TBPO would see no mismatch"),
-        ("rollout_is", None, "it weighs the tokens once more, and TBPO has its own weight of the whole sequence"),
+        ("bypass_mode", False, "it replaces the trainer's log-probs by the rollout's, so TBPO would see no mismatch"),
+        ("rollout_is", None, "it adds a weight for each token, but TBPO already weights the whole sequence"),
     ):
         if value := correction.get(key):
             raise UserError(
@@ -96,7 +96,7 @@ def refuse_corrections(composed: Any) -> None:
 
 
 def refuse_ignored(composed: Any) -> None:
-    """UserError for keys of verl's that a run of ours takes no notice of, or that only the engine would honour."""
+    """Raise UserError for verl keys that a QaRL run ignores, or that the engine would follow and the trainer not."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"
@@ -105,8 +105,8 @@ def refuse_ignored(composed: Any) -> None:
         value = rollout[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{keys}.{name} must be a number, got {value!r}", where=f"verl.{keys}.{name}")
-    whole = "the engine would sample from the likeliest tokens only, and the trainer's log-probs are over all"
-    below = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be of another temperature"
+    whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs are over all tokens"
+    below = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would use the lower temperature"
     problems = [
         (rollout.top_p != 1, f"{keys}.top_p", rollout.top_p, 1, whole),
         (rollout.top_k > 0, f"{keys}.top_k", rollout.top_k, -1, whole),
@@ -116,9 +116,9 @@ def refuse_ignored(composed: Any) -> None:
             "trainer.v1.trainer_mode",
             mode,
             "sync",
-            "responses would be of several versions of the weights, which quant.mismatch_limit takes for a mistake",
+            "responses would come from several versions of the weights, and quant.mismatch_limit would report an error",
         ),
-        (not composed.trainer.use_v1, "trainer.use_v1", False, True, "a run of QaRL's is verl's v1 trainer"),
+        (not composed.trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
     ]
     for wrong, key, value, neutral, why in problems:
         if wrong:
@@ -128,31 +128,31 @@ def refuse_ignored(composed: Any) -> None:
 
 
 def refuse_one_checkpoint(composed: Any) -> None:
-    """UserError if verl would delete the only whole checkpoint before the next one is written."""
+    """Raise UserError if verl would delete the only complete checkpoint before the next one is complete."""
     trainer = composed.trainer
     if trainer.max_actor_ckpt_to_keep == 1 or trainer.get("remove_previous_ckpt_in_save"):
         raise UserError(
             "verl cannot keep a single checkpoint safely",
             where="trainer.max_ckpt_to_keep",
-            why="it deletes the earlier one before the next one is whole, so a run killed in between has none",
+            why="it deletes the old one before the next one is complete; a run killed in between would have none",
             fix="set trainer.max_ckpt_to_keep=2 or more",
         )
 
 
 def refuse_other_reward(composed: Any) -> None:
-    """UserError if the reward is not the one that was checked: verl's own way sets no time limit and takes NaN."""
+    """Raise UserError if the reward is not the checked one: verl sets no time limit for its own and accepts NaN."""
     given = composed.reward.custom_reward_function
     if given.path != "pkg://qarl.verl.plugin.reward" or given.name != "score":
         raise UserError(
             "the section verl names another reward function",
             where="verl.reward.custom_reward_function",
-            why="it would get neither the checks before the run nor reward.timeout_s",
-            fix="set reward.function to it",
+            why="QaRL would neither check it before the run nor apply reward.timeout_s to it",
+            fix="name that function in reward.function instead",
         )
 
 
 def refuse_bad_time_limit(composed: Any) -> None:
-    """UserError for a time limit of publishes that the first publish would refuse, minutes later."""
+    """Raise UserError for an invalid publish timeout, which would otherwise fail only at the first publish."""
     from omegaconf import OmegaConf
 
     from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout
@@ -162,7 +162,7 @@ def refuse_bad_time_limit(composed: Any) -> None:
 
 
 def refuse_no_export(config: Config, composed: Any) -> None:
-    """UserError if keys of the section `verl` leave no checkpoint for the export of the end."""
+    """Raise UserError if keys of the section `verl` leave no checkpoint to export at the end of the run."""
     folder = Path(composed.trainer.default_local_dir).resolve()
     problems = {
         "trainer.save_freq": composed.trainer.save_freq <= 0,

@@ -1,7 +1,7 @@
-"""The error that ended a verl run, in one message if a user can do something about it.
+"""Turns the error that ended a verl run into one message, if the user can do something about it.
 
-verl's trainer is a Ray task: whatever is raised in one of its processes arrives wrapped, once for each process that it
-came through, with a traceback of all of them. The class that Ray makes for it is also that of the cause.
+verl's trainer is a Ray task. Ray wraps an error once for each process that it passes through, with the tracebacks of
+all of them. The class of each wrapper is derived from the class of the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ RESUME = "start the same command again: it resumes from the last checkpoint (tra
 
 
 def as_user_error(failure: BaseException) -> UserError | None:
-    """The `UserError` that a worker raised, or one for a process that died or stopped answering; None for the rest."""
+    """Return the `UserError` that a worker raised, or a new one if a process died or hangs; None for other errors."""
     import ray
     import zmq
 
@@ -34,7 +34,7 @@ def as_user_error(failure: BaseException) -> UserError | None:
         return UserError(
             "a process of the verl run died",
             where=", ".join(known) or lines[0][:200],
-            why="something ended it: too little memory, for one (the kernel's log, Ray's log of the worker)",
+            why="something ended it, for example lack of memory (see the kernel's log and Ray's log of the worker)",
             fix=RESUME,
         )
     return None

@@ -1,8 +1,8 @@
-"""A verl run in our run folder: its file logger is followed while it runs, and each step goes through our own tracker,
-under our names if the quantity is the same.
+"""Records a verl run in QaRL's run folder. A thread reads the file of verl's logger while the run goes on and logs each
+step through QaRL's tracker. Quantities that the local backend logs too get its names.
 
-verl's logger writes `{"step": n, "data": {...}}` a line; `VERL_FILE_LOGGER_PATH` says where
-(verl/utils/tracking.py). Loggers of `trainer.logger` are ours, not verl's: both backends then log the same names.
+verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
+(verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ RENAMED = {
     "timing_s/update_weights": "timing_s/publish",
     "timing_s/testing": "timing_s/eval",
 }
-"""verl's names for quantities that the local backend logs under another one."""
+"""Maps verl's metric names to those of the local backend, for quantities that both log under different names."""
 
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of one step; what has no name of ours keeps verl's."""
+    """Return the numbers of one step under QaRL's names; a metric that QaRL has no name for keeps verl's."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            # verl prefixes whatever an actor reports.
+            # verl prefixes every metric that an actor reports.
             plain = name.removeprefix("actor/") if name.startswith("actor/mismatch/") else name
             named[RENAMED.get(plain, plain)] = value
     accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
-    if len(accuracies) == 1:  # of several data sources verl gives one each, without their sizes
+    if len(accuracies) == 1:  # for several data sources verl gives one accuracy each, but not their sizes
         named["val/accuracy"] = accuracies[0]
     return named
 
@@ -85,9 +85,9 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots; returns the summary, and the first error of the run: `failure` or what failed here.
+        """Write summary and plots. Return the summary and the run's first error: `failure`, else an error from here.
 
-        A lost line of metrics is an error, too, though training went on meanwhile.
+        A metrics line that could not be stored is an error too, although training continued.
         """
         from qarl.trainer.loop import summarize
 
@@ -121,7 +121,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log the whole lines that were added; what is read but not yet logged is read again after an exception."""
+        """Log the complete lines that were added. After an exception, lines not yet logged are read again."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

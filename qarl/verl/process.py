@@ -1,6 +1,4 @@
-"""Prepares process and machine for a verl run, before verl is imported: environment variables, and the checks of
-the local backend that need no weights.
-"""
+"""Prepares a verl run before verl is imported: environment variables, paths for workers and a memory estimate."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
-    """`worker_environment` in this process, too."""
+    """Set the variables of `worker_environment` in this process too."""
     os.environ.update(worker_environment(config, on_cpu))
 
 
 def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
-    """Variables that verl, Ray and vLLM read in every process of the run. What the user has set stays.
+    """Return the variables that verl, Ray and vLLM read in every process. Values that the user has set are kept.
 
-    They go through Ray's runtime environment: a worker inherits that of the Ray daemon on its machine, which knows
-    nothing of the driver's if Ray was running before, or runs on another machine.
+    Ray's runtime environment carries them to the workers. By itself a worker inherits only the environment of its
+    machine's Ray daemon, which lacks the driver's variables if Ray was started earlier or on a different machine.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -54,9 +52,9 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 
 
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """OMP_NUM_THREADS of a worker; None leaves it to Ray, which gives a process the CPUs that it asked for.
+    """Return OMP_NUM_THREADS for a worker; None lets Ray set it to the number of CPUs that the worker requested.
 
-    On a CPU the trainer processes of a machine share its cores; they and their rollout engines take turns.
+    On a CPU the trainer processes of a machine divide its cores. Rollout engines use the same cores at other times.
     """
     wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
     if wanted is not None:
@@ -67,12 +65,12 @@ def worker_threads(config: Config, on_cpu: bool) -> str | None:
 
 
 def local_path(path: str) -> str:
-    """A folder as an absolute path, for workers that start elsewhere; a hub name as it is."""
+    """Return a folder as an absolute path, because workers start in other folders; return a Hub name unchanged."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
-    """The memory that one rank is expected to take, a line a part; for 80 GB if there is no GPU to ask."""
+    """Return the memory estimate of one rank as lines, one per part. Without a GPU it assumes one of 80 GB."""
     import torch
 
     from qarl.align.model import resolve_level

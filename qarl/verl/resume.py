@@ -1,9 +1,9 @@
-"""Where a verl run starts: fresh, or after one of verl's checkpoints, by the rules of `qarl.trainer.resume`.
+"""Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
-verl resumes from whatever `checkpoints/latest_checkpointed_iteration.txt` names, with any config, and starts fresh if
-it names nothing; without data.pt it silently begins the data again. Here the config is compared with that of the run
-that wrote the checkpoint, half a checkpoint does not count, and the file is made to name the newest whole one. verl
-unpickles what it loads: a checkpoint that could run code is refused.
+verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. It starts
+fresh if the file names none, and silently restarts the data if data.pt is missing. QaRL compares the config with that
+of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete one into the file.
+It refuses a checkpoint that could run code, because verl unpickles it.
 Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
@@ -27,19 +27,19 @@ from qarl.trainer.resume import check_changes, is_finished, lock_run
 from qarl.verl.checks import refuse_moved
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# Keys of the section `verl` that decide where and how fast, not what is trained.
+# Keys of the section `verl` that change where and how fast a run trains, but not its result.
 _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)\.|.*offload")
 
 
 @contextmanager
 def open_verl_run(config: Config) -> Iterator[int]:
-    """Lock the run folder, and yield the step after which verl resumes, 0 for a run that starts fresh.
+    """Lock the run folder and yield the step after which verl resumes; 0 means that the run starts fresh.
 
-    A run that is in the way is moved aside.
+    An earlier run in the folder is moved aside unless it is resumed.
 
     Raises:
-        UserError: another process has the run; a whole checkpoint was asked for and there is none, or one that could
-            run code; the config changes what is trained.
+        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
+            changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
@@ -53,10 +53,10 @@ def open_verl_run(config: Config) -> Iterator[int]:
 
 
 def find_verl_start(config: Config) -> tuple[int, bool]:
-    """The step after which verl resumes, and whether it does so in its run folder as it is; nothing is changed.
+    """Return the step after which verl resumes, and whether it continues in its present run folder. Change nothing.
 
     Raises:
-        UserError: as `open_verl_run`.
+        UserError: see `open_verl_run`.
     """
     folder = _choose(config)
     if folder is None:
@@ -65,7 +65,12 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """The checkpoint named in verl's tracker file if it is complete; else the newest complete one, with a note."""
+    """Return the checkpoint that verl's tracker file names if it is complete, else print a note and return the newest
+    complete one. None if there is no checkpoint.
+
+    Raises:
+        UserError: there are checkpoints, but no complete one.
+    """
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
@@ -77,10 +82,10 @@ def newest_whole(checkpoints: Path) -> Path | None:
     whole = next((folder for folder in reversed(folders) if what_is_missing(folder) is None), None)
     if whole is None:
         raise UserError(
-            "none of the run's checkpoints is whole",
+            "the run has no complete checkpoint",
             where=str(checkpoints),
             why=f"{tracker.name} says {named!r}: {problem}",
-            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts fresh",
+            fix="replace it with a good copy, or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
     _note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
     return whole
@@ -97,7 +102,7 @@ def _choose(config: Config) -> Path | None:
                 f"there is no checkpoint of verl's in {folder}",
                 where="trainer.resume_from_path",
                 why=problem,
-                fix="give a whole folder RUN/checkpoints/global_step_N",
+                fix="give a complete folder RUN/checkpoints/global_step_N",
             )
     else:
         folder = None if is_finished(run_dir) else newest_whole(run_dir / "checkpoints")
@@ -108,14 +113,14 @@ def _choose(config: Config) -> Path | None:
 
 
 def _check_config(config: Config, folder: Path) -> None:
-    """The config of the run that wrote `folder` lies beside its checkpoints."""
+    """Compare `config` with that of the run that wrote `folder`, which lies beside its checkpoints."""
     path = folder.resolve().parents[1] / "config.yaml"
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         saved = None
     if not isinstance(saved, Mapping):
-        _note(f"{path} is not there or not readable: nobody checks that the run resumes with the config it began with")
+        _note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
     refuse_moved(saved.get("verl") or {}, str(path))
     before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
@@ -131,11 +136,11 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
-    """Name `folder` to verl, rename those of later steps, and drop the summary of a course that the run leaves."""
+    """Write `folder` into verl's tracker file, rename checkpoints of later steps, and delete the old summary."""
     for other in folder.parent.glob("global_step_*"):
         if step_of(other) > step_of(folder):
             name = set_aside(other, "superseded").name
-            _note(f"{other} is of a later step than the one that the run resumes from; it is now {name}")
+            _note(f"{other} is from a later step than the one where the run resumes, so it is renamed to {name}")
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")
     staging.replace(folder.parent / TRACKER)

@@ -114,7 +114,7 @@ def test_half_a_checkpoint_is_none(opened, capsys):
     assert opened() == 4
     for folder in (2, 4):
         (opened.run / "checkpoints" / f"global_step_{folder}" / "data.pt").unlink()
-    with pytest.raises(UserError, match="none of the run's checkpoints is whole"):
+    with pytest.raises(UserError, match="the run has no complete checkpoint"):
         opened()
 
 

@@ -1,8 +1,8 @@
-"""verl's single-turn loop for models whose tokenizer is not their family's.
+"""verl's single-turn loop for models whose tokenizer does not come from their model family.
 
-verl joins turns with a builder chosen by the model's type, and that of Qwen refuses a tokenizer without `<|im_end|>`
-(verl/utils/tokenizer/continuous_token_wiring.py), which a small model of Qwen's architecture need not have. If that
-token is missing, this loop takes verl's builder for unknown models. In a single turn nothing is joined.
+verl joins turns with a builder that it chooses by model type. The builder for Qwen refuses a tokenizer without
+`<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's architecture may lack that
+token. In that case this loop uses verl's builder for unknown models. A single turn needs no joining.
 
 Chosen by `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn`; registered by `qarl.verl.plugin.cpu`.
 """
@@ -19,7 +19,7 @@ TURN_END = "<|im_end|>"
 
 @register("qarl_single_turn")
 class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
-    """verl's `single_turn_agent`, with the default builder for a tokenizer without `TURN_END`."""
+    """verl's `single_turn_agent`; if the tokenizer lacks `TURN_END`, it uses the builder for unknown models."""
 
     def __init__(self, *args: Any, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any) -> None:
         if TURN_END not in tokenizer.get_vocab():

@@ -1,8 +1,7 @@
-"""Whether the processes that generate are alive: asked through Ray, by the names that verl gives its actors.
+"""Checks through Ray whether the processes that generate are alive. They are found by verl's actor names.
 
-verl notices a dead engine or server only while it waits for its answer, and takes what the survivors have
-generated for the whole batch. Whoever depends on them asks here: the sampler while it waits, the trainer before it
-publishes.
+verl notices a dead engine or server only while it waits for an answer from it. It then treats the responses of the
+remaining processes as the whole batch. So the sampler checks while it waits, and the trainer before it publishes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 
 
 class Watch:
-    """Remembers the actors that it has seen: one that dies has no name any more.
+    """Remembers the actors that it has seen, because Ray no longer lists the name of a dead actor.
 
     `only_servers`: leave out the workers of agent loops and rewards.
     """
@@ -29,10 +28,10 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Send a question to every actor whose last one was answered. A good answer that nobody looked at is dropped:
-        it is from before, and the actor may have died since.
+        """Ask every actor that has answered its last question. A good answer that was not read is dropped, because the
+        actor may have died since then.
 
-        `again`: ask those too that have not answered yet. A question that an engine takes with it stays without one.
+        `again`: also ask actors that have not answered yet. An engine that dies leaves its question unanswered.
         """
         import ray
 
@@ -44,14 +43,14 @@ class Watch:
                 self._actors[name] = ray.get_actor(name)
         for name, actor in self._actors.items():
             if name not in self._asked:
-                # Goes through to vLLM's workers; Ray answers for itself that a process is there.
+                # `check_health` reaches vLLM's workers; `__ray_ready__` says only that the process exists.
                 question = (
                     actor.collective_rpc.remote("check_health") if _has_engine(name) else actor.__ray_ready__.remote()
                 )
                 self._asked[name] = question.future()
 
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
-        """Names of actors that answered with an error, and its last line; waits `timeout` seconds for answers."""
+        """Wait up to `timeout` seconds for answers. Return the actors that answered with an error, and the error."""
         wait(self._asked.values(), timeout=timeout)
         found = {}
         for name, answer in list(self._asked.items()):
@@ -63,7 +62,7 @@ class Watch:
 
 
 def engine_servers() -> dict[str, Any]:
-    """Ray's actors around an engine, by name: one a replica."""
+    """Return the Ray actors that own an engine, by name; each replica has one."""
     import ray
 
     if not ray.is_initialized():  # asking would start a Ray
@@ -72,12 +71,12 @@ def engine_servers() -> dict[str, Any]:
 
 
 def _has_engine(name: str) -> bool:
-    """Whether an actor is the server of its replica's first node, `vllm_server_REPLICA_0`: the others have none."""
+    """Return whether the actor is its replica's first server, `vllm_server_REPLICA_0`; only that one has an engine."""
     return name.startswith(SERVER) and name.endswith("_0")
 
 
 def _in_short(error: BaseException) -> str:
-    """The innermost error's type and first line."""
+    """Return the type and the first line of the innermost error."""
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]

@@ -1,8 +1,8 @@
-"""For `actor_rollout_ref.model.external_lib` on CPU: verl imports it wherever it reads the model's config.
+"""The value of `actor_rollout_ref.model.external_lib` on CPU: verl imports this module when it reads a model's config.
 
-In a trainer that is before it makes its process group: verl asks torch for one over "cpu:gloo" and the platform's
-device (verl/utils/distributed.py), on CPU the same device twice, which torch refuses. A group that is there already it
-takes. In a worker of agent loops it is before the loops are looked up by name.
+A trainer imports this before it makes its process group. verl would ask torch for a group over "cpu:gloo" and over the
+platform's device (verl/utils/distributed.py). On CPU both are the same device, which torch refuses. verl uses an
+existing group instead, so this module makes one. A worker of agent loops imports this before it looks up a loop.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""The mismatch guard of an actor in verl, as `qarl.metrics.guard` defines it.
+"""Applies the mismatch guard of `qarl.metrics.guard` to an actor in verl.
 
-There is no probe before training: verl gives a trainer no way to generate outside of a step. The first mini-batch is
-the first batch of which both sides' log-probs are known, and the guard looks at it before its update. A run that is
-refused has trained nothing, and has lost one generation.
+There is no probe before training, because verl lets a trainer generate only inside a step. The first mini-batch is the
+first data with log-probs from both trainer and engine, and the guard checks it before its update. If the guard refuses
+the run, one generation is lost and nothing has been trained.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.verl.plugin.config import QuantSettings
 
 UNQUANTIZED = "linears"
-"""The level whose limit an actor without `fsdp_config.quant` has: both sides multiply by the same BF16 weights."""
+"""The level whose limit applies to an actor without `fsdp_config.quant`: both sides use the same BF16 weights."""
 _SOURCE = "that an actor without quant.mismatch_limit may show (+qarl=bf16 has that key)"
 
 _log = logging.getLogger("qarl.verl.plugin")
 
 
 def temperature_of(data: Any) -> float:
-    """The lowest temperature of a batch of verl's: a number for all rows, or a tensor with one a row."""
+    """Return the lowest temperature of a verl batch, which has one number for all rows or a tensor with one per row."""
     value = data.get("temperature", 1.0)
     value = value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
     return float(value.min()) if isinstance(value, torch.Tensor) else float(value)
@@ -38,17 +38,18 @@ def mismatch_is_over(
     temperature: float,
     before_first_update: bool,
 ) -> bool:
-    """Whether a mean |δ| is over its limit; that is also logged as a warning.
+    """Return whether a mean |δ| is over its limit; if so, log a warning.
 
     Args:
-        quant: the actor's settings, or None for an actor without.
+        quant: the actor's quantization settings, or None if it has none.
         level: the alignment level that is applied.
-        abs_mean: of all tokens of a mini-batch or a step, over all ranks.
-        length: tokens of a response on average.
-        temperature: that the responses were sampled at.
+        abs_mean: mean |δ| over all tokens of a mini-batch or a step, over all ranks.
+        length: mean tokens per response.
+        temperature: the sampling temperature of the responses.
+        before_first_update: no weight has been updated yet.
 
     Raises:
-        MismatchError: it is over the limit and `before_first_update`.
+        MismatchError: the mean is over the limit and `before_first_update` is true.
     """
     warning = check_mismatch(
         abs_mean,

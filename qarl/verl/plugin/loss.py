@@ -1,13 +1,13 @@
 """`loss_mode=tbpo` in verl's registry of policy losses.
 
-verl hands a policy loss the log-probs, advantages and mask of a micro-batch, but neither `rollout_log_probs` nor the
-number of non-empty responses in the mini-batch. Both are known to the engine (`qarl.verl.plugin.engine`), which leaves
-them here, in a context variable, around its forward and backward.
+verl passes a policy loss the log-probs, advantages and mask of a micro-batch. It does not pass `rollout_log_probs` or
+the number of non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. It sets them in
+a context variable of this module during its forward and backward.
 
-Normalisation. verl's own losses divide a sequence mean by `global_batch_size`, ppo_mini_batch_size * rollout.n, and
-leave rows with an empty mask out of the sum only: empty responses, and the rows with which verl fills up a batch, thin
-their gradient. TBPO divides by the non-empty responses over all micro-batches and ranks. As in verl's `agg_loss`
-the loss is then multiplied by the number of ranks, because FSDP averages gradients over them.
+Normalisation: verl's own losses divide the sum over sequences by `global_batch_size`, ppo_mini_batch_size * rollout.n.
+Rows with an empty mask add nothing to the sum but count in the divisor. So empty responses, and the rows with which
+verl pads a batch, make the gradient smaller. TBPO divides by the number of non-empty responses over all micro-batches
+and ranks. As in verl's `agg_loss`, the loss is then multiplied by the number of ranks, because FSDP averages gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qarl.verl.plugin.config import tbpo_config
 
 @dataclass
 class MicroBatch:
-    """The engine's knowledge of the current micro-batch.
+    """Data about the current micro-batch that the engine gives the loss.
 
-    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`: non-empty ones of the whole
-    mini-batch, over micro-batches and ranks. `statistics`: filled by the loss, for `qarl.tbpo.reduce_metrics`.
+    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`: number of non-empty responses in the
+    whole mini-batch, over micro-batches and ranks. `statistics`: the loss fills it for `qarl.tbpo.reduce_metrics`.
     """
 
     rollout_log_prob: torch.Tensor | None
@@ -50,10 +50,12 @@ def tbpo_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's signature; all tensors [B, T]. The metrics go through the engine, so the dict is empty.
+    """Compute the TBPO loss with verl's signature; all tensors are [B, T].
+
+    The returned dict is empty, because the engine reports the metrics.
 
     Raises:
-        UserError: no rollout log-probs, rollout-correction weights besides TBPO's own, or a bad configuration.
+        UserError: there are no rollout log-probs, verl adds its own correction weights, or the configuration is bad.
     """
     if rollout_is_weights is not None:
         raise UserError(
@@ -73,7 +75,7 @@ def tbpo_policy_loss(
         raise UserError(
             "TBPO needs the log-probs of the engine that sampled, and the batch has no rollout_log_probs",
             where="actor_rollout_ref.rollout.calculate_log_probs",
-            why="taking the trainer's own in their place would hide every mismatch",
+            why="the trainer's own log-probs cannot replace them: that would hide every mismatch",
             fix="set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
     loss, statistics = tbpo_loss(

@@ -1,7 +1,7 @@
-"""Log-probs of a batch of verl's by the operation that the rollout engine and the local backend use.
+"""Computes the log-probs of a verl batch with log_softmax, as the rollout engine and the local backend do.
 
-verl subtracts logsumexp from the chosen logit (verl/utils/torch_functional.py), which differs from log_softmax in the
-last bit: up to 1.2e-6 if everything else is equal.
+verl subtracts logsumexp from the chosen logit instead (verl/utils/torch_functional.py). The result differs from
+log_softmax in the last bits, by up to 1.2e-6 if everything else is equal.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from verl.utils import tensordict_utils as tu
 
 
 def chosen_log_probs(logits: torch.Tensor, output_args: Any, micro_batch: Any, gather: Callable[..., Any]) -> Any:
-    """log_softmax(logits / temperature) at each place's next token: jagged like `input_ids`, FP32.
+    """Return log_softmax(logits / temperature) of the next token at each position, jagged like `input_ids`, FP32.
 
-    `logits`: FP32, [1, tokens, V] of packed rows, [B, T, V] of padded ones. `output_args`: of verl's
-    `prepare_model_inputs`. `gather`: verl's, which joins the parts of a packed sequence and takes its padding off.
+    `logits`: FP32, [1, tokens, V] for packed rows, [B, T, V] for padded rows. `output_args`: from verl's
+    `prepare_model_inputs`. `gather`: verl's function that joins the parts of a packed sequence and removes padding.
     """
     offsets, labels = micro_batch["input_ids"].offsets(), output_args["input_ids_rmpad_rolled"]
     packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)

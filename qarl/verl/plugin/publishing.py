@@ -1,12 +1,12 @@
-"""Adds what verl's sockets lack: the sender must belong to the receiver, and a publish ends if either dies.
+"""Makes a publish through verl's sockets safe: it reaches only engines of its own run, and ends if either side dies.
 
-verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py), and the job
-id is `01000000` in every Ray that a run starts for itself: two runs on one host bind the same path, each after removing
-the other's, and an engine takes whichever weights it is connected to. So runs of QaRL publish one after the other on a
-host (`turn_on_host`), and the first record of a publish names its run (`run_identity`), which the worker compares.
+verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py). The job id
+is `01000000` in every Ray that a run starts itself. So two runs on one host bind the same path, each removes the
+other's socket, and an engine may receive the other run's weights. Therefore QaRL runs on one host publish one after the
+other (`turn_on_host`). The first record of a publish also names its run (`run_identity`), and the worker checks it.
 
-verl's sender and receiver wait for each other without end. Their sockets get a time limit from the context that verl
-makes them with (`socket_timeouts`), and waiting for a turn has one, too.
+verl's sender and receiver wait for each other without a limit. `socket_timeouts` sets a time limit in the zmq context
+from which verl makes their sockets. Waiting for a turn has a time limit too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from qarl.rollout.publish.wire import NamedTensor
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = 120.0
 TURN_LIMITS = 10
-"""How many of these limits a run waits for the publishes of others: theirs may be whole models in many messages."""
+"""A run waits up to this many timeouts for its turn: the timeout is per message, a publish has many messages."""
 RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
-"""Where verl puts its sockets, whatever TMPDIR says."""
+"""The folder of verl's sockets; verl does not use TMPDIR."""
 _POLL_SECONDS = 0.02
 _REPORT_SECONDS = 60.0
 
@@ -43,19 +43,19 @@ _numbers = count()
 
 
 def run_identity() -> str:
-    """The same text in all processes of a run on one host, and another one in any other run there.
+    """Return a text that is the same in all processes of a run on one host, and different in every other run there.
 
-    Sender and receiver of a publish are always on one host: they share memory. The Raylet's process id is that of the
-    run's own Ray; if several runs share a Ray, their job ids differ. Ray sets both variables in its workers, and
-    vLLM's processes inherit them.
+    Sender and receiver of a publish are always on one host, because they share memory. Runs with separate Rays have
+    different Raylet process ids; runs that share a Ray have different job ids. Ray sets both variables in its workers,
+    and vLLM's processes inherit them.
 
     Raises:
-        UserError: one of them is missing. Two runs without them would take each other for one.
+        UserError: one of the variables is missing. Without them two runs could not be told apart.
     """
     values = {name: os.environ.get(name, "") for name in RUN_VARIABLES}
     if missing := [name for name, value in values.items() if not value]:
         raise UserError(
-            "this process does not know which run it belongs to, so it does not publish",
+            "this process cannot tell which run it belongs to, so it does not publish",
             where="the environment variables " + ", ".join(missing),
             why="Ray sets them in its workers; without them a publish could reach another run's engine unnoticed",
             fix="start the run through verl's trainer, with Ray's variables left as they are",
@@ -64,9 +64,9 @@ def run_identity() -> str:
 
 
 def publish_timeout(text: str | None = None) -> float:
-    """Seconds that one side waits for the next message of the other. UserError for a bad QARL_PUBLISH_TIMEOUT.
+    """Return the seconds that each side waits for the next message. Raise UserError for a bad QARL_PUBLISH_TIMEOUT.
 
-    `text`: its value; None reads the environment.
+    `text`: the variable's value; None reads it from the environment.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "") if text is None else text
     if not text:
@@ -86,7 +86,7 @@ def publish_timeout(text: str | None = None) -> float:
 
 @contextmanager
 def socket_timeouts(seconds: float) -> Iterator[None]:
-    """Sockets that are made from zmq's global context in here fail with `zmq.Again` after waiting `seconds`."""
+    """Inside this block, new sockets of zmq's global context raise `zmq.Again` after waiting `seconds`."""
     context: zmq.Context[Any] = zmq.Context.instance()
     before = {option: context.sockopts.get(option) for option in (zmq.RCVTIMEO, zmq.SNDTIMEO)}
     for option in before:
@@ -103,13 +103,13 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
-    """Hold this host's sockets of verl's for `run`: processes of one run share them, those of others wait.
+    """Reserve verl's sockets on this host for `run`. Processes of one run share them; those of other runs wait.
 
-    A holder is a locked file; the lock of a process that dies is free. If the folder cannot be used nothing is held:
-    `run_identity` still finds a swap.
+    Each process that holds them locks a file; the system frees the lock if the process dies. If the folder cannot be
+    used, nothing is reserved, but the comparison of `run_identity` still detects weights of another run.
 
     Raises:
-        UserError: the turn did not come in `seconds`: a process of another run is stopped or stuck.
+        UserError: the turn did not come within `seconds`, because a process of another run is stopped or stuck.
     """
     folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
     try:
@@ -127,16 +127,16 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
 
 def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
-    """A locked file of this process's in `folder`, once no process of another run has one."""
+    """Wait until no process of another run has a locked file in `folder`, then lock and return one for this process."""
     start = reported = time.monotonic()
     while True:
-        # No waiting for locks: their holder may be a stopped process.
+        # Locks are only tried, never waited for, because their holder may be a stopped process.
         with (folder / "guard").open("w") as guard:
             in_the_way = Path(guard.name)
             if _lock(guard):
                 holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
                 if holder is None:
-                    # A number each: this process may still hold an earlier publication of the same run.
+                    # Every publication gets a number, because this process may still hold an earlier one.
                     mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
                     _lock(mine)
                     return mine
@@ -148,25 +148,25 @@ def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
             raise _no_turn(in_the_way, seconds)
         if now - reported > _REPORT_SECONDS:
             reported = now
-            _log.warning("this publish has waited %.0f s for one of another run: %s", now - start, in_the_way)
+            _log.warning("this publish has waited %.0f s for the publish of another run: %s", now - start, in_the_way)
         time.sleep(_POLL_SECONDS)
 
 
 def _no_turn(in_the_way: Path, seconds: float) -> UserError:
-    """The error of a turn that did not come."""
+    """Return the error for a turn that did not come in time."""
     parts = in_the_way.name.split(".")
     who = f"process {parts[-3]} of it" if in_the_way.suffix == ".holder" else "a process of it"
     return UserError(
         f"another run has kept this host's publishes for {seconds:g} s",
         where=str(in_the_way),
-        why=f"{who} is stopped or stuck in a publish, and runs on one host publish one after the other",
+        why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
         fix="continue or end that process and start the same command again: it resumes from the last checkpoint; "
         f"the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
     )
 
 
 def _lock(file: IO[str]) -> bool:
-    """Whether the lock of an open file was free, and is now this process's."""
+    """Try to lock an open file. Return whether this process has the lock now."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,7 +175,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_abandoned(holder: Path) -> bool:
-    """Whether nobody holds the file; it is removed then."""
+    """Return whether no process holds the file; if so, remove it."""
     try:
         with holder.open("r+") as file:
             if not _lock(file):
@@ -187,8 +187,8 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `held` is closed with the last reference to it: after verl's sender has cleaned up,
-    whether the stream was read to its end, in part or not at all."""
+    """The stream of one publish. `held` is closed when the last reference to this object goes. That is after verl's
+    sender has cleaned up, even if it has read only a part of the stream or nothing."""
 
     def __init__(self, stream: Iterator[NamedTensor], held: ExitStack) -> None:
         self._stream = stream
@@ -205,10 +205,10 @@ class Publication:
 
 
 def guarded(stream: Iterator[NamedTensor]) -> Publication:
-    """`stream` as a `Publication` that holds this host's turn and the time limits of the sockets.
+    """Return `stream` as a `Publication` that holds this host's turn and the time limits of the sockets.
 
     Raises:
-        UserError: as `run_identity`, `publish_timeout` and `turn_on_host`.
+        UserError: see `run_identity`, `publish_timeout` and `turn_on_host`.
     """
     seconds = publish_timeout()
     with ExitStack() as held:

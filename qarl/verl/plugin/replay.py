@@ -1,13 +1,13 @@
-"""verl's replay buffer for synchronous training: polled more often, and refusing incomplete batches.
+"""verl's replay buffer for synchronous training, which polls more often and refuses incomplete batches.
 
-The trainer polls the rollout's progress. In verl 0.9.1 it sleeps two seconds between polls, and no key changes that:
-a step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names a class; this one polls more often.
+The trainer polls the rollout's progress. verl 0.9.1 sleeps two seconds between polls, and no key changes that, so a
+step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names this class, which polls more often.
 
-verl treats a group whose generation failed as finished, with the responses it has. If an engine dies, those are the
-short ones, and the update would use only them. Here a failed group is an error, as is a process that
-dies while its responses are waited for.
+verl treats a group whose generation failed as finished, with the responses it has. If an engine dies, those are mostly
+short responses, and the update would use only them. Here a failed group is an error. A process that dies while the
+sampler waits for its responses is an error too.
 
-What the sampler returns besides a batch is logged with the step: so it is the sampler that counts preemptions.
+The sampler also counts preemptions, because verl logs the metrics that a sampler returns with the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qarl.verl.plugin.preemptions import Preemptions
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-"""How long a process may take to answer once a group has failed."""
+"""Seconds that a process has to answer after a group has failed."""
 RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
 METRIC = "rollout/preemptions"
 VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which leaves verl's sampler in place"
@@ -35,13 +35,13 @@ _log = logging.getLogger("qarl.verl.plugin")
 
 
 class PromptReplayBuffer(ReplayBuffer):
-    """For `trainer.v1.trainer_mode=sync`.
+    """The sampler for `trainer.v1.trainer_mode=sync`.
 
-    verl gives a custom sampler neither its group filter nor its refill; `trainer.v1.sampler.sampler_kwargs`
-    carries whether they are asked for, as `filter_groups` and `sync_refill_failed_groups`.
+    verl's group filter and its refill work only in verl's own samplers. `trainer.v1.sampler.sampler_kwargs` tells this
+    one whether the config asks for them, as `filter_groups` and `sync_refill_failed_groups`.
 
     Raises:
-        UserError: another trainer mode, or one of the two: this sampler would ignore them.
+        UserError: the trainer mode is not sync, or the config asks for filter or refill, which it would ignore.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -53,9 +53,9 @@ class PromptReplayBuffer(ReplayBuffer):
         self._preemptions = Preemptions()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """verl's batch and metrics, and `rollout/preemptions` of a training batch, if the servers say how many."""
+        """Return verl's batch and metrics. For a training batch add `rollout/preemptions`, if the servers report it."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        found = self._preemptions.since_last()  # of an evaluation too, so that the next batch is not charged with its
+        found = self._preemptions.since_last()  # also for evaluations: the next batch must not include theirs
         if partition_id == "val" or found is None:
             return batch, metrics
         if found:
@@ -81,7 +81,7 @@ class PromptReplayBuffer(ReplayBuffer):
 
 
 def refuse_ignored(trainer_mode: str, asked: Any) -> None:
-    """UserError for what verl does in its own samplers alone."""
+    """Raise UserError if the config asks for something that only verl's own samplers do."""
     ignored = {
         f"trainer.v1.trainer_mode={trainer_mode}": trainer_mode != "sync",
         "algorithm.filter_groups.enable=True": bool(asked.get("filter_groups")),
@@ -97,14 +97,14 @@ def refuse_ignored(trainer_mode: str, asked: Any) -> None:
 
 
 def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
-    """UserError: of these prompts at least one response is missing. `dead`: processes that do not answer, and why."""
+    """Raise UserError: each of these prompts lacks a response. `dead`: processes that do not answer, and why."""
     if dead:
         raise _stopped(dead, f"and {len(failed)} prompts lack responses")
     raise UserError(
         f"responses to {len(failed)} of the prompts could not be generated",
         where=", ".join(failed[:4]),
-        why="the engine, the agent loop or the reward function raised (the log above: Error in _run_prompt); an update "
-        "from the responses that are left would favour short ones",
+        why="the engine, the agent loop or the reward function raised an error (see Error in _run_prompt in the log "
+        "above); an update from the remaining responses would favour short ones",
         fix=f"mend the cause and {RESUME}",
     )
 
@@ -114,6 +114,6 @@ def _stopped(dead: dict[str, str], when: str) -> UserError:
     return UserError(
         f"{stopped} stopped, {when}",
         where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
-        why="something ended them: too little memory, for one (the kernel's log, Ray's log of the worker)",
+        why="something ended them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
         fix=RESUME,
     )

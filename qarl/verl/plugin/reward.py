@@ -1,12 +1,12 @@
-"""The reward function as verl calls it: `reward.function` with the checks and the time limit of the local backend.
+"""The reward function that verl calls: `reward.function` with the checks and the time limit of the local backend.
 
-verl calls a custom reward in a thread of a Ray worker, without a time limit, and takes whatever it returns: NaN is
-trained on, `SystemExit` ends the worker. So verl is given `score`, with the name of the user's function and the limit
-as `reward_kwargs`. Its errors are ordinary exceptions that name the data source: verl logs them, and counts the prompt
-as failed. The limit is as sharp as `qarl.data.time_limit` says of threads.
+verl calls a custom reward in a thread of a Ray worker, without a time limit, and accepts any result: it trains on NaN,
+and `SystemExit` ends the worker. So verl calls `score` instead, and `reward_kwargs` hold the name of the user's
+function and the limit. Errors of `score` are ordinary exceptions that name the data source. verl logs them and counts
+the prompt as failed. `qarl.data.time_limit` says how exact the limit is in a thread.
 
-The built-in rewards have limits inside, and `math_verify` waits for a pool of processes here: time in its queue would
-count. They are called without the clock.
+The built-in rewards have their own limits, so they get no limit here. `math_verify` waits for a pool of processes, and
+its time in the queue would count.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def score(
     timeout_s: float | None,
     **more: Any,
 ) -> float | dict[str, Any]:
-    """The score of one response by the function named `function`; a dict, as verl takes it, if that returns one.
+    """Return the score of one response by the function named `function`; if that returns a dict, a dict for verl.
 
-    `more`: what verl adds for rewards that ask a reward model.
+    `more`: arguments that verl adds for rewards that call a reward model.
 
     Raises:
-        UserError: as `qarl.data.rewards.score_responses`.
+        UserError: see `qarl.data.rewards.score_responses`.
     """
     with _LOADING:
         fn = _load(function)

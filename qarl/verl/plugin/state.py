@@ -1,10 +1,10 @@
 """Check verl's checkpoints: after loading, a rank must have the state that it had when it saved.
 
 For each rank, verl writes shards of model and optimizer and the states of scheduler and random generators. It loads
-them without checks. Beside them goes a small JSON with a checksum of every tensor. After a load the live state is
-compared with it: a file that was cut short or swapped, or a load that left something out, is an error that names the
-tensor, not a run that continues from another state. Parts that verl was told not to save or not to load
-(`checkpoint.save_contents`, `load_contents`) are neither recorded nor compared.
+them without checks. QaRL writes a small JSON beside them with a checksum of every tensor, and compares the live state
+with it after a load. If a file was truncated or swapped, or a load left something out, the run ends with an error that
+names the tensor instead of continuing from a wrong state. Parts that verl does not save or load, as set by
+`checkpoint.save_contents` and `load_contents`, are neither recorded nor compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS = ("model", "optimizer", "extra")
 
 
 def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
-    """A checksum of every tensor of this rank's shards of model and optimizer, and of the scheduler's state."""
+    """Return checksums of every tensor in this rank's shards of model and optimizer, and of the scheduler's state."""
     tensors: dict[str, torch.Tensor] = {}
     state: State = {}
     if "model" in parts:
@@ -52,7 +52,7 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
 
 
 def random_state(rng: Any) -> State:
-    """Digests of what `FSDPCheckpointManager.get_rng_state` returns."""
+    """Return a digest of each state that `FSDPCheckpointManager.get_rng_state` returns."""
     found = {}
     for name, value in rng.items():
         data = value.numpy().tobytes() if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4)
@@ -61,9 +61,9 @@ def random_state(rng: Any) -> State:
 
 
 def save_record(engine: Any, folder: str) -> None:
-    """Write the record of the checkpoint that this rank has just put into `folder`.
+    """Write the record of the checkpoint that this rank has just saved in `folder`.
 
-    Random-number states are those of verl's file: the live ones may have moved on since it was written.
+    The random-number states are read from verl's file, because the live ones may have changed since it was written.
     """
     parts = _parts(engine.checkpoint_manager, "save")
     record = engine_state(engine, parts)
@@ -73,15 +73,15 @@ def save_record(engine: Any, folder: str) -> None:
 
 
 def check_files(engine: Any, folder: str) -> None:
-    """UserError if one of this rank's files in `folder` could run code: verl unpickles them."""
+    """Raise UserError if one of this rank's files in `folder` could run code when verl unpickles it."""
     refuse_code(sorted(Path(folder).glob(f"*_{_shard(engine)}.pt")))
 
 
 def check_record(engine: Any, folder: str) -> str:
-    """Compare what was loaded from `folder` with its record; one line that says what was compared.
+    """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
     Raises:
-        UserError: something differs; names up to eight tensors.
+        UserError: something differs; the error names up to eight tensors.
     """
     path = _record(engine, folder)
     if not path.is_file():
@@ -106,12 +106,12 @@ def check_record(engine: Any, folder: str) -> str:
 
 
 def _parts(manager: Any, action: str) -> set[str]:
-    """The parts that verl's checkpoint manager is told to `save` or to `load`."""
+    """Return the parts that verl's checkpoint manager saves or loads; `action` is "save" or "load"."""
     return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
 
 
 def _part(name: str) -> str:
-    """The part of a checkpoint that an entry of the record belongs to."""
+    """Return the checkpoint part to which the record's entry `name` belongs."""
     first = name.partition(".")[0]
     return first if first in PARTS else "extra"
 

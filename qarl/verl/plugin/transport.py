@@ -1,8 +1,8 @@
-"""A publish through verl's buckets.
+"""Encodes a publish for verl's buckets.
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
-and the records of `qarl.rollout.publish.wire` repeat theirs: so each gets a number on the way. The first one
-names the run.
+but several records of `qarl.rollout.publish.wire` have the same name. So each record's name gets a number while it is
+sent. The first record names the run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, encode
 
 
 def encode(tensors: Iterable[NamedTensor], *, version: int, run: str) -> Iterator[NamedTensor]:
-    """The stream of a publish of `run`, every name once."""
+    """Yield the stream of a publish by `run`, with unique names."""
     numbers = count()
     for name, tensor in encode_publish(tensors, version=version, run=run):
         yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
 
 
 def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]:
-    """Undo `encode`'s renaming. `TransferFailed` if a publish begins that is not one of `run`."""
+    """Undo the renaming of `encode`. Raise `TransferFailed` if a publish of a different run begins."""
     for name, tensor in tensors:
         plain, _, number = name.rpartition("#")
         name = plain if number.isdecimal() and is_record(plain) else name
@@ -33,7 +33,7 @@ def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]
 
 
 def check_run(record: torch.Tensor, run: str) -> None:
-    """`TransferFailed` unless the record that begins a publish names `run`."""
+    """Raise `TransferFailed` unless `record`, the first of a publish, names `run`."""
     sender = read_record(BEGIN, record).get("run")
     if sender != run:
         raise TransferFailed(

@@ -1,12 +1,12 @@
-"""Runs in vLLM's workers under verl: weights arrive already quantized, in checkpoint format, and go through QaRL's
-receiver, one decoder layer at a time (`qarl.rollout.publish.receive`).
+"""Receives published weights in vLLM's workers under verl. They arrive already quantized, in checkpoint format, and
+QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.publish.receive`).
 
-verl's own extension hands buckets to `load_weights` as they come; that fails for layers whose parameters were repacked
-at load (every quantized layer, and on CPU every linear). Chosen by
-`actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
+verl's own extension passes each bucket to `load_weights` as it arrives. That fails for layers whose parameters vLLM
+repacked at load: every quantized layer, and on CPU every linear. The key
+`actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls` chooses this class.
 
-After an error, be it in the preparation, all buckets are still taken from the trainer, which waits for each to be
-acknowledged, and the error is raised then: raised at once, it would leave the trainer waiting for its time limit.
+After an error the worker still receives all buckets before it raises. The trainer waits for an acknowledgement of each
+bucket, so an error raised at once would keep it waiting until its time limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.verl.plugin.transport import NamedTensor, decode
 
 
 class QaRLWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension with another `update_weights_from_ipc`. vLLM mixes it into its worker class."""
+    """verl's extension with QaRL's `update_weights_from_ipc`. vLLM adds it to the bases of its worker class."""
 
     model_runner: Any
     device: Any
@@ -61,7 +61,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 raise RuntimeError("QaRL publishes whole models: actor_rollout_ref.model.lora_rank must be 0")
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
-            if not self._qarl_receiver.stale:  # else a publish of nothing would leave the last version in use
+            if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use
                 self._qarl_receiver.mark_stale("the publish ended before its first record")
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
@@ -74,11 +74,11 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 buckets.receive_weights(on_bucket_received=take)
         except zmq.Again as error:
             raise UserError(
-                f"the trainer's weights stopped coming for {seconds:g} s",
+                f"the engine received no weights from the trainer for {seconds:g} s",
                 where=str(buckets.zmq_handle),
                 why="the process that sends them has died or is stuck, or it sends to another run's engine",
-                fix=f"start the same command again: it resumes from the last checkpoint; {TIMEOUT_VARIABLE} is the "
-                "limit in seconds, for a model whose tensors take longer",
+                fix="start the same command again: it resumes from the last checkpoint; if the model's tensors take "
+                f"longer, raise {TIMEOUT_VARIABLE}, the limit in seconds",
             ) from error
         if not failure and self._qarl_receiver.stale:
             failure.append(RuntimeError(self._qarl_receiver.stale_because))
@@ -87,8 +87,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Make a note of the traceback of `error` and let go of its frames. Views of the bucket in their variables would
-    keep the shared memory from being closed, and verl's receiver would fail before its last acknowledgement."""
+    """Keep the traceback of `error` as text in a note and drop its frames. Variables of the frames refer to the bucket,
+    so the shared memory could not be closed, and verl's receiver would fail before its last acknowledgement."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:
@@ -97,7 +97,7 @@ def _traceback_as_text(error: BaseException) -> None:
 
 
 def make_receiver(model_runner: Any) -> WeightReceiver:
-    """The receiver for the model of one worker. UserError if trainer and engine would quantize different layers."""
+    """Return the receiver for one worker's model. Raise UserError if trainer and engine quantize different layers."""
     vllm_config = model_runner.vllm_config
     hf_config = vllm_config.model_config.hf_config
     quantization: Any = getattr(hf_config, "quantization_config", None)

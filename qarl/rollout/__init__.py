@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine, and in `publish/` how it gets new weights."""
+"""vLLM as the rollout engine; `publish/` sends it new weights."""
 
 from __future__ import annotations
 

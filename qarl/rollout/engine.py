@@ -1,12 +1,12 @@
-"""vLLM inside the trainer's process: prompts in; responses, their log-probs and the weight version out.
+"""vLLM inside the trainer's process. It takes prompts and returns responses, their log-probs and the weight version.
 
-One process holds trainer and engine, so both use the same OpenMP pool (two pools on two cores are 30 times slower)
+Trainer and engine share one process. So both use the same OpenMP pool (two pools on two cores are 30 times slower),
 and a publish hands tensors over without copying them through a pipe. The engine starts with dummy weights and is
-`stale`: it generates only after a complete publish, and refuses again once a publish failed half way.
+`stale`: it generates only after a complete publish. If a later publish fails half way, it refuses again.
 
-Log-probs are vLLM's `processed_logprobs`, those of the distribution that was sampled from (temperature, top-p), as
-in verl. Every request has its own seed, so a response does not depend on what else was in the batch or on a
-resume.
+Log-probs are vLLM's `processed_logprobs`: they belong to the distribution that was sampled from, after temperature and
+top-p, as in verl. Every request has its own seed, so a response depends neither on the other requests in the batch nor
+on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from qarl.vllm_versions.refusals import is_refusal
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: prompt + response, tokens. `kv_cache_gib`: on CPU.
-    `direct_writes`: publish into vLLM's storage if we can, not through its layerwise reload. `trust_remote_code`:
-    run code that the model's folder brings along. `return_routed_experts`: which experts of a mixture had a token."""
+    """`model`: folder with config and tokenizer. `max_model_len`: tokens of prompt and response together.
+    `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
+    vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
+    folder. `return_routed_experts`: also return the experts that each token was routed to."""
 
     model: str
     scheme: Scheme
@@ -59,8 +60,8 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """`temperature` 0 is greedy. `max_tokens`: response length limit. `top_k` -1 or 0: all. `top_tokens`: return the
-    likeliest tokens too."""
+    """`temperature`: 0 is greedy. `max_tokens`: limit on the response's length. `top_k`: -1 or 0 is no limit.
+    `top_tokens`: also return the likeliest token at each position."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -72,10 +73,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One entry a response, in the order of the prompts given. `preemptions`: how often a response lost its KV cache to
-    others and was computed again. `routed_experts`: the experts of each token of prompt and response but the last one,
-    in the router's order, [tokens - 1, layers, k] uint8, or int16 where a layer has more than 256; a dense layer has
-    zeros."""
+    """Each list has one entry per response, in the order of the prompts. `preemptions`: how often vLLM gave a KV cache
+    to other requests and computed it again later. `routed_experts`: the experts of every token of prompt and
+    response except the last, in the router's order: [tokens - 1, layers, k] uint8, or int16 if a layer has more than
+    256 experts. A dense layer has zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -88,7 +89,7 @@ class RolloutBatch:
 
 
 class EngineFailed(ReloadFailed):
-    """vLLM itself failed or is gone: only `rebuild` helps."""
+    """vLLM failed or could not be started. Only `rebuild` helps."""
 
 
 class RolloutEngine:
@@ -141,17 +142,17 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start another with dummy weights: the only way on after `ReloadFailed`.
+        """Close vLLM and start a new one with dummy weights. Nothing else helps after `ReloadFailed`.
 
         Raises:
-            EngineFailed: it does not start either.
+            EngineFailed: the new engine does not start.
         """
         self.close()
         try:
             self._start()
         except Exception as error:
             reason = f"vLLM failed to start: {type(error).__name__}: {error}"
-            raise EngineFailed("the rollout engine is lost, and no other could be started", why=reason) from error
+            raise EngineFailed("the rollout engine is lost, and a new one could not be started", why=reason) from error
 
     @property
     def hf_config(self) -> Any:
@@ -175,12 +176,12 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
     ) -> RolloutBatch:
-        """One response a prompt; to sample n responses, repeat the prompt n times with n seeds.
+        """Return one response per prompt. To sample n responses, repeat the prompt n times with n seeds.
 
         Raises:
-            UserError: the engine holds no complete set of published weights, or vLLM would sample in another way.
-            EngineFailed: vLLM raised; no publish helps any more, `rebuild` does.
-            FloatingPointError: a log-prob is not finite (the weights or the KV cache are spoilt).
+            UserError: the engine has no complete set of published weights, or vLLM would not sample as asked.
+            EngineFailed: vLLM raised. A publish does not help now, only `rebuild` does.
+            FloatingPointError: a log-prob is not finite, because the weights or the KV cache are corrupt.
         """
         version = self.weight_version
         if version is None:
@@ -214,19 +215,21 @@ class RolloutEngine:
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
-        """Replace the engine's weights by `tensors` (checkpoint names, in layer order); all or nothing.
+        """Replace all of the engine's weights by `tensors` (checkpoint names, in layer order).
+
+        After any exception the engine is stale. Exceptions of the iterable `tensors` pass through.
 
         Raises:
-            UserError: the tensors do not fit; TransferFailed: they were damaged on the way. A later publish works.
-            ReloadFailed, EngineFailed: vLLM failed, now or before: `rebuild` first.
-            Whatever `tensors` raises. After each of these the engine is stale.
+            UserError: the tensors do not fit the engine's model. A later publish can succeed.
+            TransferFailed: the tensors were damaged on the way. A later publish can succeed.
+            ReloadFailed, EngineFailed: vLLM failed in this publish or earlier. Call `rebuild` first.
         """
         if self.receiver is None:
-            raise UserError("the rollout engine is gone", why="it was closed", fix="start another, or call rebuild()")
+            raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
         return publish_weights(self, self.receiver, tensors, version=version)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Make `call` into vLLM. Any exception means that the engine is lost, unless vLLM only refused the request."""
+        """Run `call`, which calls vLLM. If it raises, the engine is lost, unless vLLM only refused the request."""
         try:
             return call()
         except Exception as error:
@@ -239,14 +242,14 @@ class RolloutEngine:
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Carry a publish to the engine. The stream is passed through: the engine is in this process."""
+        """Carry a publish to the engine. Return the stream as it is, because the engine is in this process."""
         return stream
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._run(self.llm.reset_prefix_cache))
 
     def mark_stale(self, reason: str, *, nan: bool = False) -> None:
-        """From here on `generate` refuses, with `reason`, until a complete publish. `nan`: it answered NaN."""
+        """Make `generate` refuse, with `reason`, until a complete publish. `nan`: the engine answered NaN."""
         if self.receiver:
             self.receiver.mark_stale(reason)
             self.receiver.kv_cache_spoilt |= nan
@@ -254,7 +257,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups. Other engines in this process stop working.
 
-        The end of the program closes it too.
+        An engine that is still open when the program ends is closed then.
         """
         self.receiver = None
         if hasattr(self, "llm"):
@@ -276,29 +279,29 @@ _OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 @cache
 def _tidy_up_at_exit() -> None:
-    """Register `_close_all`, once, and after vLLM has registered its own: the last one registered is called first."""
+    """Register `_close_all` once, after vLLM's own functions, because Python calls the last one registered first."""
     atexit.register(_close_all)
 
 
 def _close_all() -> None:
     """Close the engines that the program left open.
 
-    vLLM hides its objects from the garbage collector until its engine is shut down. Those in cycles, of an engine that
-    was dropped too, would outlive the interpreter, and nanobind would list each of them as leaked.
+    vLLM hides its objects from the garbage collector until its engine is shut down. Without this function, objects in
+    reference cycles would outlive the interpreter, and nanobind would report each of them as leaked.
     """
     for engine in list(_OPEN):
-        with suppress(Exception):  # it may be broken, and nobody can mend it any more
+        with suppress(Exception):  # the engine may be broken, and it is too late to repair it
             engine.close()
     gc.unfreeze()
     gc.collect()
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
-    """vLLM's `SamplingParams`, which is asked for its own limits.
+    """Return vLLM's `SamplingParams`, and check that vLLM accepts and keeps each value.
 
     Raises:
-        UserError: vLLM refuses a value, or takes another one in its place (a temperature between 0 and 0.01, say, with
-            no more than a warning): the trainer's log-probs would be those of another distribution.
+        UserError: vLLM refuses a value, or replaces it (it raises a temperature between 0 and 0.01 with only a
+            warning). Then the trainer would compute log-probs of a different distribution.
     """
     configure_vllm_process()
     from vllm import SamplingParams
@@ -321,20 +324,20 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         why = " ".join(str(error).split())
         raise UserError("vLLM refuses to sample like this", where=where, why=why, fix="change that key") from error
     if sampling.temperature == 0:
-        return params  # greedy: vLLM drops top_p and top_k, which change nothing there
+        return params  # greedy: vLLM resets top_p and top_k, which have no effect then
     changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
     if changed:
         raise UserError(
-            "vLLM would sample in another way",
+            "vLLM would sample with different values",
             where=where,
-            why="it takes " + ", ".join(f"{name}={found}" for name, found in changed.items()) + " instead",
+            why="it would use " + ", ".join(f"{name}={found}" for name, found in changed.items()),
             fix="set " + ", ".join(f"rollout.{name}={found}" for name, found in changed.items()),
         )
     return params
 
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
-    """Runs in vLLM's worker, which is in this process."""
+    """Make the receiver. vLLM calls this in its worker, which is in this process."""
     runner = worker.model_runner
     return WeightReceiver(
         worker.get_model(),
@@ -346,19 +349,19 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
 
 
 def _check_plugin(config: EngineConfig) -> None:
-    """UserError for a mixture of experts that vLLM would serve without QaRL's plugin."""
+    """Raise UserError if the model is a mixture of experts and vLLM would serve it without QaRL's plugin."""
     from transformers import AutoConfig
 
     check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
 
 
 def check_served(scheme_name: str) -> None:
-    """UserError for a scheme that vLLM would take and then not compute."""
+    """Raise UserError for a scheme that vLLM accepts but computes with different arithmetic."""
     if scheme_name == "w4a8":
         raise UserError(
             "w4a8 rollouts are refused",
             where="quant.scheme",
-            why="vLLM takes such a checkpoint and runs other arithmetic: W4A16 on CPU, FP8 activations on GPU",
+            why="vLLM loads such a checkpoint but computes W4A16 on CPU, and FP8 activations on GPU",
             fix="use w4a16 or w8a8",
         )
 
@@ -386,7 +389,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # preemptions are counted there
+        "disable_log_stats": False,  # the count of preemptions is one of these statistics
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
@@ -398,9 +401,9 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A prompt prefilled in chunks gets other bits than one prefilled whole, and in vLLM 0.29 on CPU a request with
-        # its own seed crashes when its prefill is chunked ("CPU Generator does not use offset").
-        # Requests that share a cached prefix prefill only the rest, which is another tiling too.
+        # A chunked prefill does not give the same bits as a whole one, and in vLLM 0.29 on CPU a request with a seed
+        # crashes if its prefill is chunked ("CPU Generator does not use offset").
+        # A request with a cached prefix prefills only the rest, so its matrix products are tiled differently, too.
         arguments["enable_chunked_prefill"] = False
         arguments["enable_prefix_caching"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)

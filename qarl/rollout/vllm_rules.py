@@ -1,4 +1,4 @@
-"""vLLM's own decisions for a model, asked through its functions without starting an engine."""
+"""Ask vLLM's own functions what it would do with a model, without starting an engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from qarl.quant.scheme import Scheme
 
 
 def unavailable() -> str | None:
-    """Why vLLM cannot be asked, or None."""
+    """Return the reason why vLLM cannot be asked, or None if it can."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def serving_module(architecture: str) -> str | None:
-    """The module of vLLM's class for an architecture, `vllm.model_executor.models.llama` say; None if it has none.
+    """Return the module of vLLM's class for an architecture, e.g. `vllm.model_executor.models.llama`, or None.
 
-    Classes of its transformers backend are in `vllm.model_executor.models.transformers`.
+    The classes of vLLM's transformers backend are in `vllm.model_executor.models.transformers`.
     """
     configure_vllm_process()
     from vllm.model_executor.models.registry import ModelRegistry
@@ -27,11 +27,11 @@ def serving_module(architecture: str) -> str | None:
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether vLLM keeps its layer `name` in high precision under this ignore list.
+    """Return whether vLLM leaves its layer `name` unquantized under this ignore list.
 
-    `fused`: names of the layers that vLLM loads from several, with their parts.
+    `fused`: the name of each layer that vLLM builds from several layers of the checkpoint, with the names of its parts.
     Raises:
-        ValueError: the list covers a part of a fused layer only.
+        ValueError: the list covers only a part of a fused layer.
     """
     configure_vllm_process()
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
@@ -41,11 +41,12 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
 
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
-    """Name of the class that vLLM runs on this machine for a weight of `shape` [N, K], one GPU's part of `full_shape`.
+    """Return the name of the kernel class that vLLM uses on this machine for a weight.
 
+    `shape`: [N, K] of one GPU's part of the weight. `full_shape`: [N, K] of the whole weight.
     Raises:
-        ValueError: no kernel of vLLM takes it; says for each why not.
-        Exception: whatever another vLLM than the supported ones raises where these functions are elsewhere.
+        ValueError: no kernel of vLLM takes the weight; the message gives the reason for each kernel.
+        Exception: in an unsupported version of vLLM these functions may be missing or changed.
     """
     configure_vllm_process()
     import torch

@@ -1,1 +1,1 @@
-"""The training loop of the local backend, and what it needs."""
+"""The training loop of the local backend and its parts."""

@@ -1,9 +1,10 @@
 """GRPO's group-relative advantages (arXiv 2402.03300) for the local backend.
 
-The same numbers as verl's `compute_grpo_outcome_advantage`, to the bit, which a test holds; written out here because
-importing verl's takes seconds and starts with ray, and the local backend needs neither. One departure: a group whose
-rewards are all equal has advantages of exactly 0. There verl divides the rounding error of the mean by epsilon: eight
-rewards of 0.7 give every response an advantage of 0.056, and the whole group is trained up on noise.
+The results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks. The function is
+written here because importing verl's takes seconds and loads ray, which the local backend does not need. There is one
+departure: if all rewards of a group are equal, its advantages are exactly 0. In that case verl divides the rounding
+error of the mean by epsilon. For example, eight rewards of 0.7 give every response an advantage of 0.056, so the whole
+group is reinforced by noise.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ def grpo_advantages(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> torch.Tensor:
-    """One advantage a response: its reward less the mean of its group, over the group's standard deviation.
+    """Return one advantage per response: (reward - mean of the group) / standard deviation of the group.
 
     Args:
-        rewards: [batch], one number a response.
-        group_ids: [batch], equal for responses to the same prompt; groups may lie in any order.
-        norm_adv_by_std_in_grpo: False leaves the division out (Dr. GRPO, arXiv 2503.20783).
-        epsilon: added to the standard deviation (which is the unbiased one, over n - 1), in units of reward.
+        rewards: [batch], one number per response.
+        group_ids: [batch], equal for responses to the same prompt. Responses may be in any order.
+        norm_adv_by_std_in_grpo: False omits the division (Dr. GRPO, arXiv 2503.20783).
+        epsilon: added to the standard deviation (the unbiased one, over n - 1), in units of reward.
 
-    Returns [batch] FP32 on the device of `rewards`. A group of one has no baseline: its advantage is the reward itself,
-    as in verl. Raises ValueError if shapes differ, UserError if a reward is NaN or Inf.
+    Returns [batch] FP32 on the device of `rewards`. A group of one response has no baseline, so its advantage is the
+    reward itself (divided by 1 + epsilon), as in verl. Raises ValueError if shapes differ, UserError if a reward is NaN
+    or Inf.
     """
     ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else list(group_ids)
     if rewards.dim() != 1 or len(ids) != rewards.shape[0]:
@@ -42,7 +44,7 @@ def grpo_advantages(
         raise UserError(
             f"the reward of response {index} is {rewards[index].item()}",
             where="reward.function",
-            why="one NaN or Inf spoils the mean, and with it the advantages, of its whole group",
+            why="one NaN or Inf makes the mean and all advantages of its group useless",
             fix="return a finite number for every response, for instance 0.0 if it cannot be scored",
         )
 

@@ -1,12 +1,12 @@
 """Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run resumes from it.
 
-A resumed run takes the same steps, bit for bit, as one that was never interrupted: the prompts are drawn by seed and
-position, every request is sampled with its own seed, and weights, masters, moments and generators come back as
-they were. The first step after a resume is compared with the step before: weights and published tensors by digest,
-the mismatch by k3 (a policy that was restored or published wrongly shows there, as a jump).
+A resumed run takes the same steps, bit for bit, as an uninterrupted one. The prompts depend only on seed and position,
+every request has its own seed, and weights, masters, moments and generators are restored exactly. The first step after
+a resume is compared with the step before it: weights and published tensors by digest, and the mismatch by k3. k3 jumps
+if the policy was restored or published wrongly.
 
-A checkpoint that the disk does not take costs a message and `checkpoint/failed` = 1, not the run: the next one is tried
-as scheduled, and the earlier ones stay.
+If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. The
+next checkpoint is tried as scheduled, and the earlier ones stay.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run and, if it resumes from one, puts the trainer back to it."""
+    """Write the checkpoints of a run. If the run resumes, first restore the trainer from a checkpoint."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
-        """With a checkpoint: restore `trainer` to it; publish afterwards, then call `resumed`."""
+        """Restore `trainer` from `checkpoint`, if there is one. Then publish, and call `resumed`."""
         self.trainer, self.checkpoint = trainer, checkpoint
         self.folder = checkpoints_dir(trainer.config.run_dir)
         self._resume_metrics: dict[str, float] = {}
@@ -62,8 +62,9 @@ class Checkpoints:
             restore(trainer, checkpoint)
 
     def resumed(self, tracker: Tracker) -> None:
-        """After the publish of a resumed run: what was published is compared, the generators are restored, and the run
-        takes its folder over."""
+        """Compare the published tensors with the checkpoint, restore the generators, and take over the run folder.
+
+        Call it after the first publish of a resumed run."""
         checkpoint, trainer = self.checkpoint, self.trainer
         if checkpoint is None:
             return
@@ -77,14 +78,14 @@ class Checkpoints:
         for text in _version_changes(checkpoint.state["versions"], _versions(trainer)):
             tracker.message(f"changed since the checkpoint, bits may differ: {text}")
         if differ:
-            tracker.message(f"warning: {len(differ)} published tensors are not the checkpoint's: {differ[:4]}")
+            tracker.message(f"warning: {len(differ)} published tensors differ from the checkpoint's: {differ[:4]}")
         if not any(entry["step"] == trainer.step for entry in _logged(trainer)):
             tracker.log(checkpoint.metrics, step=trainer.step)
         with checkpoint.using(RNG_FILE):
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """`resume/*` at the first step after a resume, and `checkpoint/*` if one is due."""
+        """Write a checkpoint if one is due. Return `checkpoint/*`, and `resume/*` at the first step after a resume."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):
@@ -92,7 +93,7 @@ class Checkpoints:
         return extra
 
     def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Write the checkpoint of the present step. A disk that refuses is reported and costs nothing else."""
+        """Write the checkpoint of the current step. If the disk refuses it, report that and continue."""
         start = time.perf_counter()
         trainer = self.trainer
         try:
@@ -115,7 +116,7 @@ class Checkpoints:
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """The first step after a resume beside the step before it; nothing at every other step."""
+        """Compare the first step after a resume with the step before it. Return {} at every other step."""
         found, self._resume_metrics = self._resume_metrics, {}
         if not found or self.checkpoint is None:
             return {}
@@ -124,14 +125,14 @@ class Checkpoints:
         tracker.message(f"first step after the resume: {_K3} {now:.2e}, {before:.2e} in the step before")
         if now > max(10 * before, 1e-4):
             tracker.message(
-                "warning: trainer and engine differ over ten times as much as before; "
-                "if the next steps do too, the weights were not restored or published as they were"
+                "warning: trainer and engine differ more than ten times as much as before; "
+                "if the next steps do too, the weights were restored or published wrongly"
             )
         return found
 
 
 def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """The part of state.json that describes the run at this step."""
+    """Return the part of state.json that describes the run at this step."""
     policy = trainer.policy
     return {
         "step": trainer.step,
@@ -147,27 +148,27 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
 
 
 def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
-    """Put a new trainer back to `checkpoint`: policy, optimizer, data position and step; not the generators.
+    """Restore policy, optimizer, data position and step of a new trainer from `checkpoint`, but not the generators.
 
     Raises:
-        UserError: the checkpoint is of another model, optimizer or data.
+        UserError: the checkpoint was written with a different model, optimizer or data, or it is damaged.
     """
     state = checkpoint.state
     if state["train_prompts"] != prompts_digest(trainer.parts.train_prompts):
         raise UserError(
-            "the training prompts are not those of the checkpoint",
+            "the training prompts differ from those of the checkpoint",
             where="data.train_files",
-            why="the files, the tokenizer or the chat template changed since",
-            fix="restore them, or start fresh with another name=...",
+            why="the files, the tokenizer or the chat template have changed since it was written",
+            fix="restore them, or start fresh with a new name=...",
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):
         saved = checkpoint.optimizer()
         trainer.optimizer.load_state_dict(saved)
         if differing := saved["masters"].keys() ^ trainer.optimizer.state_dict()["masters"].keys():
-            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} has not the masters of all weights: {min(differing)}")
+            raise damaged(checkpoint.folder, f"{OPTIMIZER_FILE} lacks the masters of some weights: {min(differing)}")
     if tensors_digest(forward_weights(trainer.policy)) != state["weights"]:
-        raise damaged(checkpoint.folder, "the weights that were restored are not those that were saved")
+        raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
     with checkpoint.using(f"{STATE_FILE}, sampler,"):
         trainer.parts.sampler.load_state_dict(state["sampler"])
     trainer.step = checkpoint.step
@@ -188,27 +189,27 @@ def _load_weights(policy: Policy, checkpoint: Checkpoint) -> None:
 
 def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
     return UserError(
-        "the checkpoint is of another model",
+        "the checkpoint belongs to a different model",
         where=f"{checkpoint.folder}: {name}",
-        why="only one side has this tensor, or in another shape",
-        fix="give the model.path that the run began with",
+        why="only one side has this tensor, or its shape differs",
+        fix="set model.path to the model that the run started with",
     )
 
 
 def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
-    """The BF16 tensors the forward sees, live, by checkpoint name; a tied lm_head is left out."""
+    """Return the forward's BF16 tensors (not copies) with their checkpoint names. A tied lm_head is left out."""
     tied = tied_names(policy.model)
     return list(unstacked((name, tensor) for name, tensor in policy.model.state_dict().items() if name not in tied))
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Names of the policy's wire tensors whose digest is not the one in `published`, or that only one side has."""
+    """Return the names of wire tensors whose digest differs between policy and `published`, or that only one has."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over tokens and ground truths, in order."""
+    """Return the SHA-256 of tokens and ground truths, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(f"{prompt.prompt_token_ids}{prompt.ground_truth!r};".encode())
@@ -216,7 +217,7 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators, in types that `torch.load(weights_only=True)` reads."""
+    """Return the states of the global random generators, in types that `torch.load(weights_only=True)` reads."""
     numpy_state: Any = np.random.get_state()
     kind, keys, *rest = numpy_state
     return {

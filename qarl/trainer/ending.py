@@ -1,8 +1,8 @@
-"""The end of a local run: its files are written whatever failed before or fails now.
+"""The end of a local run. Its files are written even if something failed earlier or fails here.
 
-Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the
-end; later ones are printed. A run that has its steps and its export is finished, even if a plot is missing: a
-resume does not train again, and the exit code still says that something failed.
+Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end,
+later ones are printed. A run with all its steps and its export is finished, even if a plot is missing. Then a resume
+does not train again, but the exit code still reports the failure.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qarl.metrics.tracker import write_summary
 
 
 class Ending:
-    """`failure`: the first error, or None."""
+    """Collect the errors at the end of a run. `failure`: the first error, or None."""
 
     def __init__(self, failure: BaseException | None) -> None:
         self.failure = failure
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The first error inside is kept; later ones are printed."""
+        """Catch an error of the code inside. Keep it if it is the run's first error, otherwise print it."""
         try:
             yield
         except Exception as error:
@@ -38,7 +38,7 @@ class Ending:
                 say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
 
     def in_words(self) -> str | None:
-        """The first error on a line, for the summary."""
+        """Return the first error in one line for the summary, or None."""
         failure = self.failure
         if isinstance(failure, StorageError):
             return f"{failure.what}: {failure.why}"
@@ -56,12 +56,13 @@ def finish_run(
     save: Callable[[Path], Path] | None,
     plots: bool,
 ) -> dict[str, Any]:
-    """Write what is left to write of a run after `step` of `total` steps; returns the summary.
+    """Write summary, export and plots of a run after `step` of `total` steps. Return the summary.
 
-    `failure`: what ended the steps. `problem`: a view that was lost on the way. `save`: writes the export to a folder.
+    `failure`: the error that ended the training. `problem`: the error of a logger that was lost during the run. `save`:
+    writes the export to a folder.
 
     Raises:
-        BaseException: the first of `failure`, what failed here, and `problem`.
+        BaseException: the first error among `failure`, those raised here, and `problem`.
     """
     ending = Ending(failure)
 
@@ -87,7 +88,7 @@ def finish_run(
             raise problem
     summary["failed"] = ending.in_words()
     if ending.failure is not None:
-        with suppress(StorageError):  # it may be a later error than the file knows of
+        with suppress(StorageError):  # the file on disk does not have an error that came after it was written
             write_summary(run_dir, summary)
         raise ending.failure
     return summary
@@ -106,7 +107,7 @@ def _plot(run_dir: Path) -> None:
 
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
-    """The error of a run whose model the disk did not take: it says what there still is of the training."""
+    """Return the error for an export that the disk refused. It says what is left of the training."""
     from qarl.checkpoint.folder import list_checkpoints
 
     saved = list_checkpoints(checkpoints_dir(run_dir))
@@ -115,7 +116,7 @@ def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
         there = f"the newest checkpoint is {saved[0][1]}"
     else:
         there = "there is no checkpoint (trainer.save_freq), so the trained weights are lost"
-        again = "train again, with trainer.save_freq=N for checkpoints on the way"
+        again = "train again, with trainer.save_freq=N to write checkpoints during training"
     return StorageError(
         f"the model after step {step} could not be exported",
         where=str(run_dir / EXPORT),

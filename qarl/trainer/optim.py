@@ -1,19 +1,19 @@
 """The optimizer step of low-precision parameters: FP32 arithmetic, FP32 gradient sums, a defined rounding back to BF16.
 
-A BF16 number has 8 significant bits: an update below 1/512 of a weight is lost when it is added in BF16 and rounded to
-nearest, and at learning rates near 1e-6 that is nearly every update. Two ways around it, `optim.master_dtype`:
+A BF16 number has 8 significant bits. So an update below 1/512 of a weight is lost if it is added in BF16 and rounded to
+nearest. At learning rates near 1e-6 that is nearly every update. `optim.master_dtype` chooses one of two solutions:
 
-- `fp32`: the optimizer owns an FP32 copy of each parameter; after a step the parameter is that copy rounded to nearest.
-- `bf16`: no copy outlives the step; the update is computed in FP32 and rounded back stochastically, so that it is right
-  on average. It saves 4 bytes a parameter while activations live, not at the peak of the step itself.
+- `fp32`: the optimizer owns an FP32 copy of each parameter. After a step the parameter is that copy rounded to nearest.
+- `bf16`: no copy is kept between steps. The update is computed in FP32 and rounded back stochastically, so that it is
+  right on average. This saves 4 bytes per parameter in forward and backward, but not at the peak of the step itself.
 
-Either way gradients of all micro-batches are summed in FP32: in BF16 the sum itself would round them away.
+In both cases the gradients of all micro-batches are summed in FP32, because a BF16 sum would lose small ones.
 
-AdamW is `torch.optim.AdamW`, fused: one pass over each parameter, without temporaries; Muon is
-`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package (the package's other classes need a process group). As in
-verl, weight decay reaches every parameter, norms and biases too, and the schedule counts training steps, not optimizer
-steps, from zero: with a warmup the first step has learning rate 0. Unlike verl's cosine, ours stays at the minimum
-after `total_training_steps` instead of rising again.
+AdamW is `torch.optim.AdamW`, fused: one pass over each parameter, without temporaries. Muon is
+`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, whose other classes need a process group. As in verl,
+weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts training
+steps, not optimizer steps, and starts at zero, so with a warmup the first step has learning rate 0. Unlike verl's
+cosine schedule, which rises again, ours stays at the minimum after `total_training_steps`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 
 def stochastic_round(source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round FP32 to BF16, up or down with the probability that makes the mean exact.
+    """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
 
-    A value a quarter of the way from one BF16 neighbour to the next goes to the farther one with probability 1/4.
-    Representable values, NaN and Inf come back as they are. Beyond the largest BF16 number the upper neighbour is Inf,
-    as in round to nearest.
+    For example, a value a quarter of the way from one BF16 neighbour to the next is rounded to the farther one with
+    probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16 number the upper
+    neighbour is Inf, as in round to nearest.
 
     `source`: FP32, any shape, on the generator's device. Returns BF16 of the same shape.
     """
-    # BF16 is the upper half of FP32, so the gap is 2**16 steps of the bit pattern, in either sign: add noise, truncate.
+    # BF16 is the upper half of FP32, so neighbours are 2**16 bit patterns apart, for both signs. Add noise, truncate.
     noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
     rounded = (source.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(source.isfinite(), rounded, source).to(torch.bfloat16)
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
-    """The factor on the learning rate in `training_step` (from 0): linear warmup, then constant or cosine."""
+    """Return the learning rate's factor in `training_step` (from 0): linear warmup, then constant or cosine."""
     warmup = optim_config.lr_warmup_steps
     if training_step < warmup:
         return training_step / warmup
@@ -58,9 +58,9 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
 
 
 def use_muon(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon updates this parameter: the matrices inside the decoder blocks, not embeddings, lm_head or vectors.
+    """Return whether Muon updates this parameter. It updates matrices, except embeddings and lm_head.
 
-    Stacked expert weights [experts, out, in] count as matrices: Muon orthogonalizes the last two dimensions.
+    Stacked expert weights [experts, out, in] count as matrices, because Muon orthogonalizes the last two dimensions.
     """
     if "embed" in name or "lm_head" in name:
         return False
@@ -82,9 +82,9 @@ class MasterOptimizer:
         seed: int,
         total_training_steps: int,
     ) -> None:
-        """Take the trainable parameters, all on one device; `master_dtype=bf16` needs them in BF16.
+        """Take the trainable parameters, which must be on one device, and in BF16 if `master_dtype=bf16`.
 
-        `seed` drives stochastic rounding; `total_training_steps` is the length of the cosine schedule.
+        `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule.
         """
         self.config = optim_config
         self.total_training_steps = total_training_steps
@@ -110,7 +110,7 @@ class MasterOptimizer:
             if not self._keep_masters and parameter.dtype != torch.bfloat16:
                 raise UserError(
                     f"optim.master_dtype=bf16 needs BF16 parameters, but {name} is {parameter.dtype}",
-                    why="stochastic rounding here goes from FP32 to BF16",
+                    why="stochastic rounding is implemented only from FP32 to BF16",
                     fix="load the model in bfloat16, or set optim.master_dtype=fp32",
                 )
 
@@ -135,12 +135,12 @@ class MasterOptimizer:
 
     @property
     def lr(self) -> float:
-        """The present learning rate of AdamW (with `optim.name=muon`: of the parameters that Muon does not take)."""
+        """The current learning rate of AdamW. With `optim.name=muon`: for the parameters that Muon does not update."""
         return self.config.lr * self._scale
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's present learning rate, as a spectral norm per update; None if Muon is not used."""
+        """Muon's current learning rate, as a spectral norm per update; None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property
@@ -170,9 +170,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the gradient sums to a global L2 norm of at most `max_norm`; return the norm before that.
+        """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
 
-        A norm that is not finite is returned and nothing is scaled: call `zero_grad()` then, not `step()`.
+        If the norm is not finite, nothing is scaled. Then call `zero_grad()`, not `step()`.
         """
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -183,9 +183,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from the accumulated gradients, which it uses up.
+        """Update the parameters with the accumulated gradients, then drop the gradients.
 
-        AdamW leaves a parameter without a gradient alone; Muon takes its gradient as zero (weight decay still acts).
+        AdamW skips a parameter without a gradient. Muon treats its gradient as zero, so weight decay still applies.
         Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
@@ -206,7 +206,7 @@ class MasterOptimizer:
     def _write_back(self, name: str) -> None:
         parameter, working = self._parameters[name], self._working[name].detach()
         rounded = working.to(parameter.dtype) if self._keep_masters else stochastic_round(working, self._generator)
-        # Adding a zero update turns -0.0 into +0.0; equal numbers keep their bytes, so digests change only with values.
+        # A zero update would turn -0.0 into +0.0. Equal numbers keep their bytes, so digests change only with values.
         parameter.copy_(torch.where(rounded == parameter, parameter, rounded))
 
     def _drop_working(self) -> None:
@@ -215,15 +215,15 @@ class MasterOptimizer:
             working.data = working.new_empty(0)
 
     def zero_grad(self) -> None:
-        """Drop all gradients: the FP32 sums and whatever is in `.grad`."""
+        """Drop all gradients: the FP32 sums and every `.grad`."""
         self.gradients.clear()
         for parameter in (*self._parameters.values(), *self._working.values()):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the parameters that a bitwise continuation needs; `torch.load(weights_only=True)` reads it.
+        """Return all state but the parameters that a bitwise resume needs. `torch.load(weights_only=True)` reads it.
 
-        Tensors are the live ones, not copies. Raises RuntimeError in the middle of an accumulation.
+        The tensors are not copied. Raises RuntimeError between `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
@@ -239,7 +239,11 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`. FP32 masters also set the parameters; learning rates follow the config."""
+        """Restore a `state_dict()`. FP32 masters also set the parameters. Learning rates come from this run's config.
+
+        Raises:
+            UserError: the state was saved with a different optimizer, master_dtype or set of parameters.
+        """
         for key, ours in (
             ("name", self.config.name),
             ("master_dtype", self.config.master_dtype),
@@ -247,10 +251,10 @@ class MasterOptimizer:
         ):
             if state[key] != ours:
                 raise UserError(
-                    f"the checkpoint's optimizer state is for another {key}",
+                    f"the checkpoint's optimizer state was saved with a different {key}",
                     where=f"optimizer state, {key}",
                     why=f"saved {_abridged(state[key], ours)}, this run has {_abridged(ours, state[key])}",
-                    fix="resume with the model and the optim section that the checkpoint was made with",
+                    fix="resume with the model and the optim section of the run that wrote the checkpoint",
                 )
         self.zero_grad()
         self._inner.load_state_dict(state["inner"])
@@ -263,7 +267,7 @@ class MasterOptimizer:
 
 
 def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """A setting as it is; of a list of names the first few that the other list does not have."""
+    """Return a setting unchanged. For a list of names, return its length and up to three names that `other` lacks."""
     if isinstance(value, str):
         return value
     only_here = [name for name in value if name not in set(other)]

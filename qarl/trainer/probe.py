@@ -1,4 +1,4 @@
-"""A few responses before training: do trainer and engine give them the same log-probs?"""
+"""Before training, compare the log-probs that trainer and engine give to a few responses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from qarl.trainer.local import LocalTrainer, request_seed
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
-"""Prompts of the probe, one response each, and its length: at `off` a single token may be off by several nats, so a
-mean over few of them would say nothing."""
+"""The probe's number of responses, one per prompt, and their length in tokens. With `quant.align=off` a single token
+can differ by several nats, so a mean over fewer tokens would be meaningless."""
 PROBE_STEP = -1
-"""In the place of a training step in the seed of its requests."""
+"""Stands for the training step in the seeds of the probe's requests."""
 
 
 def probe(trainer: LocalTrainer) -> str:
-    """Sample a few training prompts and compare the log-probs of both sides, before training.
+    """Sample responses to a few training prompts, and compare the log-probs of both sides. Return a one-line result.
 
-    The global generators are left as they were. The text says what was found.
+    The state of the global random generators is restored.
 
     Raises:
         MismatchError: the mean |δ| is over its limit.

@@ -1,13 +1,13 @@
-"""Where a run starts: fresh, or from a checkpoint. Decided by run folder and config, before anything is loaded.
+"""Decide where a run starts: fresh, or from a checkpoint. Run folder and config decide, before anything is loaded.
 
     trainer.resume_mode=auto         an interrupted run of this name resumes; a finished one is moved aside
-                        disable      whatever has this name is moved aside
+                        disable      any earlier run of this name is moved aside
                         resume_path  resume from trainer.resume_from_path, in its own run folder or in a new one; if an
-                                     interrupted run already did that, from its newest checkpoint
+                                     interrupted run already started from there, resume from its newest checkpoint
 
-A run is finished when its summary says so: reached `total_training_steps`, everything written. One process at a time
-works in a run folder (a lock that the operating system drops with the process). verl has the same three modes; it
-resumes with any config and from any folder of the right name, whole or not.
+A run is finished if its summary says so: it reached `total_training_steps`, and everything was written. Only one
+process at a time works in a run folder; the operating system releases the lock when the process ends. verl has the same
+three modes, but it resumes with any config, and from any folder with the right name, even an incomplete one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qarl.config import Config
 from qarl.config.errors import show
 from qarl.errors import UserError
 
-# What a resume may change without a word about the bits: length and output of the run.
+# Keys that a resume may change without a note, because they only set the length and the output of the run.
 _FREE = frozenset(
     f"trainer.{key}"
     for key in (
@@ -37,11 +37,11 @@ _FREE = frozenset(
     )
 ) | {
     *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"),
-    # What errors of a running training tell to change.
+    # Keys that error messages of a run tell the user to change.
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
 _LENGTH = "trainer.total_training_steps"
-# What bounds memory or picks threads: the same training, with other rounding.
+# Keys that limit memory or set threads: the training is the same, but the rounding differs.
 _ROUNDING = frozenset(
     {
         "trainer.num_threads",
@@ -59,27 +59,27 @@ _ROUNDING = frozenset(
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts. `damaged`: checkpoints passed over, and why; `notes`: messages for the user."""
+    """How a run starts. `damaged`: the skipped checkpoints and their errors. `notes`: messages for the user."""
 
     checkpoint: Checkpoint | None = None
     damaged: tuple[tuple[Path, CheckpointError], ...] = ()
     notes: tuple[str, ...] = ()
 
     def stays_in(self, run_dir: Path) -> bool:
-        """Whether the run resumes in `run_dir`; else what is there is moved aside."""
+        """Return whether the run resumes in `run_dir`. If not, an earlier run there is moved aside."""
         return self.checkpoint is not None and _within(self.checkpoint.folder, run_dir)
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[Checkpoint | None]:
-    """Lock the run folder, and yield the checkpoint to resume from; None for a run that starts fresh.
+    """Lock the run folder, and yield the checkpoint to resume from, or None if the run starts fresh.
 
-    Earlier runs are moved aside if this one starts fresh, and what a killed process left half-written is removed.
-    After the resume call `make_newest`.
+    If the run starts fresh, earlier runs are moved aside. Files that a killed process left incomplete are removed. Call
+    `make_newest` after the resume.
 
     Raises:
-        UserError: another process has the run; a good checkpoint was asked for and there is none; the config changes
-            what is trained.
+        UserError: another process uses the run folder, the checkpoint to resume from is missing or damaged, or the
+            config changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir) as locked:
@@ -88,7 +88,7 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
         start = find_start(config)
         for folder, problem in start.damaged:
             name = set_aside(folder, "damaged").name
-            _note(f"{problem.what} ({problem.why}); it is now {name}, an earlier one is used")
+            _note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
         for note in start.notes:
             _note(note)
         if not start.stays_in(run_dir):
@@ -98,10 +98,10 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
 
 
 def find_start(config: Config) -> Start:
-    """How a run of `config` starts. Nothing is changed; checkpoints are read and compared with their digests.
+    """Return how a run of `config` starts. Checkpoints are read and compared with their digests. No file is changed.
 
     Raises:
-        UserError: a good checkpoint was asked for and there is none; the config changes what is trained.
+        UserError: the checkpoint to resume from is missing or damaged, or the config changes what is trained.
     """
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
@@ -119,19 +119,20 @@ def find_start(config: Config) -> Start:
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Once the resume has worked: rename the checkpoints of later steps, which this run replaces, and delete the
-    old summary. Does nothing if the checkpoint belongs to another run."""
+    """Rename the checkpoints of later steps, which this run replaces, and delete the old summary.
+
+    Call it after a successful resume. Does nothing if the checkpoint belongs to a different run."""
     if not _within(checkpoint.folder, run_dir):
         return
     for step, folder in list_checkpoints(checkpoints_dir(run_dir)):
         if step > checkpoint.step:
             renamed = set_aside(folder, "superseded").name
-            _note(f"{folder} lies after the step the run resumes from; it is now {renamed}")
+            _note(f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}")
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def check_free(run_dir: Path) -> None:
-    """UserError if a process works in `run_dir`. Nothing is changed."""
+    """Raise UserError if another process works in `run_dir`. No file is changed."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +143,7 @@ def check_free(run_dir: Path) -> None:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether the run in `run_dir` came to its end, by its summary."""
+    """Return whether the summary in `run_dir` says that the run is finished."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         return bool(summary["finished"])
@@ -163,22 +164,23 @@ def _how_to_extend(config: Config) -> tuple[str, ...]:
 
 
 def _newest(run_dir: Path) -> Start:
-    """The newest good checkpoint, and each newer one that is damaged."""
+    """Return the newest good checkpoint, and the newer ones, which are damaged."""
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if problems and checkpoint is None:
         raise UserError(
-            f"none of the {len(problems)} checkpoints of the run is whole",
+            f"all {len(problems)} checkpoints of the run are damaged",
             where=str(checkpoints_dir(run_dir)),
             why=f"{problems[0].what}: {problems[0].why}",
-            fix="put a good copy in its place; or trainer.resume_mode=disable moves the run aside and starts fresh",
+            fix="replace one by a good copy; or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
     folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
     return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
-    """The newest checkpoint of an interrupted run in the run folder that began at `origin` itself; None if there is
-    none. A checkpoint's config says where its run began, and that it did not begin there under another command."""
+    """Return the newest checkpoint of an interrupted run that started from `origin` in this run folder, or None.
+
+    The config in each checkpoint says where its run started."""
     run_dir = config.run_dir
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if checkpoint is None or is_finished(run_dir):
@@ -202,9 +204,9 @@ def check_changes(
     *,
     also: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> tuple[str, ...]:
-    """Check that a run of `config` may resume from the checkpoint of `step` in `folder`, written by a run of `saved`.
+    """Check that a run of `config` may resume from the checkpoint of `step` in `folder`. Return notes for the user.
 
-    `also`: further keys that changed, with the old and the new value. Returns notes for the user; raises UserError if
+    `saved`: the config in the checkpoint. `also`: additional changed keys, with old and new value. Raises UserError if
     the run may not resume.
     """
     changed = changed_keys(saved, config)
@@ -213,8 +215,8 @@ def check_changes(
         raise UserError(
             f"the run cannot resume from {folder}: the config changes what is trained",
             where="; ".join(f"{key} was {show(old)}, now {show(new)}" for key, (old, new) in other.items()),
-            why="the rest of the run would belong to another experiment than its beginning",
-            fix="give these keys their old values, or start fresh: another name=..., or trainer.resume_mode=disable",
+            why="the rest of the run would be a different experiment than its beginning",
+            fix="set these keys to their old values, or start fresh: a new name=..., or trainer.resume_mode=disable",
         )
     if step > config.trainer.total_training_steps:
         raise UserError(
@@ -225,19 +227,19 @@ def check_changes(
     notes = []
     if rounding := sorted(changed.keys() & _ROUNDING):
         notes.append(
-            f"changed {', '.join(rounding)}: the same training, no longer bit for bit that of an uninterrupted run"
+            f"changed {', '.join(rounding)}: the training is the same, but not bit for bit that of an uninterrupted run"
         )
     if _LENGTH in changed and config.optim.lr_scheduler_type == "cosine":
         before, now = changed[_LENGTH]
         notes.append(
-            f"{_LENGTH} was {before}, now {now}: with lr_scheduler_type=cosine every later learning rate is "
-            f"another one, that of a run of {now} steps"
+            f"{_LENGTH} was {before}, now {now}: with lr_scheduler_type=cosine the learning rates from here on "
+            f"are those of a run of {now} steps"
         )
     return tuple(notes)
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value in the checkpoint, value now), of the keys that both know."""
+    """Return dotted key -> (value in the checkpoint, value now) for each changed key that both configs have."""
     before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 
@@ -251,12 +253,16 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
-    """Hold the run folder's lock; yields whether it is held: not if there is no folder, or its disk has no locks."""
+    """Hold the run folder's lock. Yield False if it cannot be held: no folder, or a file system without locks.
+
+    Raises:
+        UserError: another process holds it.
+    """
     try:
         if create:
             run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / ".lock").open("a")
-    except OSError:  # writing the config comes next, and says what is wrong with the folder
+    except OSError:  # writing the config comes next, and its error says what is wrong with the folder
         yield False
         return
     with file:
@@ -274,8 +280,8 @@ def _busy(run_dir: Path) -> UserError:
     return UserError(
         f"another process is working on the run {run_dir.name!r}",
         where=str(run_dir),
-        why="two runs that write to one folder would spoil both",
-        fix="wait for it or end it, or choose another name=...",
+        why="two runs that write to one folder would damage each other's files",
+        fix="wait for it, stop it, or choose a different name=...",
     )
 
 

@@ -321,7 +321,7 @@ def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: 
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder, "optimizer.pt", put(weights["model.norm.weight"].float(), "masters", "model.norm.weight"))
-    with pytest.raises(CheckpointError, match="weights that were restored are not those that were saved"):
+    with pytest.raises(CheckpointError, match="the restored weights differ from the saved ones"):
         restored(model_folder, folder)
 
 
@@ -331,7 +331,7 @@ def test_other_weights_with_whole_files_are_refused(model_folder: Path, folder: 
     ids=["answers", "order", "fewer", "tokens"],
 )
 def test_other_prompts_are_refused(model_folder: Path, folder: Path, other: list[Prompt]) -> None:
-    with pytest.raises(UserError, match="training prompts are not those of the checkpoint"):
+    with pytest.raises(UserError, match="training prompts differ from those of the checkpoint"):
         restored(model_folder, folder, train_prompts=other)
 
 
@@ -340,7 +340,7 @@ def test_weights_that_lack_a_tensor_are_of_another_model(model_folder: Path, fol
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     reseal(folder)
-    with pytest.raises(UserError, match=r"(?s)checkpoint is of another model.*model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"(?s)checkpoint belongs to a different model.*model\.norm\.weight"):
         restored(model_folder, folder)
 
 
@@ -369,14 +369,14 @@ def test_published_tensors_that_are_not_the_checkpoints_are_named(resumed: Any, 
     reseal(folder, published=published | {"model.norm.weight": "0" * 64})
     metrics, said = resumed(1e-4)
     assert metrics["resume/published_equal"] == 0
-    assert "warning: 1 published tensors are not the checkpoint's: ['model.norm.weight']" in said
+    assert "warning: 1 published tensors differ from the checkpoint's: ['model.norm.weight']" in said
 
 
 @pytest.mark.parametrize(("k3", "warned"), [(9e-4, False), (2e-3, True)])
 def test_a_mismatch_ten_times_that_of_the_step_before_is_said(resumed: Any, k3: float, warned: bool) -> None:
     metrics, said = resumed(k3)
     assert metrics["resume/k3_before"] == 1e-4 and metrics["resume/k3"] == k3
-    assert ("over ten times as much as before" in said) == warned
+    assert ("more than ten times as much as before" in said) == warned
 
 
 # Links.

@@ -68,7 +68,7 @@ def test_another_plugins_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     monkeypatch.setattr(experts, "get_quantization_config", lambda name: Theirs)
-    assert "Theirs has taken the place" in (experts.register() or "")
+    assert "Theirs has already replaced" in (experts.register() or "")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The way of new weights into vLLM: checked, sent, verified, written into the engine's own tensors."""
+"""How new weights reach vLLM: they are checked, sent, verified and written into the engine's own tensors."""

@@ -1,10 +1,11 @@
-"""A 64-bit checksum of a tensor's bytes that every device computes alike, and computes fast.
+"""A 64-bit checksum of a tensor's bytes. It is fast, and every device computes the same value.
 
-The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower), multiplied by an odd weight of
-its place, mixed again, and added up modulo 2**64; so are the sums of blocks, if there are several. Every step of a
-word's way is one-to-one: damage within one word, such as a flipped bit, always shows. Damage to several words shows but
-for a chance of about 2**-32: without the mixing, two flipped signs at the top of their words would cancel. It tells
-accidents, not attackers: for that, `QuantizedTensor.digest` is SHA-256, which no GPU computes.
+The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower half), multiplied by an odd weight
+that depends on its position, and mixed again. The results are added modulo 2**64. With several blocks, the sums of the
+blocks are treated in the same way. Each step is one-to-one, so damage within one word, such as a flipped bit, is always
+found. Damage to several words is missed with a probability of about 2**-32. Without the mixing, two flipped signs at
+the top of their words would cancel. The checksum finds accidents, not attacks. Against attacks there is
+`QuantizedTensor.digest`: SHA-256, which is computed on the CPU.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from functools import lru_cache
 import torch
 
 _BLOCK = 4096  # words that share the weights of `_weights(1, ...)`
-_CHUNK = 1 << 16  # words at a time on CPU: what is made of them stays in the cache
+_CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _LOWER = 0xFFFFFFFF
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The checksum of each tensor (any dtype, shape, strides and device): one transfer for all that share a device."""
+    """Return the checksum of each tensor (any dtype, shape, strides and device), with one transfer per device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(sums):
@@ -33,7 +34,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """0-d int64. The number of bytes counts too, so that a tail of zeros does."""
+    """Return the checksum as 0-d int64. It includes the number of bytes, so that trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
     whole = size // 8 * 8
@@ -67,7 +68,7 @@ def _words(words: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """A one-to-one function of each word; shifts are logical, which torch's are not: hence the mask."""
+    """Apply a one-to-one function to each word. It needs logical shifts; torch's are arithmetic, hence the mask."""
     mixed = words >> 32
     mixed = mixed.bitwise_and_(_LOWER).bitwise_xor_(words).mul_(weights)
     return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)
@@ -75,7 +76,7 @@ def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(seed: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` odd int64 numbers without pattern (the finalizer of splitmix64, over consecutive numbers)."""
+    """Return `count` pseudorandom odd int64 numbers (splitmix64's finalizer, applied to consecutive numbers)."""
     if device.type != "cpu":
         return _weights(seed, count, torch.device("cpu")).to(device)
     numbers = (torch.arange(count, dtype=torch.int64) + seed * (1 << 40)) * _signed(0x9E3779B97F4A7C15)

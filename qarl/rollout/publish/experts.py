@@ -1,12 +1,12 @@
 """Experts in the engine's model: where their tensors belong, and how they are written on a CPU.
 
-A checkpoint has three matrices an expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks those of a layer in one
-module, `mlp.experts.routed_experts`: `w13_*` is gate_proj above up_proj of every expert, `w2_*` is down_proj. (Around
-it is `mlp.experts`, MoERunner, which has no parameters.) `weight_shape` of experts is checked and not handed on: vLLM
-registers one for two that arrive, and its layerwise reload would count the second as another weight.
+A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
+one module, `mlp.experts.routed_experts`: `w13_*` is gate_proj above up_proj of every expert, `w2_*` is down_proj. (Its
+parent `mlp.experts`, a MoERunner, has no parameters.) `weight_shape` of experts is checked but not passed to vLLM. Two
+of these arrive for each expert of `w13`, and vLLM's layerwise reload would count the second as an additional weight.
 
-Writers are for the classes of QaRL's plugin, without which vLLM on a CPU serves no low-bit experts and gets BF16 ones
-wrong (`qarl.rollout.vllm_plugin`). Everywhere else experts go through vLLM's layerwise reload.
+The writers are for the classes of QaRL's plugin. Without the plugin vLLM on a CPU cannot serve low-bit experts, and
+computes BF16 ones wrong (`qarl.rollout.vllm_plugin`). On other devices experts go through vLLM's layerwise reload.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from qarl.rollout.vllm_plugin import not_loaded
 
 Part = dict[str, torch.Tensor]
 MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-"""Matrices of an expert, in the order in which `write_low_bit` and `write_bf16` take them, and vLLM's stacks."""
+"""Each matrix of an expert and vLLM's stack that holds it. `write_low_bit` and `write_bf16` use this order."""
 _STACKED = ".routed_experts"
 _OWNER = re.compile(rf"(.*)[.](\d+)[.]({'|'.join(MATRICES)})")
 
 
 def place_of(owner: str, modules: Container[str]) -> str | None:
-    """The engine's module for the checkpoint module `owner`, if that is an expert's matrix."""
+    """Return the engine's module for the checkpoint module `owner`, or None if `owner` is not an expert's matrix."""
     match = _OWNER.fullmatch(owner)
     place = f"{match[1]}{_STACKED}" if match else None
     return place if place in modules else None
 
 
 def place_in_layer(owner: str) -> tuple[int, int]:
-    """By which the matrices of a layer are sorted: the expert's number, then the order of `MATRICES`."""
+    """Sort key for a layer's expert matrices: expert number, then the order of `MATRICES`."""
     match = _OWNER.fullmatch(owner)
     assert match is not None, owner
     return int(match[2]), list(MATRICES).index(match[3])
 
 
 def stored_as(owner: str, leaf: str) -> str:
-    """The parameter that holds the tensor `leaf` of the expert's matrix `owner`: `w13_weight_scale`."""
+    """Return vLLM's name for the tensor `leaf` of the expert matrix `owner`, for example `w13_weight_scale`."""
     return f"{MATRICES[owner.rpartition('.')[2]]}_{leaf}"
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether this is vLLM's RoutedExperts."""
+    """Return whether `module` is a RoutedExperts of vLLM."""
     return any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__)
 
 
 def matrices_of(name: str, module: nn.Module) -> list[str]:
-    """The checkpoint modules that the RoutedExperts called `name` holds."""
+    """Return the names of the checkpoint modules that the RoutedExperts `name` holds."""
     layer: Any = module
     parent = name.removesuffix(_STACKED)
     return [f"{parent}.{expert}.{matrix}" for expert in range(layer.global_num_experts) for matrix in MATRICES]
 
 
 def quantized_experts(model: nn.Module) -> set[str]:
-    """The matrices of experts that the engine multiplies in low bits."""
+    """Return the names of the expert matrices that the engine has quantized."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if holds_experts(module) and not _is_a(module, "UnquantizedFusedMoEMethod"):
@@ -69,19 +69,19 @@ def quantized_experts(model: nn.Module) -> set[str]:
 
 
 def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None:
-    """UserError where a publish would hold other experts of this layer than the engine has."""
+    """Raise UserError if a publish would not hold exactly the experts that the engine has in this layer."""
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
-            f"{name} holds other experts than a publish would write",
+            f"the experts in {name} are not the experts that a publish would write",
             where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
-            why="the engine would multiply what is not written by the random numbers it starts with",
+            why="experts that are not written would keep the random numbers that the engine starts with",
             fix="this model family cannot be published to yet: please report it",
         )
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """How experts on a CPU are written; None is layerwise reload.
+    """Return the writer for experts on a CPU; None means vLLM's layerwise reload.
 
     Raises:
         UserError: the engine runs without QaRL's plugin.
@@ -95,18 +95,18 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """By the name of the class: vLLM's modules are slow to import, and there may be none."""
+    """Compare by the class's name, because vLLM's modules are slow to import and may not be installed."""
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
 def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
-    """Wire tensors of all matrices of a layer, to the kernel that multiplies them."""
+    """Pass the wire tensors of all expert matrices of a layer to the kernel that multiplies them."""
     layer: Any = module
     layer.quant_method.write(layer, *_stacked(parts))
 
 
 def write_bf16(module: nn.Module, parts: list[Part]) -> None:
-    """BF16 weights, packed by vLLM's own code as at its start."""
+    """Write BF16 weights, and let vLLM's own code pack them as it does at its start."""
     layer: Any = module
     for stack, tensors in zip(("w13", "w2"), _stacked(parts), strict=True):
         getattr(layer, f"{stack}_weight").data = tensors["weight"]
@@ -117,7 +117,7 @@ _WRITERS = {"LowBitExpertsMethod": write_low_bit, "RepairedUnquantizedMethod": w
 
 
 def _stacked(parts: list[Part]) -> tuple[Part, Part]:
-    """gate_up [E, 2I, ...] and down [E, H, ...], from three parts an expert."""
+    """Return gate_up [E, 2I, ...] and down [E, H, ...], made from three parts per expert."""
     gates, ups, downs = parts[0::3], parts[1::3], parts[2::3]
     names = [name for name in gates[0] if name != "weight_shape"]
     both = list(zip(gates, ups, strict=True))

@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expectation is built from the engine's own model config, not from what the trainer is about to send: two sources, so
-that a layer missing on one side shows. vLLM itself accepts a missing scale and answers NaN, and a wrong shape spoils
-even the next correct reload; therefore everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config, not from the trainer's tensors. With two independent
+sources, a layer that is missing on one side is found. vLLM itself accepts a missing scale and answers NaN, and after a
+wrong shape even the next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ Manifest = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """One publish: bytes on the wire, those of quantized layers and what they take in BF16; seconds by phase."""
+    """Sizes and times of one publish.
+
+    `bytes`: all bytes on the wire. `quantized_bytes`: those of quantized layers. `quantized_bf16_bytes`: the size of
+    the same layers in BF16. `seconds`: by phase."""
 
     version: int
     tensors: int
@@ -69,7 +72,7 @@ class PublishReport:
 def expected_manifest(
     hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
 ) -> Manifest:
-    """The checkpoint tensors of a model with this Hugging Face config, its linears stored as `scheme` says."""
+    """Return the checkpoint tensors of a model with this Hugging Face config, with linear layers stored in `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -88,15 +91,16 @@ def expected_manifest(
 
 
 def quantized_layers(manifest: Manifest) -> set[str]:
-    """Names of the layers whose weight is low-bit: those with scales, in every scheme."""
+    """Return the names of the quantized layers. In every scheme these are the layers that have scales."""
     return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
 
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
-    """The layers vLLM has quantized are those of the manifest; fused layers count as their parts.
+    """Check that vLLM has quantized the same layers as the manifest. A fused layer counts as its parts.
 
     Raises:
-        UserError: names the layers that only one side quantizes: its ignore rules and ours were read differently.
+        UserError: only one side quantizes some layers, because the two sides read the ignore list differently. The
+            message names the layers.
     """
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
@@ -111,19 +115,19 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
         raise UserError(
             "trainer and rollout engine would quantize different layers",
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
-            why="an entry of quant.ignore is read differently on the two sides, or covers a part of a fused layer; a "
-            "router of experts is a linear in vLLM and none in transformers",
+            why="trainer and engine read an entry of quant.ignore differently, or the entry covers only a part of a "
+            "fused layer; an expert router is a linear layer in vLLM but not in transformers",
             fix="name layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together, routers by "
             '"re:.*mlp[.]gate$"',
         )
 
 
 def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
-    """Names, dtypes, shapes and finite values of floating-point tensors.
+    """Check names, dtypes and shapes, and that the values of floating-point tensors are finite.
 
     Raises:
-        UserError: names every tensor (up to eight of each kind) that is missing, unexpected, doubled, or has another
-            dtype or shape, or holds a value that is not finite.
+        UserError: a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or Inf. The
+            message names the first eight such tensors.
     """
     named = list(tensors)
     bad = {name for name, tensor in named if name in expected and not is_finite(tensor)}
@@ -133,7 +137,7 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """`check_complete` where only names, dtypes and shapes are known."""
+    """Do the same as `check_complete` when only names, dtypes and shapes are known. `not_finite`: names to report."""
     problems: list[str] = []
     seen: set[str] = set()
     for name, found in specs:
@@ -153,15 +157,16 @@ def check_specs(
         raise UserError(
             f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
             where=shown,
-            why="vLLM would accept some of these silently and answer NaN or garbage",
+            why="vLLM would accept some of these tensors without an error, and then answer NaN or garbage",
             fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
         )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or Inf; always so for integers.
+    """Return whether no value is NaN or Inf. True for integer tensors.
 
-    Magnitudes of floats order as their bits do: one maximum over integers, ten times as fast as `isfinite`.
+    The bit patterns of float magnitudes are in the same order as the magnitudes. So one integer maximum is enough. It
+    is ten times as fast as `isfinite`.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True

@@ -1,12 +1,12 @@
-"""The engine's side of a publish, inside vLLM's worker: what arrives is checked, then written, one unit at a time.
+"""The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
-A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`, and it stays so when
-anything goes wrong: a tensor missing, damaged on the way, or refused by vLLM. A stale engine must not generate, for
-it may hold two versions at once. The next complete publish makes it whole, but after `ReloadFailed` (`broken`),
-when only a new engine does.
+A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
+goes wrong: a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not generate, because it
+may hold weights of two versions. The next complete publish repairs it. The exception is `ReloadFailed`, which sets
+`broken`: then only a new engine helps.
 
-Memory: the tensors of one unit (a decoder layer). Where they are views of a buffer that the transport reuses, as
-verl's are, say `clone=True`.
+Memory: the tensors of one unit (a decoder layer). Set `clone=True` if they are views of a buffer that the transport
+reuses, as in verl.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 
 
 class WeightReceiver:
-    """One for each worker of the engine, for its whole life.
+    """Take publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: of the last complete publish, None while `stale_because` says why there is none. `broken`: no publish
-    can help any more. `seconds`: what the last publish spent on `transfer` (taking and checking) and `apply`.
+    `version`: of the last complete publish; None while the engine is stale, and `stale_because` says why. `broken`: no
+    publish can repair the engine. `seconds`: time of the last publish in `transfer` (taking and checking) and `apply`.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class WeightReceiver:
         clone: bool = False,
         direct: bool = True,
     ) -> None:
-        """`expected`: from the engine's own config. `kv_caches`: vLLM's, to be zeroed after it answered NaN. `direct`:
-        write into vLLM's storage where we can, not through its reload."""
+        """`expected`: built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which are zeroed after
+        the engine answered NaN. `direct`: write directly into vLLM's storage if possible, not through its reload."""
         self.model, self.expected = model, expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
         self.kv_caches, self.clone = kv_caches, clone
@@ -71,16 +71,18 @@ class WeightReceiver:
         return self.version is None
 
     def mark_stale(self, reason: str) -> None:
-        """From here on, until a complete publish, there is no version."""
+        """Make the receiver stale, with `reason`, until the next complete publish."""
         self.version, self.stale_because = None, reason
 
     def feed(self, weights: Iterable[NamedTensor]) -> None:
-        """Take the next tensors and records of a publish, however the transport has cut them into buckets.
+        """Take the next tensors and records of a publish. The transport may split them into calls anywhere.
+
+        After any exception the publish is over and the engine is stale.
 
         Raises:
-            UserError: the tensors do not fit; TransferFailed: they did not arrive as they were sent. The publish is
-                over and the engine stale.
-            ReloadFailed: vLLM failed while it was loading, now or before; the engine is broken.
+            UserError: the tensors do not fit the engine's model.
+            TransferFailed: the tensors did not arrive as they were sent.
+            ReloadFailed: vLLM failed while loading, in this publish or earlier. The engine is broken.
         """
         last = "its first record"
         start, applied = time.perf_counter(), self._applied
@@ -98,7 +100,7 @@ class WeightReceiver:
             self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
 
     def abort(self, reason: str) -> None:
-        """End a publish that will not be completed."""
+        """End a publish that cannot be completed."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen = None, [], set()
@@ -109,8 +111,8 @@ class WeightReceiver:
         elif self._open is None:
             raise TransferFailed(
                 f"{name} arrived outside of a publish",
-                why="a publish starts with its own record",
-                fix="send what qarl.rollout.publish.wire.encode_publish yields, all of it and in order",
+                why=f"a publish must start with the record {BEGIN}",
+                fix="send everything that qarl.rollout.publish.wire.encode_publish yields, in order",
             )
         elif name == UNIT:
             self._write_unit(read_record(name, tensor))
@@ -123,7 +125,7 @@ class WeightReceiver:
 
     def _begin(self, record: dict[str, Any]) -> None:
         if self.broken:
-            raise ReloadFailed("this engine cannot be published to any more", why=self.stale_because)
+            raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
         self._open, self._seen, self._unit = int(record["version"]), set(), []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.mark_stale(f"the publish of version {self._open} did not complete")
@@ -146,7 +148,7 @@ class WeightReceiver:
             raise TransferFailed(
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
-                why="the transport repeated what it had delivered",
+                why="the transport delivered the same tensors again",
                 fix="publish again; if it comes back, look at the transport",
             )
         known = {name: self.expected[name] for name in names if name in self.expected}
@@ -156,7 +158,7 @@ class WeightReceiver:
                 raise TransferFailed(
                     f"{name} was damaged on the way to the engine",
                     where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
-                    why="the bytes that arrived are not those that the trainer's forward used",
+                    why="the engine did not receive the bytes that the trainer's forward used",
                     fix="publish again; if it comes back, look at the transport and the memory of this machine",
                 )
         start = time.perf_counter()
@@ -176,7 +178,7 @@ class WeightReceiver:
         start = time.perf_counter()
         refresh_tied_layers(self.model)
         if self.kv_cache_spoilt:
-            # Attention multiplies places it masks by zero, and NaN times zero is NaN.
+            # Attention multiplies masked positions by zero, and NaN times zero is NaN.
             for cache in self.kv_caches():
                 cache.zero_()
             self.kv_cache_spoilt = False
@@ -185,7 +187,7 @@ class WeightReceiver:
 
 
 def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
-    """The tensors in vLLM's `model_runner.kv_caches`, whose nesting depends on the attention backend."""
+    """Return the tensors in vLLM's `model_runner.kv_caches`. Their nesting depends on the attention backend."""
     if isinstance(kv_caches, torch.Tensor):
         return [kv_caches]
     if isinstance(kv_caches, dict):

@@ -1,12 +1,12 @@
-"""The trainer's side of a publish to an engine in its own process: check everything, then hand it over.
+"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then hands them over.
 
-    validate   names, dtypes, shapes and finite values against what the engine's config asks for; a checksum each
+    validate   compare names, dtypes and shapes with the engine's config, look for NaN and Inf, and make checksums
     transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
-    apply      each unit is written into vLLM's modules
-    commit     tied layers, a spoilt KV cache; then the version; then the prefix cache
+    apply      write each unit into vLLM's modules
+    commit     refresh tied layers and clear a corrupt KV cache, then set the version, then reset the prefix cache
 
-From the first check on the engine is stale, and it stays so when anything fails: what it holds then is not what the
-trainer has, even where not one weight was touched.
+If anything fails, even the first check, the engine is stale. Its weights are then not the trainer's current weights,
+even if none of them was touched.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Engine(Protocol):
 def publish_weights(
     engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
 ) -> PublishReport:
-    """See `RolloutEngine.publish`. The tensors are held together until all are checked: those of a quantized model are
-    its own cached ones."""
+    """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
+    has them cached already, so this needs no extra memory."""
     start = time.perf_counter()
     try:
         tensors = list(stream)

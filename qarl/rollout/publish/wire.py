@@ -1,14 +1,14 @@
 """The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
 
-    qarl.begin    the version, and name, dtype and shape of every tensor that will follow, where they are known
-    tensors       of one unit: a decoder layer, or a module outside of them
+    qarl.begin    the version; also name, dtype and shape of every tensor that will follow, if they are known
+    tensors       of one unit: a decoder layer, or a module outside the decoder layers
     qarl.unit     a checksum for each tensor of the unit
     ...           more units
-    qarl.commit   the version again: only now is the publish complete
+    qarl.commit   the version again; only now is the publish complete
 
-Records are tensors too, JSON in uint8, so they pass through any transport that carries named tensors in order (verl's
-buckets, a list in one process) without its knowing. The engine's side is `qarl.rollout.publish.receive`. Units are what
-both sides hold in memory at a time, and they are whole: a layer that the engine fuses (q/k/v, gate/up) is never split.
+Records are tensors too (JSON in uint8). So any transport that carries named tensors in order can carry them, for
+example verl's buckets or a list in one process. The engine's side is `qarl.rollout.publish.receive`. Both sides hold
+one unit in memory at a time. A unit is never split inside a layer that the engine fuses (q/k/v, gate/up).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 class TransferFailed(UserError):
-    """The data that arrived is not the data that was sent; publishing again may work."""
+    """The received data differs from the sent data. Publishing again may work."""
 
 
 _DECODER_LAYER = re.compile(r"(.*?\.layers\.\d+)\.")
 
 
 def unit_of(name: str) -> str:
-    """The decoder layer that the tensor `name` belongs to, or else its module."""
+    """Return the decoder layer of the tensor `name`, or its module if it is outside the decoder layers."""
     match = _DECODER_LAYER.match(name)
     return match[1] if match else name.rpartition(".")[0]
 
@@ -52,17 +52,17 @@ def encode_publish(
     digests: Mapping[str, int] | None = None,
     run: str | None = None,
 ) -> Iterator[NamedTensor]:
-    """`tensors` (checkpoint names, in layer order) with the records of a publish between them.
+    """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
     Args:
-        manifest: every tensor that will come. With it the engine refuses a publish that lacks one, or has one of
-            another shape, before it touches a weight; without it, when it meets the gap.
-        digests: the checksums by name, where `check_complete` has already been through the values; otherwise they are
+        manifest: every tensor that will follow. With it the engine refuses a publish with a missing tensor or a wrong
+            shape before it touches a weight. Without it the engine finds the problem only when it gets there.
+        digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
             made here, and every unit is checked for NaN and Inf.
-        run: whose weights these are, for transports on which two runs can meet.
+        run: the name of the run that owns the weights, for transports that two runs could share by mistake.
 
     Raises:
-        UserError: a value is not finite, with the tensor's name.
+        UserError: a tensor holds NaN or Inf. The message names it.
     """
     specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None else None
     yield _record(BEGIN, {"version": version, "tensors": specs} | ({} if run is None else {"run": run}))
@@ -83,7 +83,7 @@ def is_record(name: str) -> bool:
 
 
 def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """The content of a record. `TransferFailed` where it did not arrive whole."""
+    """Return the content of a record. Raise TransferFailed if it is damaged."""
     try:
         content = json.loads(tensor.cpu().numpy().tobytes())
     except (ValueError, RuntimeError) as error:
@@ -97,7 +97,7 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def read_specs(content: Mapping[str, str] | None) -> Manifest | None:
-    """The manifest of a `qarl.begin` record."""
+    """Return the manifest of a `qarl.begin` record, or None if the record has none."""
     if content is None:
         return None
     return {name: TensorSpec.parse(text) for name, text in content.items()}
@@ -114,6 +114,6 @@ def _check_finite(members: list[NamedTensor]) -> None:
         raise UserError(
             f"{len(bad)} tensors to publish hold NaN or Inf",
             where=", ".join(bad[:8]),
-            why="the engine would answer NaN, and keep it in its KV cache",
-            fix="lower optim.lr or actor.grad_clip, or look at what the last update did to these weights",
+            why="the engine would answer NaN, and its KV cache would keep the NaN",
+            fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
         )

@@ -1,13 +1,16 @@
-"""How published tensors get into vLLM's modules, from inside its worker.
+"""Write published tensors into vLLM's modules, from inside its worker. There are two ways.
 
-Where the engine's own form of a weight is known, it is written straight into the storage that the engine has: every
-layer on CPU, experts with QaRL's plugin for vLLM. That is faster than vLLM's layerwise reload, whose Python unpacks and
-packs every int4 again, and after an exception the same write can be made again. All else (every GPU kernel, tensor
-parallelism) goes through layerwise reload, called for just the modules whose tensors are at hand; it moves a module's
-parameters to the meta device and back, so an exception in it spoils the engine for good: `ReloadFailed`.
+Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
+This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
+which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
 
-Layerwise reload of W8A8 on CPU gives NaN: the oneDNN handler keeps the bare address of the scales (csrc/cpu/
-dnnl_helper.cpp), which reload frees. The writer here makes a new handler on scales that stay (vLLM 0.29 and 0.32).
+Layerwise reload: all other cases (every GPU kernel, tensor parallelism) use vLLM's reload, called only for the modules
+whose tensors have arrived. It moves a module's parameters to the meta device and back. So an exception during reload
+breaks the engine permanently (`ReloadFailed`).
+
+Layerwise reload of W8A8 on CPU gives NaN. The oneDNN handler keeps the raw address of the scales (csrc/cpu/
+dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler with scales that are not freed (vLLM
+0.29 and 0.32).
 """
 
 from __future__ import annotations
@@ -26,27 +29,27 @@ from qarl.rollout.publish import experts
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module by the last part of their names: `weight_packed`, `bias`, ..."""
+"""The tensors of one checkpoint module. The keys are the last part of their names: `weight_packed`, `bias`, ..."""
 
 Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload raised: the module it was in is lost, and only another engine helps."""
+    """vLLM's layerwise reload raised. The module that it was loading is lost, and only a new engine helps."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
             what,
             why=why,
-            fix="RolloutEngine.rebuild() starts another engine, and rollout.rebuild_on_failure=true does so in a run; "
+            fix="call RolloutEngine.rebuild() for a new engine (rollout.rebuild_on_failure=true does so in a run), "
             "or start the run again, which resumes from its last checkpoint",
         )
 
 
 @dataclass
 class Target:
-    """One vLLM module: the checkpoint modules it holds, in order (several where vLLM fuses), and its writer; None is
-    layerwise reload."""
+    """One vLLM module. `writer`: None means layerwise reload. `parts`: the checkpoint modules that it holds, in order;
+    there are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -58,27 +61,27 @@ DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
     "inv_freq": "likewise",
     "normalizer": "of Gemma's embedding, computed from the config",
-    "_q_scale": "of a quantized KV cache, which there is not: 1",
+    "_q_scale": "always 1, because the KV cache is not quantized",
     "_k_scale": "likewise",
     "_v_scale": "likewise",
     "_prob_scale": "likewise",
     "weight_shape": "of a packed weight, known from the config",
-    "azp_adj": "made of weight and scale for asymmetric activations",
-    "bias_fp32": "made of the bias",
+    "azp_adj": "computed from weight and scale, used only for asymmetric activations",
+    "bias_fp32": "computed from the bias",
     "_expert_map": "of expert parallelism, computed from the config",
     "expert_mask": "likewise",
 }
-"""Parameters and buffers of the engine that no publish holds, nor needs to."""
+"""Parameters and buffers of the engine that a publish need not contain, and why."""
 
 
 class WritePlan:
-    """For every tensor of `expected` the module of `model` that holds it, decided once.
+    """Find once, for every tensor of `expected`, the module of `model` that holds it.
 
-    `direct=False` writes through layerwise reload whatever that gets right.
+    `direct=False`: use vLLM's layerwise reload for every module it writes correctly.
 
     Raises:
-        UserError: a tensor has no place in the engine's model, or the engine has a parameter or buffer that no tensor
-            is for, or it computes another scheme than it was asked for.
+        UserError: a tensor has no place in the engine's model, a parameter or buffer of the engine gets no tensor, or
+            the engine does not compute the scheme that it was asked for.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
@@ -96,7 +99,7 @@ class WritePlan:
                 raise UserError(
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
-                    why=f"no module of it is called {owner}, or the layer that fuses it",
+                    why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
                     fix="this model family cannot be published to yet: please report it",
                 )
             module = modules[place]
@@ -110,7 +113,7 @@ class WritePlan:
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
-        """Every parameter and buffer is published, shares the memory of one that is, or is in `DERIVED`."""
+        """Check that every parameter and buffer is published, shares memory with one that is, or is in `DERIVED`."""
         leaves: dict[str, set[str]] = {}
         for name in expected:
             owner, _, leaf = name.rpartition(".")
@@ -124,7 +127,7 @@ class WritePlan:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and tensor.numel() and name not in DERIVED
         }
-        # Reload makes all of a module again from what is published of it; but it makes no bias of nothing.
+        # Layerwise reload derives all of a module's tensors from the published ones, except a bias.
         written = {
             (owner, name)
             for owner, name in tensors
@@ -137,9 +140,10 @@ class WritePlan:
             raise UserError(
                 f"the engine has {len(left)} parameters or buffers that no publish would write",
                 where=f"{type(self.model).__name__}: {shown}",
-                why="the trainer's model has no such tensors; the engine's would stay at the random numbers it starts "
-                "with, and it would generate with them",
-                fix="remove from config.json what makes the engine add them (`bias`, say), or report this family",
+                why="the trainer's model has no such tensors, so the engine would generate with the random numbers "
+                "that it starts with",
+                fix="remove the setting in config.json that makes the engine add them (such as a bias), or report "
+                "this model family",
             )
 
     @torch.no_grad()
@@ -147,7 +151,7 @@ class WritePlan:
         """Write the tensors of whole modules.
 
         Raises:
-            ReloadFailed: see there. After any other exception the same write can be made again.
+            ReloadFailed: the engine is broken. After any other exception the same write can be repeated.
         """
         parts: dict[str, Part] = {}
         for name, tensor in tensors.items():
@@ -160,7 +164,7 @@ class WritePlan:
             if lacking:
                 raise UserError(
                     f"{target.name} cannot be written without {', '.join(lacking[:8])}",
-                    why="the engine holds these in one layer, and what is not sent of it would be uninitialised memory",
+                    why="the engine fuses these into one layer, and a missing part would be uninitialised memory",
                     fix="publish the tensors of a decoder layer together",
                 )
             if target.writer is None:
@@ -173,7 +177,7 @@ class WritePlan:
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
     def _is_implied(self, name: str) -> bool:
-        """Whether vLLM knows the tensor from its config, and its reload would be upset by it."""
+        """Return whether vLLM knows the tensor from its config and its reload must not get it."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -184,7 +188,9 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
-    """The engine's module for the checkpoint module `owner`: of that name, the fused one, or the nearest around it."""
+    """Return the engine's module for the checkpoint module `owner`, or None.
+
+    It is the experts' module, the fused layer, the module of the same name, or its nearest parent, in this order."""
     if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
@@ -193,12 +199,12 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
         return fused
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
-    # A decoder layer or the whole model does not count: nothing there would take the tensor.
+    # A decoder layer or the whole model does not count, because it would not load the tensor itself.
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 
 def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
-    """How `module` is written; None is vLLM's layerwise reload."""
+    """Return the writer for `module`; None means vLLM's layerwise reload."""
     if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
     if experts.holds_experts(module):
@@ -212,8 +218,8 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
         raise UserError(
             "vLLM would multiply W4A16 weights by int8 activations",
             where="environment variable VLLM_CPU_INT4_W4A8 of the rollout engine",
-            why="it is on by default, and this CPU has AMX; the trainer multiplies BF16 activations",
-            fix="set VLLM_CPU_INT4_W4A8=0 where the engine starts",
+            why="it is on by default on CPUs with AMX, such as this one, but the trainer uses BF16 activations",
+            fix="set VLLM_CPU_INT4_W4A8=0 in the process that starts the engine",
         )
     if not direct:
         return None
@@ -223,14 +229,16 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
 
 
 def _write_plain(module: nn.Module, parts: list[Part]) -> None:
-    """Parameters that are used as they are: norms."""
+    """Write parameters that vLLM uses unchanged, such as those of norms."""
     (part,) = parts
     for name, tensor in part.items():
         module.get_parameter(name).data.copy_(tensor)
 
 
 def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """BF16: vLLM packs the weight of a linear again, and for some drops the plain one; an embedding may be padded."""
+    """Write BF16 weights, and let vLLM pack them again.
+
+    After packing, vLLM drops the plain weight of some linear layers. An embedding may be padded."""
     layer: Any = module
     weight = _stacked(parts, "weight")
     if layer.weight.numel():
@@ -242,7 +250,9 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """int4: blocks of 16 output channels, fused layers one after another; scales transposed."""
+    """Write int4 weights, in blocks of 16 output channels, the parts of a fused layer one after another.
+
+    The scales are transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -251,14 +261,14 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """int8: the weights live in the oneDNN handler alone, which points to the scales of the layer."""
+    """Write int8 weights. Only the oneDNN handler holds them, and it points to the layer's scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
     kernel = layer.scheme.kernel
     weight = _stacked(parts, "weight")
     layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
-    if getattr(layer, "azp_adj", None) is not None:  # read for asymmetric activations only, but never left untrue
+    if getattr(layer, "azp_adj", None) is not None:  # used only for asymmetric activations, but kept correct
         layer.azp_adj.data.copy_(weight.sum(1, dtype=torch.float32) * layer.weight_scale.squeeze(1))
     dtype = getattr(layer, "params_dtype", torch.bfloat16)
     kernel.dnnl_handler = ops.create_onednn_scaled_mm(
@@ -268,7 +278,7 @@ def _write_int8(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_fp8(module: nn.Module, parts: list[Part]) -> None:
-    """e4m3, stored [N, K] and seen as [K, N]."""
+    """Write e4m3 weights. The storage is [N, K]; vLLM's parameter is its [K, N] view."""
     layer: Any = module
     layer.weight.data.t().copy_(_stacked(parts, "weight"))
     layer.weight_scale.data.copy_(_stacked(parts, "weight_scale"))
@@ -282,7 +292,7 @@ _WRITERS: dict[str, Writer] = {
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,
 }
-"""By the name of vLLM's class (the modules they are in moved between releases)."""
+"""Writers by the name of vLLM's class, because the classes' modules changed between releases."""
 
 
 def _write_bias(layer: Any, parts: list[Part]) -> None:
@@ -291,13 +301,14 @@ def _write_bias(layer: Any, parts: list[Part]) -> None:
 
 
 def _stacked(parts: list[Part], name: str) -> torch.Tensor:
-    """The tensors of a fused layer along the output dimension, which is the first one in the checkpoint format."""
+    """Concatenate a fused layer's tensors along the output dimension, the first one in the checkpoint format."""
     return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """vLLM's layerwise reload of `modules` alone: their parameters go to the meta device, are loaded, and come back
-    processed into the storage they had."""
+    """Run vLLM's layerwise reload for `modules` only.
+
+    It moves their parameters to the meta device, loads them, and writes the processed ones into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -317,7 +328,7 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """As vLLM's model loader has it: layers processed after loading look at the default dtype."""
+    """Set the default dtype, as vLLM's model loader does, because layers read it in their processing after loading."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -327,10 +338,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def refresh_tied_layers(model: nn.Module) -> None:
-    """Let layers that share one weight make their kernel's form of it again.
+    """Let layers that share one weight pack it again for their kernel.
 
-    On CPU vLLM packs each weight for its matrix product once, at load. A tied lm_head is sent no weights, and would go
-    on multiplying by the old ones (seen with vLLM 0.29, whose reload leaves it so).
+    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head, so
+    without this function it would keep multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

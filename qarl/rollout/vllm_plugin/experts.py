@@ -1,12 +1,12 @@
 """The classes that the plugin gives to vLLM on a CPU, and their registration.
 
-    QaRLCompressedTensorsConfig   compressed-tensors, as vLLM has it, but for low-bit experts
-    LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and has them multiplied by the trainer's function
+    QaRLCompressedTensorsConfig   vLLM's compressed-tensors, but low-bit experts get LowBitExpertsMethod
+    LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function
     RepairedUnquantizedMethod     BF16 experts, packed again after each reload
 
 The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
-`w2_*` [E, H, ...], in checkpoint format. Once they are loaded they are empty: what multiplies is what the kernel made
-of them. vLLM's layerwise reload restores the shapes, and `write` takes new tensors without them.
+`w2_*` [E, H, ...], in checkpoint format. They are emptied after loading, because the kernel keeps its own packed copy
+and multiplies with that. vLLM's layerwise reload restores their shapes first; `write` does not need them.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ STACKS = ("w13", "w2")
 
 
 def register() -> str | None:
-    """Take the places in vLLM's registries; why not, or None."""
+    """Put the classes into vLLM's registries. Return None, or the reason why this is not possible."""
     if why_not := changed():
         return why_not
     current = get_quantization_config("compressed-tensors")
     if current is not CompressedTensorsConfig:
-        return f"{current.__module__}.{current.__name__} has taken the place of vLLM's compressed-tensors"
+        return f"{current.__module__}.{current.__name__} has already replaced vLLM's compressed-tensors"
     UnquantizedFusedMoEMethod.register_oot(RepairedUnquantizedMethod, name=UnquantizedFusedMoEMethod.__name__)
     register_quantization_config("compressed-tensors")(QaRLCompressedTensorsConfig)
     return None
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, whose routing is done in Python: it can be captured."""
+    """vLLM's experts on a CPU, which also report their routing. vLLM routes in Python here, so it can be captured."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True
@@ -67,12 +67,12 @@ class _ShowsRouting(CPUUnquantizedExperts):
 
 
 class LowBitExperts(_ShowsRouting):
-    """vLLM's routing, then QaRL's function."""
+    """Experts that vLLM routes and QaRL's function multiplies."""
 
     prepared: PreparedExperts | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Take from the layer how it routes."""
+        """Copy the layer's routing settings."""
         self.use_grouped_topk, self.renormalize = layer.use_grouped_topk, layer.renormalize
         self.scoring_func, self.custom_routing_function = layer.scoring_func, layer.custom_routing_function
 
@@ -121,7 +121,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Raises UserError where the kernel cannot multiply experts of these sizes."""
+        """Register empty parameters. Raise UserError if the kernel cannot multiply experts of these sizes."""
         shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
         self._check(layer, shape)
         sizes = {
@@ -135,7 +135,8 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{stack}_{name}", parameter)
                 set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
             if self.scheme == "w4a16":
-                # Two for each expert of w13 arrive, which vLLM's layerwise reload would count as other weights.
+                # Two of these tensors arrive per expert of w13. vLLM's layerwise reload would count the second as an
+                # additional weight.
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
                 layer.register_parameter(f"{stack}_weight_shape", unused)
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
@@ -165,15 +166,15 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        return FUSED_MOE_UNQUANTIZED_CONFIG  # scales are the kernel's affair
+        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, vLLM does not need to know them
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Give the parameters that were loaded to the kernel, and empty them."""
+        """Pass the loaded parameters to the kernel, and empty them."""
         loaded = [{name: getattr(layer, f"{stack}_{name}").data for name in self.names} for stack in STACKS]
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
-        """Multiply by these stacked wire tensors from now on: gate_up [E, 2I, ...], down [E, H, ...]."""
+        """Use these stacked wire tensors as the new weights: gate_up [E, 2I, ...], down [E, H, ...]."""
         prepared = VllmCpuExperts.prepare(gate_up, down)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -223,12 +224,12 @@ def _ignore_weight(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """A loader for what is known from the config."""
+    """Load nothing. The weight loader of `weight_shape`, which is known from the config."""
     return True if return_success else None
 
 
 class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's, but for experts in one of QaRL's schemes."""
+    """vLLM's compressed-tensors config, except that experts in one of QaRL's schemes get `LowBitExpertsMethod`."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
@@ -242,7 +243,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
 
 
 def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """Name and group size of QaRL's scheme in which compressed-tensors stores a layer; None where it is another."""
+    """Return name and group size of the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
     weights, inputs = (
         None if found.get(part) is None else _words(found[part]) for part in ("weights", "input_activations")
     )
@@ -255,16 +256,18 @@ def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
 
 
 def _words(args: Any) -> tuple[int, str, str, bool, bool]:
-    """compressed-tensors' QuantizationArgs, whose words are enums or strings."""
+    """Return num_bits, type, strategy, symmetric and dynamic of a QuantizationArgs (compressed-tensors).
+
+    The type and the strategy there are enums or strings; here they are strings."""
     kind, strategy = (str(getattr(word, "value", word)) for word in (args.type, args.strategy))
     return args.num_bits, kind, strategy, args.symmetric, bool(args.dynamic)
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
-    """BF16 experts whose routing can be captured, and which are right after a reload.
+    """BF16 experts whose routing can be captured, and whose outputs are right after a reload.
 
-    vLLM 0.29 packs the weights for its CPU operator only the first time that it processes them. Those of any later load
-    are multiplied as they came, and the engine answers without an error.
+    vLLM 0.29 packs the weights for its CPU operator only the first time that it processes them. After any later load
+    the operator multiplies unpacked weights as if they were packed. The outputs are wrong, but there is no error.
     """
 
     def __init__(self, moe: FusedMoEConfig) -> None:

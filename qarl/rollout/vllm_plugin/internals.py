@@ -1,27 +1,30 @@
-"""Everything of vLLM that the plugin leans on besides its documented interfaces; no other file of the plugin imports
-vLLM's layers. Read and run in vLLM 0.29.0. In 0.24.0, which serves on GPUs and was read, RoutedExperts is the same, but
-no class there is CPUUnquantizedExperts: an engine of it on a CPU is refused (`register`).
+"""All internals of vLLM that the plugin uses. No other file of the plugin imports vLLM's layers.
+
+The list below was read and run in vLLM 0.29.0. In 0.24.0, which serves on GPUs and was only read, RoutedExperts is the
+same, but there is no class CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
 
     register_quantization_config, get_quantization_config
-        a config registered under a built-in name takes the place of vLLM's
+        a config registered under a built-in name replaces vLLM's
     CompressedTensorsConfig.get_quant_method(layer, prefix), get_scheme_dict(layer, name),
     _add_fused_moe_to_target_scheme_map()
-        what vLLM's own CompressedTensorsMoEMethod.get_moe_method asks to find the scheme of a layer's experts
+        vLLM's CompressedTensorsMoEMethod.get_moe_method calls these to find the scheme of a layer's experts
     RoutedExperts
         the module that holds the experts of a layer (`mlp.experts.routed_experts`): `moe_config`, `weight_loader`, and
-        what routes (`use_grouped_topk`, `renormalize`, `scoring_func`, `custom_routing_function`). Its loader splits a
-        parameter by the attributes `is_transposed` and, for scales, `quant_method` ("group", "channel").
+        the routing settings (`use_grouped_topk`, `renormalize`, `scoring_func`, `custom_routing_function`). Its loader
+        splits a parameter according to the attributes `is_transposed` and, for scales, `quant_method` ("group",
+        "channel").
     FusedMoEMethodBase
         `create_weights`, `process_weights_after_loading`, `apply_monolithic`, `is_monolithic`, `moe_kernel`
     FusedMoEKernel, maybe_make_prepare_finalize(use_monolithic=True)
-        a method's experts as vLLM's runner calls them
+        wrap the experts of a method in the form that vLLM's runner calls
     CPUUnquantizedExperts
-        `_select_experts`, vLLM's routing on CPUs, and `apply(hidden_states, w1, w2, router_logits, ...)`. It is
-        "monolithic": it routes itself. A modular one would be routed by `_moe_C.topk_softmax`, which CPUs lack.
+        `_select_experts`, vLLM's routing on CPUs, and `apply(hidden_states, w1, w2, router_logits, ...)`. These experts
+        are "monolithic": they route the tokens themselves. For modular experts vLLM would route with
+        `_moe_C.topk_softmax`, which does not exist on CPUs.
     supports_routing_replay_capture, routing_replay_capture_fn
-        of monolithic experts: enable_return_routed_experts asks for the first and sets the second
+        members of monolithic experts: with enable_return_routed_experts vLLM checks the first and sets the second
     UnquantizedFusedMoEMethod.register_oot, experts_cls, _setup_kernel
-        the method of BF16 experts. `_setup_kernel` packs the weights the first time it is called only.
+        the method of BF16 experts. `_setup_kernel` packs the weights only the first time it is called.
 """
 
 from __future__ import annotations
@@ -63,11 +66,11 @@ MEMBERS = {
     UnquantizedFusedMoEMethod: ("register_oot", "_setup_kernel", "process_weights_after_loading"),
     RoutedExperts: ("weight_loader", "load_weights"),
 }
-"""What the plugin overrides or calls of each class."""
+"""The members of each class that the plugin overrides or calls."""
 
 
 def changed() -> str | None:
-    """Which of `MEMBERS` this vLLM lacks, in words; None where it has them all."""
+    """Return a sentence that names the `MEMBERS` which this vLLM lacks, or None if it has them all."""
     missing = [
         f"{kind.__name__}.{name}" for kind, names in MEMBERS.items() for name in names if not hasattr(kind, name)
     ]

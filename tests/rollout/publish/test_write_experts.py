@@ -111,7 +111,7 @@ def test_a_layer_is_written_whole_or_not_at_all() -> None:
 def test_another_number_of_experts_is_refused(experts: int, side: str) -> None:
     number = min(experts, EXPERTS)
     with pytest.raises(
-        UserError, match=rf"(?s)holds other experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
+        UserError, match=rf"(?s)not the experts that a publish.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
     ):
         plan_of(engine_model(LowBitExpertsMethod()), matrices(experts=experts))
 
@@ -127,7 +127,7 @@ def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
 
 @pytest.mark.parametrize("method", [UnquantizedFusedMoEMethod(), CompressedTensorsWNA16MoEMethod()])
 def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
-    with pytest.raises(UserError, match="vLLM runs without QaRL's plugin"):
+    with pytest.raises(UserError, match="but vLLM runs without QaRL's plugin"):
         plan_of(engine_model(method), matrices())
 
 

@@ -69,14 +69,13 @@ class ShardedQuantLinear(QuantLinear):
 
 
 class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors hold until `invalidate`. BF16 ones are copied: FSDP frees its own."""
+    """`QuantExperts` whose quantized tensors hold until `invalidate`. BF16 ones are FSDP's own: it frees them after a
+    forward and fills them again before the backward, as for whatever autograd saves."""
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Both stacks. Only inside a forward, where FSDP has gathered the weights, can they be made here."""
         for leaf in STACKS:
-            if leaf not in self._quantized:
-                weight = self.get_parameter(leaf).detach()
-                self.adopt(leaf, weight if self.scheme.quantized else weight.clone())
+            self.adopt(leaf, self.get_parameter(leaf).detach())
         return self._quantized
 
     @property

@@ -28,6 +28,7 @@ JOBS = [
     for scheme in SCHEMES
     for lr in (0, 0.01)
 ]
+RECOMPUTED = [job | {"gradient_checkpointing": True} for job in JOBS[::2]]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def results(checkpoints: dict[int, Path], model: str, rows: dict[str, torch.Tensor]) -> dict[int, list[dict[str, Any]]]:
     found = {}
     for world, checkpoint in checkpoints.items():
-        jobs = [JOBS[0], {**JOBS[1], "checkpoint": str(checkpoint)}, *JOBS[2:]]
+        jobs = [JOBS[0], {**JOBS[1], "checkpoint": str(checkpoint)}, *JOBS[2:], *RECOMPUTED]
         found[world] = run_engine(checkpoint.parent, world, model, rows, jobs)
     return found
 
@@ -79,6 +80,14 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
     assert found["published"].keys() == published.keys()
     assert all(torch.equal(tensor, found["published"][name]) for name, tensor in published.items())
     assert set(found["made"]) == {1} and not found["made_again"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradient_checkpointing_gives_the_same_gradients(results: Any, scheme: str, world: int) -> None:
+    number = SCHEMES.index(scheme)
+    plain, recomputed = (results[world][job]["gradients"] for job in (2 * number, len(JOBS) + number))
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -2,11 +2,13 @@
 
     python scripts/compare_alignment.py        three runs of the quickstart, a table, a plot
     python scripts/compare_alignment.py --variants bf16-off w4a16-off w4a16-model --set trainer.total_training_steps=50
+    python scripts/compare_alignment.py --config quickstart_moe.yaml --variants w4a16-off w4a16-off-own w4a16-model
     python scripts/compare_alignment.py --seeds 0 1 2 --variants w4a16-linears w4a16-linears-paper-bands
 
-Each run is `python -m qarl.train config=quickstart.yaml` in a separate process, differing from the others in the
-named keys alone. Figures are means over all steps of a run, then over seeds; the runs, `table.md`, `results.json` and
-plots are written to `--output`. Exit code 1 when alignment misses its limits.
+Each run is `python -m qarl.train config=quickstart.yaml` in a separate process. The runs differ in the named keys
+alone. For a mixture of experts `off` and `linears` replay the rollout's routing, and with `-own` they do not. Figures
+are means over all steps of a run, then over seeds. The runs, `table.md`, `results.json` and plots are written to
+`--output`. The exit code is 1 if alignment misses its limits.
 """
 
 from __future__ import annotations
@@ -34,11 +36,17 @@ PAPER_BANDS = [
 # Without quantization there are no linears to align: bf16-off is the plain BF16 run.
 VARIANTS: dict[str, list[str]] = {
     f"{scheme}-{level}": [f"quant.scheme={scheme}", f"quant.align={level}"] for scheme in SCHEMES for level in LEVELS
+}
+VARIANTS |= {
+    f"{scheme}-{level}-own": [*VARIANTS[f"{scheme}-{level}"], "rollout.router_replay=off"]
+    for scheme in SCHEMES
+    for level in ("off", "linears")
 } | {"w4a16-linears-paper-bands": ["quant.align=linears", *PAPER_BANDS]}
 COLUMNS = {
     "k3 KL": ("mismatch_k3_mean", "{:.2e}"),
     "mean \\|δ\\|": ("mismatch_abs_mean", "{:.2e}"),
     "max \\|δ\\|": ("mismatch_abs_max", "{:.2g}"),
+    "other experts": ("other_experts_frac_mean", "{:.2%}"),
     "accuracy before": ("accuracy_before", "{:.1%}"),
     "after": ("accuracy_after", "{:.1%}"),
     "inside band": ("inside_band_frac_after_first_mean", "{:.0%}"),
@@ -47,10 +55,10 @@ COLUMNS = {
 }
 
 
-def run(variant: str, seed: int, overrides: Sequence[str], output: Path) -> dict[str, Any]:
+def run(config: str, variant: str, seed: int, overrides: Sequence[str], output: Path) -> dict[str, Any]:
     """One training run; its summary."""
     name = f"{variant}-seed{seed}"
-    command = [sys.executable, "-m", "qarl.train", "config=quickstart.yaml", f"name={name}", f"seed={seed}"]
+    command = [sys.executable, "-m", "qarl.train", f"config={config}", f"name={name}", f"seed={seed}"]
     command += [f"output_dir={output}", *VARIANTS[variant], *overrides]
     print(f"--- {name}: {' '.join(command[1:])}", flush=True)
     subprocess.run(command, check=True)
@@ -111,6 +119,7 @@ def mean(summaries: Sequence[dict[str, Any]], key: str) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16-off", "w4a16-off", "w4a16-linears"])
+    parser.add_argument("--config", default="quickstart.yaml")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/compare_alignment"))
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for every run")
@@ -118,11 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, list[dict[str, Any]]] = {}
     for variant in args.variants:
         for seed in args.seeds:
-            results.setdefault(variant, []).append(run(variant, seed, args.set, args.output))
+            results.setdefault(variant, []).append(run(args.config, variant, seed, args.set, args.output))
             text = "\n".join([table(results), "", *verdict(results)])
             (args.output / "table.md").write_text(text + "\n")
             versions = json.loads((args.output / f"{variant}-seed{seed}" / "versions.json").read_text())
-            write_json(args.output / "results.json", {"set": args.set, "versions": versions, "runs": results})
+            write_json(
+                args.output / "results.json",
+                {"config": args.config, "set": args.set, "versions": versions, "runs": results},
+            )
     plot_compare([args.output / f"{v}-seed{args.seeds[0]}" for v in args.variants], args.output / "plots")
     print(text)
     return 1 if "FAIL" in text else 0

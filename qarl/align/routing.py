@@ -59,6 +59,12 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
     return chosen.to(logits.dtype)
 
 
+def replays(router_replay: str, level: str) -> bool:
+    """Whether `rollout.router_replay` asks for a replay at an alignment level: `auto` does where the trainer's own
+    routers choose other experts than the engine's, below `model`."""
+    return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
+
+
 def routers(model: Any) -> dict[int, Any]:
     """The routers of a transformers causal LM, by the number of their decoder layer."""
     layers = enumerate(model.model.layers)

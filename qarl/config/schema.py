@@ -146,6 +146,11 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local."""
 
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
+    arXiv 2510.11370). `auto`: at quant.align=off and linears, where the trainer's own router chooses others. At `model`
+    and `exact` it chooses the same, and metrics show it. Dense models have no router."""
+
     rebuild_on_failure: bool = False
     """If vLLM fails or dies, start another engine and continue. Local backend only: verl restarts nothing."""
 

@@ -22,7 +22,11 @@ class Batch:
     `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B];
     `rollout_top_tokens` int64 [B, R] or None, the engine's likeliest tokens; `kept` uint8 [B, R, packed_width(V)] or
     None, packed masks of the tokens that top-k and top-p kept (`qarl.kernels.kept`), from the old log-probs' pass;
-    `outside` bool [B, R] or None, which response tokens were not among those that the trainer found."""
+    `outside` bool [B, R] or None, which response tokens were not among those that the trainer found.
+
+    Of a mixture of experts: `routed_experts` int16 [B, T, layers, k], the experts of each token in the rollout, -1 if
+    unknown; `other_experts` bool [B, T] or None, which tokens the trainer's own routers sent elsewhere in the pass for
+    the old log-probs."""
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor
@@ -35,6 +39,8 @@ class Batch:
     rollout_top_tokens: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     outside: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
+    other_experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with every tensor on `device`."""
@@ -55,6 +61,12 @@ class Batch:
         mask = self.response_mask[rows]
         self.kept[rows][mask] = kept
         self.outside[rows][mask] = outside
+
+    def note_routing(self, rows: slice, differing: torch.Tensor) -> None:
+        """Store which tokens of `rows`, bool [rows * T], the trainer's own routers sent to other experts."""
+        if self.other_experts is None:
+            self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
+        self.other_experts[rows] = differing.view(-1, self.input_ids.shape[1])
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Slices of at most `size` rows that cover rows start to stop."""
@@ -83,7 +95,16 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
         advantages=advantages,
         weight_version=rollout.weight_version,
         rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
+        routed_experts=None if rollout.routed_experts is None else _pad_routing(rollout.routed_experts, total),
     )
+
+
+def _pad_routing(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """[tokens, layers, k] of each response -> int16 [B, width, layers, k], -1 where nothing is known."""
+    padded = torch.full((len(rows), width, *rows[0].shape[1:]), -1, dtype=torch.int16)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
 
 
 def _pad(rows: Sequence[Sequence[float]], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,8 @@ def watch(
     config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool, on_gpu: bool
 ) -> tuple[dict[str, float], list[str]]:
     """Metrics and warnings of a step whose update has not begun: `mismatch/over_limit` (0 or 1), and with top-p or
-    top-k `mismatch/outside_kept`, the sampled tokens outside of the trainer's kept sets.
+    top-k `mismatch/outside_kept`, the sampled tokens outside of the trainer's kept sets; of a mixture of experts
+    `mismatch/other_experts_frac`, the share of tokens that the trainer's own routers send elsewhere in some layer.
 
     Raises:
         MismatchError: the mismatch is over its limit and nothing has been trained since the program started.
@@ -40,6 +41,9 @@ def watch(
                 f"{outside:.0f} sampled tokens are outside of what the trainer's top-p or top-k keeps, and were kept: "
                 "look at mismatch/abs_max"
             )
+    if batch.routed_experts is not None and batch.other_experts is not None:
+        known = (batch.routed_experts >= 0).all(-1).any(-1)
+        found["mismatch/other_experts_frac"] = float(batch.other_experts[known].float().mean())
     if metrics["rollout/preemptions"]:
         key = "gpu_memory_utilization" if on_gpu else "cpu_kvcache_space_gib"
         warnings.append(

@@ -29,6 +29,7 @@ from qarl.data.rewards import score_responses
 from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
+from qarl.quant.stacks import stacked_experts
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
@@ -59,7 +60,7 @@ class LocalTrainer:
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
-        self.engine = engine or RolloutEngine(engine_config(config))
+        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.tbpo = tbpo_config(config.actor)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
@@ -190,6 +191,7 @@ class LocalTrainer:
     def accumulate(self, loss: torch.Tensor) -> None:
         """The backward of a micro-batch; its gradients join the FP32 sums."""
         loss.backward()
+        self.policy.end_replay()
         self.optimizer.accumulate()
 
     def optimizer_step(self) -> float:

@@ -10,6 +10,7 @@ and masks.)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from qarl.align import align_model
+from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.checks import hub
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.kernels.kept import Truncation, find_kept
@@ -41,12 +43,23 @@ class Policy:
     applied, which is lower than the one asked for if that is not built; `report`: what was swapped, and why so.
     """
 
-    def __init__(self, model: Any, scheme: Scheme, ignore: tuple[str, ...], *, align: str = "linears") -> None:
+    def __init__(
+        self,
+        model: Any,
+        scheme: Scheme,
+        ignore: tuple[str, ...],
+        *,
+        align: str = "linears",
+        router_replay: str = "auto",
+    ) -> None:
+        """`router_replay`: as `rollout.router_replay`; a batch without routing is not replayed."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
         self.align = aligned.level
+        self.replays = replays(router_replay, self.align)
+        self._routing = ExitStack()
         self.report = f"{linears}\n{aligned}"
 
     @classmethod
@@ -76,7 +89,8 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
-        return cls(model, scheme, tuple(quant.ignore), align=quant.align)
+        replay = config.rollout.router_replay
+        return cls(model, scheme, tuple(quant.ignore), align=quant.align, router_replay=replay)
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +116,8 @@ class Policy:
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
-        states, in_blocks = self.before_tokens(batch, rows)
+        with self.routing(batch, rows):
+            states, in_blocks = self.before_tokens(batch, rows)
         weight = self.model.get_output_embeddings().weight
         if truncation is not None and truncation.active:
             if in_blocks:
@@ -117,6 +132,32 @@ class Policy:
             log_probs, top = log_probs_of_logits(states, tokens, temperature=temperature, kept=kept)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
+
+    @contextmanager
+    def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
+        """Around a forward of `batch[rows]`: send its tokens to the rollout's experts if this policy replays, and in a
+        forward without gradients note which tokens its own routers would have sent elsewhere.
+
+        With gradients the replay lasts until `end_replay`: with checkpointing a backward computes the forward again.
+        """
+        self.end_replay()
+        given = batch.routed_experts
+        if given is None:
+            yield
+            return
+        given = given[rows].flatten(0, 1)
+        if self.replays:
+            self._routing.enter_context(replayed_routing(self.model, given))
+        if torch.is_grad_enabled():
+            yield
+            return
+        with self._routing, recorded_routing(self.model) as record:
+            yield
+        batch.note_routing(rows, differing_tokens(record.experts(), given))
+
+    def end_replay(self) -> None:
+        """Let the routers choose again; call it after the backward of a forward that replayed."""
+        self._routing.close()
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
         """One row for each response token of `batch[rows]`: the logits it is predicted from and False or, if they are

@@ -55,7 +55,8 @@ def load_policy(config: Config) -> Policy:
         raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
 
 
-def engine_config(config: Config) -> EngineConfig:
+def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
+    """The engine of a run. `routing`: it returns the experts of each token, which a dense model does not have."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
@@ -68,6 +69,7 @@ def engine_config(config: Config) -> EngineConfig:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.cpu_kvcache_space_gib,
         enforce_eager=rollout.enforce_eager,
+        return_routed_experts=routing,
     )
 
 

@@ -37,6 +37,7 @@ from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
+from qarl.verl.routing import routing_keys
 
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
@@ -206,6 +207,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
         **actor_keys(config),
         **optim_keys(config),
         **rollout_keys(config, on_cpu),
+        **routing_keys(config, on_cpu),
         **algorithm_keys(config),
         **trainer_keys(config),
         # Workers have the environment of the machine's Ray, which may have been started before this run.

@@ -190,6 +190,13 @@ LOCAL: Table = SHARED | {
         False, each(argument("enforce_eager"), lambda run: run.llms[0].eager_helpers), ([True, True], [False, False])
     ),
     "rollout.tensor_model_parallel_size": Refused(2, ONE_PROCESS),
+    # The stand-in says that all tokens had the same experts, so replayed log-probs are others than those it sampled by.
+    "rollout.router_replay": Row(
+        "off",
+        each(lambda run: metric("mismatch/abs_max")(run) > 0.01, argument("enable_return_routed_experts")),
+        ([True, True], [False, True]),
+        {"model.path": "moe", "quant.mismatch_limit": 100.0},
+    ),
     "rollout.rebuild_on_failure": Row(
         True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
     ),

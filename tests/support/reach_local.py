@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -87,7 +88,19 @@ class PolicyAsLLM:
                 (token,) = generators[i].choices(range(len(kept)), kept.exp().tolist())
                 row.append(token)
                 log_probs[i].append(float(kept[token]) + self.noise * (-1) ** i)
-        return [completion(row, values) for row, values in zip(rows, log_probs, strict=True)]
+        found = [completion(row, values) for row, values in zip(rows, log_probs, strict=True)]
+        for prompt, one in zip(prompts, found, strict=True):
+            one.routed_experts = self._routing(len(prompt) + len(one.token_ids) - 1)
+        return found
+
+    def _routing(self, tokens: int) -> Any:
+        """Of a mixture, the first experts in every layer, for all tokens."""
+        config = self.llm_engine.model_config.hf_config
+        if not self.arguments.get("enable_return_routed_experts"):
+            return None
+        return numpy.tile(
+            numpy.arange(config.num_experts_per_tok, dtype=numpy.uint8), (tokens, config.num_hidden_layers, 1)
+        )
 
 
 def processed(logits: torch.Tensor, params: Any) -> torch.Tensor:

@@ -63,12 +63,12 @@ def leaves() -> set[str]:
 
 
 def make_files(folder: Path) -> None:
-    """Two models, prompts of 2 to 4 tokens, rewards: the names that the rows use. The tokenizer splits t1x and t2x."""
+    """Models, prompts of 2 to 4 tokens and rewards, named as the rows name them. The tokenizer splits t1x and t2x."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, family in (("model", "qwen3"), ("llama", "llama")):
+    for name, family in (("model", "qwen3"), ("llama", "llama"), ("moe", "qwen3_moe")):
         save_random_model(folder / name, family)
     (folder / "rewards.py").write_text(REWARDS)
     shutil.copytree(folder / "model", folder / "own_code")

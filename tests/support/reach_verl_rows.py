@@ -153,6 +153,12 @@ VERL: Table = SHARED | {
     "rollout.tensor_model_parallel_size": Row(
         2, argument("tensor_parallel_size"), (1, 2), {"trainer.n_gpus_per_node": 2}
     ),
+    "rollout.router_replay": Row(
+        "off",
+        each(argument("enable_return_routed_experts"), lambda run: run.actor.worker.actor.engine.quant.router_replay),
+        ([True, "auto"], [False, "off"]),
+        {"model.path": "moe"},
+    ),
     "rollout.rebuild_on_failure": Refused(True, "backend=verl has no counterpart"),
     "quant.scheme": Row(
         "w4a16",

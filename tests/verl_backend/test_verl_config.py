@@ -164,6 +164,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
 
 ELSEWHERE = {
     "backend": "which function is called",
+    "rollout.router_replay": "tested below: it depends on the model",
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",

@@ -38,13 +38,15 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """`scheme`, `group_size`, `ignore`, `align`, `mismatch_limit`: as in the section `quant` of `qarl.config`."""
+    """`scheme`, `group_size`, `ignore`, `align`, `mismatch_limit`: as in the section `quant` of `qarl.config`;
+    `router_replay`: as in its section `rollout`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     align: str = "model"
     mismatch_limit: float | None = None
+    router_replay: str = "auto"
 
 
 @dataclass

@@ -35,6 +35,7 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
+from qarl.align.routing import replays
 from qarl.errors import UserError
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
@@ -45,6 +46,7 @@ from qarl.verl.plugin.guard import mismatch_is_over, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
+from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import MiniBatchCounts, StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -82,6 +84,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is not None or get_device_name() == "cpu":
             publish_timeout()  # a bad one is refused before the model is loaded
         self._statistics = StepStatistics()
+        self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -182,9 +185,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
             if self.align == "exact":
                 inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        if self.quant is not None and replays(self.quant.router_replay, self.align):
+            self._routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        self._routing.end()
         if self.quant is not None and getattr(output, "logits", None) is not None:
             # verl divides by another temperature than 1 in the logits' own type.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
@@ -236,6 +242,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         # verl names the last mini-batch of a step by moving the scheduler after it.
         if tu.get(data, key="update_lr_scheduler", default=True):
             lengths = self._statistics.mean_length
+            self._statistics.routing = self._routing.take()
             found, self._statistics = self._statistics.metrics(self.get_data_parallel_group()), StepStatistics()
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)

@@ -72,6 +72,8 @@ class StepStatistics:
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    routing: tuple[int, int] = (0, 0)
+    """Tokens that the actor's own routers sent to other experts than the rollout's, and all whose experts are known."""
 
     def begin_mini_batch(self) -> None:
         self.tbpo.append([])
@@ -96,18 +98,21 @@ class StepStatistics:
 
     def metrics(self, group: Any = None) -> dict[str, float]:
         """The metrics of the step, on the first rank of `group`; empty on the others. A collective."""
-        gathered = _gather((self.tbpo, self.tokens), group)
+        gathered = _gather((self.tbpo, self.tokens, self.routing), group)
         if gathered is None:
             return {}
-        ranks = [tbpo for tbpo, _ in gathered]
+        ranks = [tbpo for tbpo, _, _ in gathered]
         everything = [one for rank in ranks for mini_batch in rank for one in mini_batch]
         later = [one for rank in ranks for mini_batch in rank[1:] for one in mini_batch]
         found = reduce_metrics(everything)
         after_first = reduce_metrics(later)
         found |= {f"{name}_after_first": after_first[name] for name in AFTER_FIRST if name in after_first}
-        tokens = [part for _, parts in gathered for part in parts]
+        tokens = [part for _, parts, _ in gathered for part in parts]
         if any(old.numel() for old, _, _ in tokens):
             found |= mismatch_metrics(*_padded(tokens))
+        other, known = (sum(counts) for counts in zip(*(routing for _, _, routing in gathered), strict=True))
+        if known:
+            found["mismatch/other_experts_frac"] = other / known
         return found
 
 

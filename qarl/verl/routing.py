@@ -1,0 +1,38 @@
+"""verl's keys for router replay: whether the servers return the experts of each token, and whether the actor replays.
+
+verl's agent loop carries the routing from the server to the actor. Its FSDP engine does not read it; QaRL's does
+(`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer, so it is
+asked for only if it is replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qarl.align.model import resolve_level
+from qarl.align.routing import replays
+from qarl.checks.model_folder import hf_config_or_carried
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.rollout.vllm_plugin import experts_of
+
+
+def routing_keys(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """`enable_rollout_routing_replay`, true for a mixture of experts that is replayed, and the actor's own key."""
+    asked = config.rollout.router_replay
+    return {
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": _is_replayed(config, on_cpu),
+        "+actor_rollout_ref.actor.fsdp_config.quant.router_replay": asked,
+    }
+
+
+def _is_replayed(config: Config, on_cpu: bool) -> bool:
+    try:
+        hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
+    except UserError:
+        return False  # the checks of a run say what is wrong with the model
+    if not experts_of(hf_config):
+        return False
+    device = "cpu" if on_cpu else "cuda"
+    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
+    return replays(config.rollout.router_replay, level)

@@ -1,0 +1,129 @@
+"""Router replay in the local backend: where a batch's tokens go, in forward and backward, and what is logged of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.align.routing import recorded_routing, replays
+from qarl.quant import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.policy import Policy
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+SEQUENCES = [([3, 4, 5], [7, 8, 9]), ([6, 3], [10, 11]), ([5], [12, 13, 14, 15])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+def make_policy(folder: Path, *, router_replay: str = "auto", checkpointing: bool = False) -> Policy:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.train(checkpointing)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(model, get_scheme("bf16"), ("lm_head",), align="linears", router_replay=router_replay)
+
+
+def batch_of(routing: list[torch.Tensor] | None) -> Batch:
+    rollout = RolloutBatch(
+        prompt_token_ids=[prompt for prompt, _ in SEQUENCES],
+        response_token_ids=[response for _, response in SEQUENCES],
+        rollout_log_probs=[[-1.0] * len(response) for _, response in SEQUENCES],
+        finish_reasons=["length"] * len(SEQUENCES),
+        weight_version=0,
+        routed_experts=routing,
+    )
+    zeros = torch.zeros(len(SEQUENCES))
+    return make_batch(rollout, zeros, zeros, pad_token_id=2)
+
+
+def own_routing(policy: Policy) -> list[torch.Tensor]:
+    """The model's own choice for each sequence, as an engine returns it: the last token's is missing."""
+    found = []
+    for prompt, response in SEQUENCES:
+        with torch.no_grad(), recorded_routing(policy.model) as record:
+            policy.model(input_ids=torch.tensor([prompt + response]), use_cache=False)
+        found.append(record.experts()[:-1].to(torch.uint8))
+    return found
+
+
+def shifted(routing: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [(one + 1) % EXPERTS for one in routing]
+
+
+def log_probs(policy: Policy, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        parts = [policy.response_log_probs(batch, rows, temperature=1.0) for rows in batch.micro_batches(2)]
+    return torch.cat(parts)
+
+
+def test_replaying_the_models_own_choice_changes_no_bit_and_counts_no_token(folder):
+    policy = make_policy(folder)
+    batch = batch_of(own_routing(policy))
+    assert torch.equal(log_probs(policy, batch), log_probs(policy, batch_of(None)))
+    assert batch.other_experts is not None and not batch.other_experts.any()
+
+
+def test_other_experts_are_followed_and_each_known_token_is_counted(folder):
+    policy = make_policy(folder)
+    batch = batch_of(shifted(own_routing(policy)))
+    replayed, own = log_probs(policy, batch), log_probs(policy, batch_of(None))
+    assert (replayed - own).abs()[batch.response_mask].max() > 0.01
+    assert batch.other_experts is not None and batch.routed_experts is not None
+    known = (batch.routed_experts >= 0).all(-1).any(-1)
+    assert known.sum() == sum(len(prompt) + len(response) - 1 for prompt, response in SEQUENCES)
+    assert not batch.other_experts[~known].any()
+    # A replay in the first layer moves the second one's own choice, so not all tokens need differ there.
+    assert batch.other_experts[known].all()
+
+
+def test_off_counts_and_does_not_follow(folder):
+    policy = make_policy(folder, router_replay="off")
+    batch = batch_of(shifted(own_routing(policy)))
+    assert torch.equal(log_probs(policy, batch), log_probs(policy, batch_of(None)))
+    assert batch.other_experts is not None and batch.other_experts.any()
+
+
+def test_a_forward_without_routing_after_a_replay_goes_its_own_way(folder):
+    policy = make_policy(folder)
+    before = log_probs(policy, batch_of(None))
+    log_probs(policy, batch_of(shifted(own_routing(policy))))
+    assert torch.equal(log_probs(policy, batch_of(None)), before)
+
+
+def test_a_checkpointed_backward_replays_too(folder):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make_policy(folder, checkpointing=checkpointing)
+        batch = batch_of(shifted(own_routing(policy)))
+        policy.response_log_probs(batch, slice(0, 3), temperature=1.0).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
+    plain, checkpointed = gradients
+    assert plain.keys() == checkpointed.keys() and any(name.endswith("mlp.gate.weight") for name in plain)
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, checkpointed[name]), name
+        assert math.isfinite(float(gradient.float().norm()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "level", "expected"),
+    [
+        ("auto", "off", True),
+        ("auto", "linears", True),
+        ("auto", "model", False),
+        ("auto", "exact", False),
+        *((("on", level, True)) for level in ("off", "linears", "model", "exact")),
+        *((("off", level, False)) for level in ("off", "linears", "model", "exact")),
+    ],
+)
+def test_which_levels_replay(asked, level, expected):
+    assert replays(asked, level) is expected

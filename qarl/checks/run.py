@@ -27,6 +27,8 @@ from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
 from qarl.data.rewards import RewardFn, check_reward_fn, get_reward_fn
 from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_sampler, report_data
 from qarl.metrics.tracker import check_loggers
+from qarl.process import runs_on_cpu
+from qarl.rollout import vllm_plugin
 
 
 class RunInputs:
@@ -84,6 +86,7 @@ CHECKS = (
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),
+    Check("experts", lambda run: _check_experts(run)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),
     Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
     Check("ends of responses", lambda run: run.stop_warnings),
@@ -118,6 +121,11 @@ def check_run(config: Config) -> RunInputs:
         print(f"warning: {warning}", file=sys.stderr)
     report_data(run.train_prompts, run.val_prompts)
     return run
+
+
+def _check_experts(run: RunInputs) -> None:
+    if runs_on_cpu(run.config.backend):
+        vllm_plugin.check_installed(run.hf_config)
 
 
 def _check_vocabulary(run: RunInputs) -> None:

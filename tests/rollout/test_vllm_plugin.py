@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -83,6 +84,35 @@ def test_another_plugins_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_mixture_is_known_by_its_config(config: Any, expected: int) -> None:
     assert vllm_plugin.experts_of(config) == expected
+
+
+MIXTURE, DENSE = SimpleNamespace(num_experts=8), SimpleNamespace()
+OURS = SimpleNamespace(value="qarl.rollout.vllm_plugin:register")
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "points", "plugins", "why"),
+    [
+        (MIXTURE, [OURS], None, None),
+        (MIXTURE, [OURS], "qarl,other", None),
+        (MIXTURE, [OURS], "other", "VLLM_PLUGINS=other leaves it out"),
+        (MIXTURE, [SimpleNamespace(value="vllm.plugins:x")], None, "no entry point"),
+        (DENSE, [], "other", None),
+    ],
+)
+def test_a_run_of_a_mixture_asks_for_the_plugin_before_vllm_starts(
+    monkeypatch, hf_config, points, plugins, why
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(vllm_plugin, "_why_not", vllm_plugin._CALLED)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    if why is None:
+        vllm_plugin.check_installed(hf_config)
+        return
+    with pytest.raises(UserError, match=why):
+        vllm_plugin.check_installed(hf_config)
 
 
 def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ is patched, because vLLM has a registry for each class.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from typing import Any
 
@@ -53,6 +54,18 @@ def check_loaded(hf_config: Any) -> None:
 
     load_general_plugins()
     if _why_not is not None:
+        raise not_loaded()
+
+
+def check_installed(hf_config: Any) -> None:
+    """Raise UserError if vLLM would not find the plugin, which a mixture of experts needs on a CPU. Imports no vLLM."""
+    if not experts_of(hf_config):
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value.startswith(__name__) for point in points) or (
+        allowed is not None and ENTRY_POINT not in allowed.split(",")
+    ):
         raise not_loaded()
 
 

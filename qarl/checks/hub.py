@@ -1,8 +1,8 @@
-"""The Hugging Face Hub: whether it can be reached, decided once by a single request, and what its cache holds.
+"""Decides with a single request whether the Hugging Face Hub can be reached, and so whether only its cache is used.
 
-huggingface_hub asks six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
-1.33), and only then looks into its cache. On a machine without network, as compute nodes are, each name costs that
-time. One request without repetition decides instead; without an answer only the cache is asked.
+huggingface_hub tries six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
+1.33), and only then uses its cache. On a machine without network, such as a compute node, every name costs that time.
+Here one request decides, without repetition. If the Hub does not answer, only the cache is used.
 
 Importing this module imports neither transformers nor huggingface_hub.
 """
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3.0
-"""How long the Hub has to answer; a name server that does not answer counts too."""
+"""Seconds that the Hub has to answer, including the time for the name server."""
 CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
-"""NAME/config.json of public models, which the benchmarks take their shapes from."""
+"""Folder with NAME/config.json of public models; the benchmarks take their shapes from them."""
 _SAME_SIZES = {
     "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
 }
-"""Models whose config differs from a carried one in these numbers alone."""
+"""Models whose config differs from a config in `CARRIED` only in these numbers."""
 
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Why the Hub cannot be asked from this machine, or None if it answers. Asked once a process.
+    """Return why this machine cannot reach the Hub, or None if the Hub answers. The request is made once per process.
 
-    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE are believed without asking; proxies and HF_ENDPOINT are used as
+    If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, no request is made. Proxies and HF_ENDPOINT are used as
     huggingface_hub uses them.
     """
     from huggingface_hub import constants, get_session
@@ -43,7 +43,7 @@ def why_unreachable() -> str | None:
     def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=SECONDS)
-        except Exception as error:  # of the HTTP library, of its proxies, of TLS
+        except Exception as error:  # the HTTP library, its proxies and TLS raise different types
             answer[0] = f"{constants.ENDPOINT}: {type(error).__name__}: {error}"
         else:
             answer.clear()
@@ -56,14 +56,14 @@ def why_unreachable() -> str | None:
 
 
 def loading_options(path: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for `path`: its cache alone is used if the Hub cannot be reached."""
+    """Return arguments of `from_pretrained` for `path`: only the cache is used if the Hub cannot be reached."""
     if Path(path).is_dir() or not why_unreachable():
         return {}
     return {"local_files_only": True}
 
 
 def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
-    """The public config of the model `path` that comes with this package, as (name, mapping); None for other models."""
+    """Return the config of the public model `path` from this package, as (name, mapping), or None if it has none."""
     owner, _, name = path.partition("/")
     carried, changes = _SAME_SIZES.get(path, (name, {}))
     file = CARRIED / carried / "config.json"

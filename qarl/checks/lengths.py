@@ -1,4 +1,4 @@
-"""Lengths: whether prompt and response fit the model's positions and vLLM's KV cache."""
+"""Checks whether prompt and response fit the model's positions and vLLM's KV cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KV_BLOCK = 128
 
 
 def check_kv_cache(config: Config, hf_config: Any) -> None:
-    """Whether vLLM's KV cache on a CPU holds one sequence of full length, without which vLLM does not start.
+    """Raise UserError if vLLM's KV cache on a CPU is too small for one sequence of full length.
 
-    Its own message asks for gpu_memory_utilization, which has no effect here.
+    vLLM would not start, and its own message names gpu_memory_utilization, which has no effect on a CPU.
     """
     if not runs_on_cpu(config.backend):
         return
     try:
         size = ModelSize.from_config(hf_config)
-    except KeyError:  # of another architecture: vLLM judges
+    except KeyError:  # the sizes of this architecture are unknown, so vLLM decides
         return
     length = config.data.max_prompt_length + config.data.max_response_length
     blocks = -(-length // KV_BLOCK) + 1
@@ -35,18 +35,18 @@ def check_kv_cache(config: Config, hf_config: Any) -> None:
             where="rollout.cpu_kvcache_space_gib",
             why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
             f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
-            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for one sequence, and to as many times "
-            "that as are to be decoded together",
+            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for each sequence that vLLM decodes at "
+            "the same time",
         )
 
 
 def check_length(config: Config, hf_config: Any) -> None:
-    """Prompt and response together must fit the model's positions."""
+    """Raise UserError if prompt and response together exceed the model's positions."""
     wanted = config.data.max_prompt_length + config.data.max_response_length
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         raise UserError(
-            f"max_prompt_length + max_response_length = {wanted} tokens, the model has {limit} positions",
+            f"max_prompt_length + max_response_length = {wanted} tokens, but the model has {limit} positions",
             where="data.max_prompt_length, data.max_response_length",
             fix=f"lower them to at most {limit} together",
         )

@@ -1,4 +1,4 @@
-"""The machine: whether vLLM is installed and this CPU can run what the config asks for."""
+"""Checks whether vLLM is installed and whether this CPU can run the config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from qarl.process import runs_on_cpu
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
-    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and of PyTorch are not exact, nor alike"),
+    "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
-"""Schemes that not every CPU can run: the instruction sets they need, and why."""
+"""Schemes that only some CPUs can run, each with the instruction sets that it needs and the reason."""
 
 
 def check_engine_installed() -> None:
@@ -31,7 +31,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """The instruction sets of this CPU as Linux spells them; empty if it does not say (other systems, ARM)."""
+    """Return this CPU's instruction sets in Linux's spelling; empty if Linux lists none (ARM) or on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def cpu_flags() -> set[str]:
 
 
 def check_cpu(config: Config) -> None:
-    """Whether rollouts with `quant.scheme` can be made on this machine, where it has no GPU."""
+    """Raise UserError if the run uses the CPU and this CPU cannot make rollouts with `quant.scheme`."""
     scheme = config.quant.scheme
     if not runs_on_cpu(config.backend):
         return
@@ -48,7 +48,7 @@ def check_cpu(config: Config) -> None:
         raise UserError(
             "vLLM does not run w4a8 on a CPU",
             where="quant.scheme",
-            why="it would take the weights, run its W4A16 kernel and leave the activations in BF16, without a word",
+            why="it would accept the weights but run its W4A16 kernel with BF16 activations, without a warning",
             fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
         )
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
@@ -63,6 +63,6 @@ def check_cpu(config: Config) -> None:
         raise UserError(
             f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
             where="quant.scheme",
-            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, as on a CPU that is not x86"),
+            why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, perhaps because the CPU is not x86"),
             fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
         )

@@ -1,12 +1,12 @@
-"""Memory of a run, from the numbers of a model's config and the run's: bytes per GPU, part by part, without weights.
+"""Estimates the memory of a run from the configs of model and run: bytes per GPU, part by part, without weights.
 
-Pure arithmetic, no torch. It says what each part is and when it is there; the doctor and dry runs print it. If the
-truth depends on an allocator, the estimate is a sum of tensor sizes, so real use is some percent more.
+This is pure arithmetic without torch. The result names each part and the phases in which it exists; the doctor and dry
+runs print it. The estimate sums tensor sizes and ignores the allocator, so real use is a few percent higher.
 
     local    one process holds everything; vLLM stays loaded beside the trainer
     verl     FSDP2 over nnodes * n_gpus_per_node ranks shards masters, gradients and optimizer state; two decoder blocks
              and the embeddings are gathered in BF16 at a time; every rank keeps the low-bit tensors of all layers, and
-             what the kernels made of them, from one optimizer step to the next; vLLM sleeps during the update (verl's
+             the kernels' copies of them, from one optimizer step to the next; vLLM sleeps during the update (verl's
              free_cache_engine), but not on CPU
 
 Saved activations per token and layer are counted operator by operator as transformers' blocks and `qarl.align` save
@@ -30,16 +30,16 @@ RUNTIME_BYTES = 3 * GIB // 2
 ENGINE_WORKSPACE_BYTES = GIB
 """An allowance for vLLM's forward, besides weights and KV cache."""
 LOGITS_AT_A_TIME = 2**27
-"""qarl.kernels.logprob's, which the local backend never exceeds."""
+"""The limit of `qarl.kernels.logprob` on logits held at once; the local backend never exceeds it."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
-"""`update`: forward and backward of a micro-batch; `step`: the optimizer's."""
+"""`update`: forward and backward of a micro-batch; `step`: the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
-"""FP32 moments of a matrix inside the decoder blocks; everything else is AdamW's in both."""
+"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. AdamW always updates the other weights."""
 
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
-"""Kernels with their own dX: no dequantized weight is held for them, only one layer's at a time."""
+"""Kernels that compute dX themselves. For them only one layer's dequantized weight is held at a time."""
 
 Shape = tuple[int, int]
 
@@ -67,7 +67,7 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSize:
-        """From a transformers config, or from the mapping in a config.json. KeyError: a number that must be there."""
+        """Read a transformers config or the mapping of a config.json. KeyError if a required number is missing."""
         given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         heads, kind = given["num_attention_heads"], given.get("model_type", "")
         layers = given["num_hidden_layers"]
@@ -103,7 +103,7 @@ class ModelSize:
         return self.kv_heads * self.head_dim
 
     def block_linears(self, layer: int) -> dict[str, Shape]:
-        """[N, K] of every linear of one decoder block by name, each expert's too; routers are none."""
+        """Return [N, K] of every linear of one decoder block by name, including each expert's but not the router."""
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
         linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
@@ -125,7 +125,7 @@ class ModelSize:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights of the linears inside the blocks, experts and routers included: what Muon updates."""
+        """Weights of the linears inside the blocks, including experts and routers; Muon updates these."""
         routers = len(self.sparse_layers) * self.experts * self.hidden
         return sum(n * k for n, k in self.linears().values()) + routers
 
@@ -145,11 +145,11 @@ class ModelSize:
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """BF16 keys and values of all layers on one GPU; heads are repeated if there are fewer than GPUs."""
+        """Bytes of a token's BF16 keys and values in all layers on one GPU; every GPU holds at least one head."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Bytes that one block's backward keeps for a token; `qarl.align` says what level `model` holds in FP32."""
+        """Bytes that one block saves per token for backward; `qarl.align` says which are FP32 at level `model`."""
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
@@ -172,7 +172,7 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
 
 
 def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
-    """One [N, K] weight as it is published: `Scheme.wire_tensors` in bytes."""
+    """Return the bytes of one published [N, K] weight, i.e. of `Scheme.wire_tensors`."""
     n, k = shape
     if scheme == "bf16":
         return 2 * n * k
@@ -182,7 +182,7 @@ def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
 
 
 def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
-    """The same weight once more in the layout that `kernel` reads; 0 for one that reads the published tensors."""
+    """Return the bytes of a weight's copy in the layout of `kernel`; 0 if the kernel reads the published tensors."""
     n, k = shape
     if kernel == "reference":
         return 2 * n * k if scheme == "w4a16" else 0
@@ -204,7 +204,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per GPU (on CPU: of one rank); what the engine needs at least, and what one token takes in its cache."""
+    """Bytes per GPU, or on CPU per rank: the parts, the engine's weights, and the KV cache in total and per token."""
 
     parts: tuple[Part, ...]
     engine_weights: int
@@ -216,7 +216,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that takes most, and its bytes."""
+        """The phase that needs the most memory, and its bytes."""
         return max(((phase, self.total(phase)) for phase in PHASES), key=lambda item: item[1])
 
     @property
@@ -225,7 +225,7 @@ class MemoryEstimate:
         return max(self.kv_cache, 0) // self.kv_bytes_per_token
 
     def table(self) -> list[str]:
-        """A header with the unit, one line a part with the phases it is there in, and a line of sums."""
+        """Return lines of text: a header with the unit, one line per part with its bytes by phase, and the sums."""
         unit, scale = ("GiB", GIB) if self.peak[1] >= 10 * GIB else ("MiB", GIB // 1024)
         width = max(len(part.name) for part in self.parts)
 
@@ -254,9 +254,9 @@ def estimate(
     Args:
         device: "cuda" or "cpu".
         gpu_memory_bytes: of the GPU; vLLM takes `rollout.gpu_memory_utilization` of it.
-        align: the level that really applies, if that is not `quant.align`.
-        kernels: [N, K] -> kernel name of the trainer's linears; one that reads the published tensors where none is
-            given.
+        align: the level that is applied, if it is not `quant.align`.
+        kernels: [N, K] -> kernel name of the trainer's linears; a shape without a name is taken to have a kernel that
+            reads the published tensors.
         offload: masters and optimizer state are in host memory while they are not used (verl's param_offload and
             optimizer_offload).
     """
@@ -275,7 +275,7 @@ def estimate(
 
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
-    """Bytes on disk of the export that vLLM loads, and of one checkpoint: BF16 model, FP32 masters if any, moments."""
+    """Return the bytes on disk of the export for vLLM and of one checkpoint (BF16 model, any FP32 masters, moments)."""
     export = sum(_published(size, config).values())
     weights = (6 if config.optim.master_dtype == "fp32" else 2) * size.parameters
     return {"export": export, "resumable": weights + _optimizer_state(size, config)}
@@ -294,7 +294,7 @@ def _optimizer_state(size: ModelSize, config: Config) -> int:
 def _weights_and_optimizer(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     shards, parameters = ranks(config), size.parameters
     fp32 = config.optim.master_dtype == "fp32"
-    # verl brings the optimizer state back for the whole of an update (EngineTrainModeCtx), not for its step alone.
+    # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
     used = ("update", "step") if offload else PHASES
     state = Part(f"{config.optim.name} state, FP32", _optimizer_state(size, config) // shards, used)
     working = Part("FP32 working copy", 0 if fp32 else 4 * parameters // shards, ("step",))
@@ -328,7 +328,7 @@ def _quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
 
 
 def _published(size: ModelSize, config: Config) -> dict[str, int]:
-    """Bytes of what is published: the quantized layers, and all else in BF16."""
+    """Return the published bytes: quantized layers as low-bit tensors, everything else in BF16."""
     quantized = _quantized_linears(size, config)
     scheme, group = config.quant.scheme, config.quant.group_size
     low_bit = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
@@ -343,7 +343,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     quantized = _quantized_linears(size, config)
     shapes = list(quantized.values())
     prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
-    # Experts are dequantized for a backward, a layer's stack at a time, and not held.
+    # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
@@ -360,8 +360,9 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
 def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Activations and logits of one micro-batch at full length.
 
-    Logits are BF16 and copied to FP32, whose log-softmax is kept for the backward: 10 bytes an entry at most without a
-    graph, 12 with one; made in blocks, 18 for an entry of a block and 4 for each weight of lm_head.
+    BF16 logits are copied to FP32, and the log-softmax of the copy is kept for the backward. That takes at most 10
+    bytes per entry without a graph and 12 with one. In blocks it takes 18 bytes per entry of one block and 4 per weight
+    of lm_head.
     """
     data, actor = config.data, config.actor
     length = data.max_prompt_length + data.max_response_length
@@ -371,7 +372,7 @@ def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
         kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
     else:
         kept = sum(layer_bytes)
-    # verl computes logits of prompt and response, and takes the response's log-probs out afterwards.
+    # verl computes logits for prompt and response, and selects the response's log-probs afterwards.
     logits = (length if config.backend == "verl" else data.max_response_length) * size.vocab
     most = LOGITS_AT_A_TIME if config.backend == "local" else backward * logits + forward * logits
     update = 12 * backward * logits
@@ -386,7 +387,7 @@ def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
-    """The engine's parts, the bytes of its KV cache and of its weights, on one GPU."""
+    """Return the engine's parts, and the bytes of its KV cache and of its weights, on one GPU."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(_published(size, config).values()) // parallel
     phases = ("rollout",) if config.backend == "verl" and device == "cuda" else PHASES
@@ -404,5 +405,5 @@ def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int)
 
 
 def readable(size: int) -> str:
-    """Bytes in GiB, or in MiB if they are few."""
+    """Return a size in GiB, or in MiB if it is below 1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB * 1024:.1f} MiB"

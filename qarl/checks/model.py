@@ -1,6 +1,6 @@
-"""Whether trainer and engine make the same model of a config, decided from the config before anything is loaded.
+"""Checks that trainer and engine build the same model from a config, before anything is loaded.
 
-One function for every way in: the set-up of a run, verl's launcher, the doctor.
+The local trainer, verl's launcher and the doctor all call the same function.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _WHERE = "model.path: config.json"
 
 
 def check_model(hf_config: Any) -> None:
-    """Refuse a transformers config that the engine does not serve, or reads otherwise than the trainer, and a family of
-    which no agreement was shown.
+    """Refuse a transformers config if the engine cannot serve it, if engine and trainer read it differently, or if
+    their agreement was not shown for its family.
 
     Raises:
-        UserError: names the family, the architecture, the layer or the key, and why.
+        UserError: names the family, architecture, layer or key, and says why.
     """
     check_served(hf_config)
     check_family(hf_config)
 
 
 def check_served(hf_config: Any) -> None:
-    """`check_model` for any family whose layers can be published."""
+    """Make the checks of `check_model` except the one for the family: any family with publishable layers passes."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     if hf_config.model_type not in FAMILIES:
@@ -43,7 +43,7 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Say on stderr that a model gets a lower level than `quant.align`, and what was measured of its family."""
+    """Print to stderr if the model gets a lower level than `quant.align`, and the mismatch shown for its family."""
     device = "cpu" if runs_on_cpu(config.backend) else "cuda"
     level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
     shown = shown_mismatch(hf_config)
@@ -54,12 +54,12 @@ def report_level(config: Config, hf_config: Any) -> None:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """The class that vLLM picks by `architectures` must be its own, and the one that the trainer loads."""
+    """Raise UserError unless vLLM has its own class for `architectures`, and it is the model that the trainer loads."""
     name = trainer_class(hf_config)
     named = list(getattr(hf_config, "architectures", None) or [])
     if named and named[0] != name:
         raise UserError(
-            f"the engine would run {named[0]}, the trainer {name}",
+            f"the engine would run {named[0]}, but the trainer {name}",
             where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
             why="vLLM picks its class by architectures, transformers by model_type",
             fix=f"correct the one that is wrong; {name} belongs to model_type {hf_config.model_type!r}",
@@ -75,15 +75,15 @@ def check_architecture(hf_config: Any) -> None:
         )
     if module.rpartition(".")[2] == "transformers" or ".transformers." in module:
         raise UserError(
-            f"{name} is served by vLLM through transformers, and is refused",
+            f"vLLM serves {name} only through transformers, so it is refused",
             where=_WHERE,
-            why="that class names its layers in its own way, and no publish to it was shown to be right",
+            why="vLLM's class for transformers models names layers differently, and publishing to it is not tested",
             fix=f"train a model that vLLM has a class for; those of {', '.join(FAMILIES)} are tested",
         )
 
 
 def trainer_class(hf_config: Any) -> str:
-    """Name of the class that the trainer loads.
+    """Return the name of the class that the trainer loads.
 
     Raises:
         UserError: transformers has no causal language model for this config.
@@ -96,8 +96,8 @@ def trainer_class(hf_config: Any) -> str:
         raise UserError(
             f"transformers has no causal language model for model_type {hf_config.model_type!r}",
             where=_WHERE,
-            why="a model whose class comes with its folder is not trained, with model.trust_remote_code=true either: "
-            "vLLM would run another class"
+            why="QaRL does not train a model whose class comes with its folder, even with "
+            "model.trust_remote_code=true, because vLLM would run a different class"
             if getattr(hf_config, "auto_map", None)
             else None,
             fix="give a causal language model that transformers and vLLM both know",
@@ -107,20 +107,20 @@ def trainer_class(hf_config: Any) -> str:
 
 
 def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
-    """Layers that the checkpoint itself fuses have no counterpart that could be published one by one."""
+    """Raise UserError if the checkpoint itself holds fused layers, because QaRL publishes their parts one by one."""
     fused = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} & set(FUSED_LAYERS))
     if fused:
         raise UserError(
             f"models of the family {model_type} are refused: their checkpoints hold {' and '.join(fused)} as one layer",
             where=_WHERE,
-            why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as checkpoints of the "
-            "other families have them, and lets vLLM fuse them",
-            fix=f"train a model of another family; those of {', '.join(FAMILIES)} are tested",
+            why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as separate layers, and "
+            "vLLM fuses them",
+            fix=f"train a model of a different family; those of {', '.join(FAMILIES)} are tested",
         )
 
 
 def check_not_quantized(config: Config, hf_config: Any) -> None:
-    """Training starts from high-precision masters."""
+    """Raise UserError if the model is already quantized, because training starts from high-precision weights."""
     found = getattr(hf_config, "quantization_config", None)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""Load config and tokenizer from a model folder or a name on the Hub, with clear errors if that fails."""
+"""Loads config and tokenizer from a model folder or a Hub name, with clear errors if that fails."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """The tokenizer and the Hugging Face config of a model folder (or a hub name).
+    """Return the tokenizer and the Hugging Face config of a model folder or Hub name.
 
-    Code that the folder brings along runs with `trust_remote_code` only; transformers would ask on standard input.
+    Code in the folder runs only if `trust_remote_code` is true. By default transformers would ask on standard input.
     """
     from transformers import AutoTokenizer
 
@@ -28,12 +28,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options), hf_config
     except UserError:
         raise
-    except Exception as error:  # what transformers raises depends on the file and on what is wrong with it
+    except Exception as error:  # the type that transformers raises depends on the file and its fault
         raise _unreadable(path, error) from error
 
 
 def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face config alone: it needs neither tokenizer nor weights."""
+    """Return only the Hugging Face config, which needs neither tokenizer nor weights."""
     from transformers import AutoConfig
 
     check_model_folder(path)
@@ -47,9 +47,9 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
-    """The model's config and None; without a network the copy that comes with QaRL, and the error that it stands for.
+    """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy and the error of loading.
 
-    Good for sizes and checks, not for training.
+    The copy is good enough for sizes and checks, but not for training.
     """
     from transformers import AutoConfig
 
@@ -63,7 +63,7 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
 
 
 def _check_layers(path: str) -> None:
-    """UserError for a number of layers that no model has: transformers makes a list of them while it reads the file."""
+    """Raise UserError if a config has too many layers: transformers makes a list of them while it reads the file."""
     file = Path(path) / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     layers = content.get("num_hidden_layers") if isinstance(content, dict) else None
@@ -88,10 +88,10 @@ def check_model_folder(path: str) -> None:
 
 def check_tokenizer_files(path: str) -> None:
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
-        if (Path(path) / name).is_dir():  # transformers takes it for missing
+        if (Path(path) / name).is_dir():  # transformers would treat the file as missing
             raise UserError(f"{name} is a folder", where=path, fix="put the file there")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        # transformers makes an empty tokenizer of the model's family then.
+        # Otherwise transformers would make an empty tokenizer of the model's family.
         raise UserError(
             f"the model folder {path!r} has no tokenizer",
             where="model.path",
@@ -105,7 +105,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
         return needs_code(path)
     if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
         return UserError(
-            f"the model {path!r} is neither on this machine nor to be had from the Hub",
+            f"the model {path!r} is not on this machine and cannot be downloaded from the Hub",
             where="model.path",
             why=f"{unreachable}; there is no such folder, and the Hub's cache has no copy",
             fix="give a folder with config.json and tokenizer.json, or download the model on a machine with a network",

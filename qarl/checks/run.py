@@ -1,9 +1,9 @@
-"""The checks of a run that need no weights, in one list, cheapest first.
+"""The list of all checks of a run that need no weights, cheapest first.
 
-The local trainer and verl make them all before a run starts (`check_run`). The doctor has more to say about most of
-them, topic by topic, and then makes them too: what stops a run cannot be missing from its findings.
+The local trainer and verl make them all before a run starts (`check_run`). The doctor first reports by topic, in more
+detail, and then makes these checks too, so its findings include everything that would stop a run.
 
-Parts of a run that several checks need (tokenizer, prompts, reward function) are loaded when the first one asks.
+Parts that several checks need (tokenizer, prompts, reward function) are loaded when the first check asks for them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RunInputs:
 
 
 class Check(NamedTuple):
-    """`make` raises `UserError` if the run would fail. `backend`: the only one that needs it, or "" for both."""
+    """One check: `make` raises `UserError` if the run would fail. Empty `backend` means both backends."""
 
     name: str
     make: Callable[[RunInputs], object]
@@ -100,7 +100,7 @@ CHECKS = (
     Check("reward of a row", lambda run: _check_reward(run)),
     Check("weight files", lambda run: check_weight_files(run.config.model.path)),
 )
-"""Every check, in the order in which it is made."""
+"""All checks, in the order in which they are made."""
 
 
 def checks_for(backend: str) -> list[Check]:
@@ -108,10 +108,10 @@ def checks_for(backend: str) -> list[Check]:
 
 
 def check_run(config: Config) -> RunInputs:
-    """Make all checks of `config.backend`, say on stderr what is only doubtful, and return what was loaded.
+    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs.
 
     Raises:
-        UserError: the first thing that is wrong, and what to do about it.
+        UserError: the first check that fails.
     """
     run = RunInputs(config)
     for check in checks_for(config.backend):

@@ -1,4 +1,4 @@
-"""How responses are sampled, and whether the trainer's log-probs describe it."""
+"""The sampling of responses, and the check that the trainer's log-probs describe it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from qarl.kernels.kept import Truncation, packed_width
 from qarl.rollout.engine import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
-"""Most memory for the kept sets of one batch."""
+"""The most memory, in GiB, for the kept sets of one batch."""
 
 
 def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:
-    """How training responses are sampled."""
+    """Return the sampling settings of training responses."""
     rollout = config.rollout
     return SamplingConfig(
         config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, top_tokens
@@ -24,7 +24,7 @@ def truncation(config: Config) -> Truncation:
 
 
 def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
-    """UserError for sampling that the trainer's log-probs would not describe.
+    """Raise UserError if the trainer's log-probs would not describe how the engine samples.
 
     Args:
         level: the alignment level that is applied, which may be lower than the one asked for.
@@ -38,18 +38,18 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
         raise UserError(
             "the trainer cannot follow the engine's top-p or top-k here",
             where=where,
-            why=f"quant.align={config.quant.align} fell back to {level}, whose logits are not the engine's: it would "
-            "keep other tokens",
+            why=f"quant.align={config.quant.align} fell back to {level}, whose logits differ from the engine's, so the "
+            "trainer would keep different tokens",
             fix="set rollout.top_p=1 and rollout.top_k=-1",
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30
     if gib > KEPT_GIB:
         raise UserError(
-            f"the tokens that top-p or top-k keep may take {gib:.1f} GiB, and {KEPT_GIB:.0f} are allowed",
+            f"the sets of tokens that top-p or top-k keep may take {gib:.1f} GiB, but only {KEPT_GIB:.0f} are allowed",
             where=where,
-            why=f"{responses} responses of up to {config.data.max_response_length} tokens, each with one bit for every "
-            f"one of {vocabulary} tokens of the vocabulary: the sets stay fixed for the whole update",
+            why=f"each of up to {config.data.max_response_length} tokens in {responses} responses needs one bit for "
+            f"each of {vocabulary} tokens of the vocabulary, because the sets stay fixed for the whole update",
             fix="set rollout.top_p=1 and rollout.top_k=-1, or lower data.train_batch_size, rollout.n or "
             "data.max_response_length",
         )

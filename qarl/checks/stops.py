@@ -1,9 +1,9 @@
-"""The tokens at which a response ends, as vLLM takes them, and whether tokenizer and model agree about them.
+"""Checks whether tokenizer and model agree about the tokens at which vLLM ends a response.
 
-vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json; only if there is no such
-file, at those of config.json (`SamplingParams.update_from_generation_config`, read in 0.29). The trainer learns from
-whatever the engine returned, the last token included, so its masks are right in any case. What can be wrong is where
-responses end: at an ordinary word of another tokenizer, or never.
+vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. Only if that file is missing,
+it uses the ids of config.json instead (`SamplingParams.update_from_generation_config`, read in 0.29). The trainer
+learns from all tokens that the engine returned, including the last one, so its masks are always right. But responses
+may end in the wrong place: at an ordinary word because the id belongs to a different tokenizer, or never.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GENERATION = "generation_config.json"
 
 
 def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
-    """Warnings about the ends of responses; none if tokenizer and model agree.
+    """Return warnings about the ends of responses; an empty list if tokenizer and model agree.
 
     Raises:
         UserError: an `eos_token_id` is not a token, or is a token of ordinary text.
@@ -33,11 +33,11 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
         return ["neither tokenizer nor model has an EOS: every response ends at data.max_response_length"]
     warnings = []
     if own is None:
-        warnings.append(f"the tokenizer has no EOS: responses end at {_names(tokenizer, ids)} of {where} alone")
+        warnings.append(f"the tokenizer has no EOS, so responses end only at {_names(tokenizer, ids)} of {where}")
     elif ids and own not in ids:
         warnings.append(
-            f"the tokenizer's EOS is {_names(tokenizer, [own])}, {where} says {_names(tokenizer, ids)}: responses end "
-            "at either; if one of them is left over from another model, correct that file"
+            f"the tokenizer's EOS is {_names(tokenizer, [own])}, but {where} says {_names(tokenizer, ids)}: responses "
+            "end at both; if one of them comes from a different model, correct that file"
         )
     unused = [token for token in _ids_of(hf_config, "config.json") if token not in (*ids, own)]
     if where == _GENERATION and unused:
@@ -50,7 +50,7 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
 
 
 def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
-    """The file that vLLM takes a model's `eos_token_id` from, and its ids.
+    """Return the name of the file from which vLLM reads a model's `eos_token_id`, and its ids.
 
     Raises:
         UserError: generation_config.json cannot be read, or the ids are not whole numbers.
@@ -63,7 +63,7 @@ def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
         if (Path(path) / _GENERATION).exists():
             raise _unreadable(path, error) from error
         return "config.json", _ids_of(hf_config, "config.json")
-    except Exception as error:  # what transformers raises depends on what is wrong with the file
+    except Exception as error:  # the type that transformers raises depends on the file's fault
         raise _unreadable(path, error) from error
     return _GENERATION, _ids_of(found, _GENERATION)
 
@@ -77,8 +77,8 @@ def _ids_of(config: Any, where: str) -> list[int]:
         raise UserError(
             f"eos_token_id is {given!r}",
             where=f"model.path: {where}",
-            why="vLLM takes the number of a token, or a list of them",
-            fix="correct the file, or copy the one of the model it came from",
+            why="vLLM expects the id of a token, or a list of ids",
+            fix="correct the file, or copy it from the original model",
         )
     return ids
 
@@ -86,7 +86,7 @@ def _ids_of(config: Any, where: str) -> list[int]:
 def _check_token(token: int, tokenizer: Any, where: str) -> None:
     outside = not 0 <= token < len(tokenizer)
     text = "" if outside else str(tokenizer.convert_ids_to_tokens(token))
-    # Ids of special and added tokens; a few vocabularies have markers such as <|end|> among their words.
+    # Special and added tokens are fine. A few vocabularies list markers such as <|end|> among ordinary words.
     if token in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder) or re.fullmatch(r"<[^\s<>]+>", text):
         return
     raise UserError(
@@ -94,8 +94,8 @@ def _check_token(token: int, tokenizer: Any, where: str) -> None:
         where=f"model.path: eos_token_id in {where}",
         why=f"the tokenizer has {len(tokenizer)} tokens"
         if outside
-        else "it is a token of ordinary text: every response with it would be cut off there",
-        fix="use tokenizer and config files of one and the same model",
+        else "it is a token of ordinary text, so every response that contains it would be cut off there",
+        fix="use tokenizer and config files of the same model",
     )
 
 

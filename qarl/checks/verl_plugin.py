@@ -1,4 +1,4 @@
-"""Whether verl would find QaRL, and whether it would run code that nobody asked for. verl itself is not imported."""
+"""Checks whether verl finds QaRL and whether it would run a model's code without permission. verl is not imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qarl.errors import UserError
 
 
 def check_plugin_installed() -> None:
-    """UserError if verl would not find QaRL: verl looks for an entry point, which only an installed package has."""
+    """Raise UserError if verl would not find QaRL. verl looks for an entry point; only installed packages have one."""
     found = importlib.metadata.entry_points(group="verl.plugins")
     if any(point.value.startswith("qarl.verl.plugin") for point in found):
         return
@@ -24,17 +24,17 @@ def check_plugin_installed() -> None:
 
 
 def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
-    """UserError if verl would run a model's code unasked.
+    """Raise UserError if verl would run a model's code although the config forbids it.
 
-    Its reward workers load the tokenizer with `trust_remote_code=True`, whatever the config says (reward_loop.py of
-    0.9.1). Code that a folder names but transformers has no need of would run there, and only there.
+    verl's reward workers always load the tokenizer with `trust_remote_code=True` (reward_loop.py of 0.9.1). They would
+    run code that a folder names even if transformers does not need it; no other process would.
     """
     named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
     if any(named) and not config.model.trust_remote_code:
         raise UserError(
             f"the model in {config.model.path!r} contains Python code, which verl would run",
             where="model.trust_remote_code=false",
-            why="verl's reward workers load the tokenizer with trust_remote_code=True, whatever its config says",
-            fix="take auto_map out of config.json and tokenizer_config.json; or read the code, and set "
-            "model.trust_remote_code=true; or backend=local",
+            why="verl's reward workers always load the tokenizer with trust_remote_code=True",
+            fix="remove auto_map from config.json and tokenizer_config.json; or read the code, then set "
+            "model.trust_remote_code=true; or set backend=local",
         )

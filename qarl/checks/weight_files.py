@@ -1,6 +1,6 @@
-"""The weight files of a local model folder, judged by their headers: nothing is loaded.
+"""Checks the weight files of a local model folder by their headers, without loading them.
 
-The refusals here are also those of `Policy.load`, which meets the same faults when it loads.
+`Policy.load` raises the same errors if it meets these faults when it loads the weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cannot_build(path: str, why: str) -> UserError:
         f"the model in {path!r} cannot be built from its weights",
         where="model.path",
         why=why,
-        fix="give config.json and weights of one and the same model; if memory ran out, a smaller one",
+        fix="give config.json and weights of the same model; if memory ran out, train a smaller model",
     )
 
 
@@ -52,15 +52,17 @@ def has_weights(path: str) -> bool:
 
 
 def stored_shapes(path: str) -> Shapes:
-    """Names and shapes of all tensors in the folder's safetensors files, listed in an index or not."""
+    """Return names and shapes of all tensors in the folder's safetensors files, even those that no index lists."""
     return header_shapes(sorted(Path(path).glob("*.safetensors")))
 
 
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
-    """How many stored tensors were compared with the model that config.json describes; None if names are others.
+    """Compare the stored tensors with the model that config.json describes, and return how many were compared.
+
+    Returns None, without comparing, if fewer than half of the model's names are stored.
 
     Raises:
-        UserError: a tensor of the model is missing, or has another shape.
+        UserError: a tensor of the model is missing or has a different shape.
     """
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
@@ -73,13 +75,13 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
         raise lacks_tensors(path, missing)
     if wrong := [name for name in expected if stored[name] != expected[name]]:
         name = wrong[0]
-        why = f"{len(wrong)} tensors have another shape than config.json says: {name} is {list(stored[name])}, "
+        why = f"the shapes of {len(wrong)} tensors differ from config.json: {name} is {list(stored[name])}, "
         raise cannot_build(path, f"{why}and should be {list(expected[name])}")
     return len(common)
 
 
 def check_weight_files(path: str) -> None:
-    """Every safetensors file of a local model can be opened: its header is read, its weights are not."""
+    """Raise UserError if a safetensors file of a local model cannot be opened. Read only headers, not weights."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

@@ -1,9 +1,9 @@
-"""Sane bounds of every numeric key: outside them a value is allowed, and questioned.
+"""Sane bounds of every numeric key. A value outside its bounds is allowed, but gives a warning.
 
-The types in `qarl.config` refuse what cannot work; here is what works and is almost certainly a slip, such as a
-learning rate of 4096. `unusual_values` says so when a run starts, in a dry run and in the doctor. `TABLE` has a row for
-every numeric key, with its bounds or with the reason why it needs none; a test keeps it complete. The bounds are wide:
-no reasonable run is outside them.
+The types in `qarl.config` refuse values that cannot work. The bounds here find values that work but are almost
+certainly mistakes, such as a learning rate of 4096. `unusual_values` reports them when a run starts, in a dry run and
+in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none; a test keeps it
+complete. The bounds are wide, so no reasonable run is outside them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """`low` and `high` are still sane; `below` and `above` say what a value outside them does.
+    """Values from `low` to `high` are sane; `below` and `above` say what a smaller or larger value does.
 
-    `when` names another key, and the values it must have one of for this one to be used.
+    `when`: a different key, followed by the values of it with which this key is used. Empty if it is always used.
     """
 
     low: float
@@ -34,14 +34,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Exempt:
-    """No value that the key's type allows is questioned; `why` not."""
+    """Marks a key that needs no bounds beyond its type, because of `why`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Unusual:
-    """A value that is questioned: the dotted key, what is wrong, why, and what to write instead."""
+    """A value outside its bounds: the dotted key, what is wrong, why, and what to write instead."""
 
     key: str
     what: str
@@ -52,12 +52,12 @@ class Unusual:
         return f"{self.what}\n  where: {self.key}\n  why: {self.why}\n  fix: {self.fix}"
 
 
-_BATCH = "a step would hold more responses than any run does, and its time and memory grow with them"
-_LENGTH = "no model has as many positions"
-_BAND = "the band is so wide that it holds nothing back: an update may move a sequence's probability at will"
-_NARROW = "the band is narrower than rounding: almost every response is outside after the first update"
+_BATCH = "no usual run has that many responses in a step, and its time and memory grow with them"
+_LENGTH = "no model has that many positions"
+_BAND = "the band is so wide that it does not limit how far an update moves a sequence's probability"
+_NARROW = "the band is narrower than rounding errors, so almost every response is outside after the first update"
 _STEPS = "the run would not end"
-_MACHINES = "no cluster of one run has as many"
+_MACHINES = "no run uses that many machines"
 _INT4 = ("quant.scheme", "w4a16", "w4a8")
 _MUON = ("optim.name", "muon")
 _MEMORY = "no micro-batch of that size fits into memory"
@@ -67,45 +67,47 @@ TABLE: dict[str, Bounds | Exempt] = {
     "data.train_batch_size": Bounds(1, 65536, _BATCH),
     "data.max_prompt_length": Bounds(1, 2**20, _LENGTH),
     "data.max_response_length": Bounds(1, 2**20, _LENGTH),
-    "reward.timeout_s": Bounds(0.01, 3600, "a stuck reward holds the run up for that long", "most answers need longer"),
-    "rollout.n": Bounds(2, 1024, "a group of that size costs its rollouts and adds little to the mean it is for"),
+    "reward.timeout_s": Bounds(0.01, 3600, "a stuck reward delays the run for that long", "most answers need longer"),
+    "rollout.n": Bounds(2, 1024, "a group of that size costs many rollouts but hardly improves its mean score"),
     "rollout.temperature": Bounds(
         0.1, 2.0, "responses are close to random tokens", "responses to one prompt are almost alike and teach little"
     ),
     "rollout.top_p": Bounds(0.1, 1.0, "", "almost only the likeliest token is left: responses are almost alike"),
-    "rollout.top_k": Bounds(-1, 2**24, "no vocabulary has as many tokens: it keeps every one, as -1 does"),
+    "rollout.top_k": Bounds(-1, 2**24, "no vocabulary has that many tokens, so it keeps all of them, as -1 does"),
     "rollout.val_temperature": Bounds(0.0, 2.0, "responses are close to random tokens"),
     "rollout.max_num_seqs": Bounds(1, 16384, "vLLM reserves buffers for every sequence"),
     "rollout.max_num_batched_tokens": Bounds(1, 2**21, "vLLM reserves activations for every token of a step"),
     "rollout.gpu_memory_utilization": Bounds(
-        0.01, 0.97, "nothing is left for the trainer", "no model's weights fit into that"
+        0.01, 0.97, "no memory is left for the trainer", "no model's weights fit into that"
     ),
     "rollout.cpu_kvcache_space_gib": Bounds(
-        1 / 1024, 4096, "no machine has as much memory", "it holds only a few tokens"
+        1 / 1024, 4096, "no machine has that much memory", "it holds only a few tokens"
     ),
-    "rollout.tensor_model_parallel_size": Bounds(1, 64, "a layer is not split over as many GPUs with any gain"),
+    "rollout.tensor_model_parallel_size": Bounds(1, 64, "splitting a layer over that many GPUs gains nothing"),
     "quant.group_size": Bounds(
-        8, 4096, "one scale for as many weights is as coarse as one an output channel", "", _INT4
+        8, 4096, "one scale for that many weights is as coarse as one per output channel", "", _INT4
     ),
-    "quant.mismatch_limit": Bounds(0.0, 5.0, "no two models of use differ by as much: the guard would never speak"),
+    "quant.mismatch_limit": Bounds(0.0, 5.0, "no two useful models differ that much, so the guard would never act"),
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
-    "actor.ppo_epochs": Bounds(1, 32, "after as many passes the policy is far from the one that sampled"),
+    "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
-        1e-4, 1e9, "it clips nothing; 1e9 is enough for that", "every gradient is scaled down to almost nothing"
+        1e-4, 1e9, "1e9 is already enough to clip nothing", "every gradient is scaled down to almost nothing"
     ),
     "actor.seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
-    "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "single sequences would outweigh the whole batch"),
+    "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),
     "optim.betas[1]": Bounds(
         0.5, 0.99999, "the second moment would take longer than the run to follow the gradient", "steps become noise"
     ),
-    "optim.eps": Bounds(1e-20, 1e-2, "it is larger than any gradient: the weights would hardly move", "it is no guard"),
+    "optim.eps": Bounds(
+        1e-20, 1e-2, "it is larger than any gradient, so the weights would hardly move", "it prevents no division by 0"
+    ),
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),
     "optim.min_lr_ratio": Exempt("its type already keeps it between 0 and 1, and each end is of use"),
@@ -114,19 +116,19 @@ TABLE: dict[str, Bounds | Exempt] = {
         0.0, 0.999, "the momentum would take longer than the run to follow the gradient", "", _MUON
     ),
     "trainer.nnodes": Bounds(1, 4096, _MACHINES),
-    "trainer.n_gpus_per_node": Bounds(1, 128, "no machine has as many"),
+    "trainer.n_gpus_per_node": Bounds(1, 128, "no machine has that many"),
     "trainer.total_training_steps": Bounds(1, 10_000_000, _STEPS),
     "trainer.test_freq": Exempt("a frequency beyond the run's last step means: evaluate at the end"),
     "trainer.save_freq": Exempt("a frequency beyond the run's last step means: save at the end"),
     "trainer.val_max_prompts": Exempt("above the number of prompts it means all of them"),
-    "trainer.num_threads": Bounds(1, 1024, "no machine has as many CPUs"),
+    "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds; the two values of a pair have a row each. Keys of the section `verl` are verl's matter."""
+"""Dotted key -> its bounds. Each of the two values of a pair has a row. Keys of the section `verl` have none."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:
-    """Every value of `config` that is outside its bounds, and every pair of values that together make no sense."""
+    """Return every value of `config` that is outside its bounds, and every pair of values that makes no sense."""
     values = dict(flat_numbers(config.model_dump(exclude={"verl"})))
     found = []
     for key, value in values.items():
@@ -137,7 +139,7 @@ def unusual_values(config: Config) -> list[Unusual]:
 
 
 def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Dotted key and value of every number in a nested mapping; numbers of a list are `key[i]`."""
+    """Yield dotted key and value of every number in a nested mapping; items of a list are `key[i]`."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flat_numbers(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
 """Checks between keys that are each valid on their own.
 
-They work on a flat dict from dotted key to value, not on a `Config`. So they also run on the valid keys of an invalid
-config, and one error reports everything. A check is skipped when a key it needs is bad.
+They work on a flat dict from dotted key to value, not on a `Config`. So they also check the valid keys of an invalid
+config, and one error reports all problems. A check is skipped if a key that it needs is invalid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""The largest divisor that is tried: all divisors of a number up to its square are found from them."""
+"""The largest divisor that is tried; that finds all divisors of numbers up to its square."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Every problem between the keys of `values`. `sources` maps dotted keys to where their value was written."""
+    """Return every problem between keys of `values`. `sources` maps dotted keys to where their value was written."""
     sources = sources or {}
     problems = []
     for keys, function in _CHECKS:
@@ -64,7 +64,7 @@ def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
 def _int4_group(scheme: str, group_size: int) -> Problem | None:
     if scheme not in ("w4a16", "w4a8") or group_size % 8 == 0:
         return None
-    reason = f"{scheme} packs eight int4 values to an int32, so a group with one scale must be whole int32 words"
+    reason = f"{scheme} packs eight int4 values into an int32, so a group must consist of whole int32 words"
     return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
 
 
@@ -73,7 +73,7 @@ def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
     patterns = [ignore] if isinstance(ignore, str) else ignore
     if scheme == "bf16" or is_ignored("lm_head", patterns):
         return None
-    reason = "lm_head would be quantized, and rollout engines serve garbage from a quantized lm_head without an error"
+    reason = "lm_head would be quantized, but rollout engines give wrong results for that without an error"
     return Problem("quant.ignore", ignore, reason, "add lm_head to the list")
 
 
@@ -85,14 +85,14 @@ def _something_to_evaluate(val_files: list[str], test_freq: int, val_before_trai
     if test_freq > 0:
         when = f"every {test_freq} steps (trainer.test_freq)"
     fix = "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false"
-    return Problem("data.val_files", val_files, f"an evaluation is due {when}, with nothing to evaluate on", fix)
+    return Problem("data.val_files", val_files, f"an evaluation is due {when}, but no file is named for it", fix)
 
 
 @_between("rollout.max_num_batched_tokens", "rollout.max_num_seqs")
 def _room_for_every_sequence(tokens: int | None, seqs: int) -> Problem | None:
     if tokens is None or tokens >= seqs:
         return None
-    reason = f"vLLM refuses fewer tokens a step than rollout.max_num_seqs = {seqs}: each sequence takes at least one"
+    reason = f"vLLM needs at least rollout.max_num_seqs = {seqs} tokens per step, one for each sequence"
     fix = f"choose {seqs} or more, lower rollout.max_num_seqs, or leave it null for vLLM's default"
     return Problem("rollout.max_num_batched_tokens", tokens, reason, fix)
 
@@ -115,7 +115,7 @@ def _local_is_one_process(backend: str, nodes: int, gpus: int, parallel: int) ->
 def _verl_keys_need_verl(backend: str, verl: dict[str, Any]) -> Problem | None:
     if backend == "verl" or not verl:
         return None
-    return Problem("verl", verl, "backend=local has nothing to do with verl's keys", "remove them, or set backend=verl")
+    return Problem("verl", verl, "backend=local does not use verl's keys", "remove them, or set backend=verl")
 
 
 @_between("trainer.resume_mode", "trainer.resume_from_path")
@@ -125,7 +125,7 @@ def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
     if path is None:
         fix = "give trainer.resume_from_path=RUN/checkpoints/step_N, or use auto"
         return Problem("trainer.resume_mode", mode, "no checkpoint is named to resume from", fix)
-    reason = f"trainer.resume_mode = {mode} does not look at it"
+    reason = f"trainer.resume_mode = {mode} does not use it"
     return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or leave it out")
 
 
@@ -142,25 +142,25 @@ def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top
     if top_p == 1 and top_k <= 0:
         return None
     key, value, off = ("rollout.top_p", top_p, 1) if top_p < 1 else ("rollout.top_k", top_k, -1)
-    reason = "the engine samples from the likeliest tokens only, and the log-probs of "
+    reason = "the engine samples only from the likeliest tokens, but the log-probs of "
     if backend == "verl":
         reason += "verl's trainer are over the whole vocabulary"
         return Problem(key, value, reason, f"set it to {off}, or set backend=local")
     if align in ("model", "exact"):
         return None
-    reason += f"a trainer at quant.align={align} do not say which tokens those were"
+    reason += f"a trainer at quant.align={align} cannot tell which tokens those are"
     return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
 
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this (a test holds it equal to vLLM's own constant)."""
+"""vLLM raises lower temperatures above 0 to this value. A test compares it with vLLM's own constant."""
 
 
 @_between("rollout.temperature")
 def _temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
     if temperature >= MIN_TEMPERATURE or temperature <= 0:
         return None
-    reason = f"vLLM samples at {MIN_TEMPERATURE} instead, and the trainer's log-probs would be those of {temperature}"
+    reason = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would be for {temperature}"
     return Problem("rollout.temperature", temperature, reason, f"set it to {MIN_TEMPERATURE} or more")
 
 

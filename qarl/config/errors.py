@@ -1,7 +1,7 @@
-"""Errors of the config reader: every problem at once, each with key, value, reason and fix.
+"""Errors of the config reader: all problems at once, each with key, value, reason and fix.
 
-Pydantic already finds all bad keys in one pass, but it tells only what a value should be. Here each of its errors is
-turned into a `Problem` that also says where the value came from, what the key means and what to write instead.
+Pydantic finds all invalid keys in one pass, but says only what a value should be. This module turns each of its errors
+into a `Problem` that also says where the value came from, what the key means and what to write instead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NOT_GIVEN = _NotGiven()
 class Problem:
     """One thing wrong with the input.
 
-    `key` is the dotted path, or the argument itself if there is no path; `value` is what was given, or `NOT_GIVEN`;
-    `source` is `file:line` or `command line`, if known; `about` says what the key means.
+    `key` is the dotted path, or the whole argument if it has no path. `value` is the given value or `NOT_GIVEN`.
+    `source` is `file:line` or `command line`, if known. `about` says what the key means.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All that is wrong with a configuration; `problems` holds it item by item."""
+    """All problems of a configuration, listed in `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -59,7 +59,7 @@ class ConfigError(UserError):
 
 
 def show(value: Any, limit: int = 120) -> str:
-    """`value` as it would be written in YAML: one line, cut to `limit` characters."""
+    """Return `value` as one line of YAML, cut to `limit` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -68,16 +68,16 @@ def show(value: Any, limit: int = 120) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `name`, or None when none is like it."""
+    """Return the candidate most similar to `name`, or None if no candidate is similar enough."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """The known dotted key that `key` was most likely meant to be.
+    """Return the known dotted key that was most likely meant by `key`, or None.
 
-    A key of exactly that name in another section comes first, then one that looks like it in the section given, then
-    one that looks like it elsewhere. Whole paths are not compared: with a section in common any two of them look alike.
+    The first choice is a key with exactly this name in a different section, then a similar name in the given section,
+    then a similar name elsewhere. Whole paths are not compared, because all paths of one section look similar.
     """
     section, _, leaf = key.rpartition(".")
     by_leaf: dict[str, str] = {}
@@ -108,8 +108,8 @@ _EXPECTED = {
     "less_than": ("below {lt}", "choose a value below {lt}"),
     "less_than_equal": ("at most {le}", "choose a value of {le} or less"),
     "too_short": ("a list of at least {min_length}", "name at least {min_length}"),
-    "too_long": ("a list of at most {max_length}", "remove what is too many"),
-    "string_pattern_mismatch": ("of the form {pattern}", "leave out the characters that this form does not have"),
+    "too_long": ("a list of at most {max_length}", "remove the rest"),
+    "string_pattern_mismatch": ("of the form {pattern}", "remove the characters that this form does not allow"),
     "string_too_long": ("text of at most {max_length} characters", "shorten it"),
     "string_too_short": ("text that is not empty", "write a value, or remove the key"),
 }
@@ -118,7 +118,7 @@ _EXPECTED = {
 def from_pydantic(
     errors: Iterable[ErrorDetails], descriptions: Mapping[str, str], sources: Mapping[str, str]
 ) -> list[Problem]:
-    """Pydantic's errors as problems, in its order.
+    """Return pydantic's errors as problems, in the same order.
 
     `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to where
     their value was written.
@@ -165,7 +165,7 @@ def _unknown(key: str, known: Mapping[str, str]) -> tuple[str, str]:
 
 
 def key_of(loc: Sequence[int | str]) -> str:
-    """Pydantic's location as a dotted key: ("trainer", "logger", 0) is `trainer.logger[0]`."""
+    """Return pydantic's location as a dotted key: ("trainer", "logger", 0) becomes `trainer.logger[0]`."""
     key = ""
     for part in loc:
         key += f"[{part}]" if isinstance(part, int) else f"{'.' if key else ''}{part}"

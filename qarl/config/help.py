@@ -1,7 +1,7 @@
-"""The config's keys in words: meaning, values, unit and default of each, read off the schema.
+"""Describes every config key: its meaning, values, unit and default, read from the schema.
 
-`config_help` is the text of `qarl train --help`. docs/configuration.md has the same facts: scripts/config_page.py makes
-it out of `key_table`.
+`config_help` makes the text of `qarl train --help`. scripts/config_page.py writes the same facts to
+docs/configuration.md, from `key_table`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qarl.config.types import Unit, good_patterns, possible_path, reward_name
 from qarl.errors import UserError
 
 WIDTH = 100
-"""Columns of help at most; a narrower terminal has fewer."""
+"""The largest width of help in columns; a narrower terminal gets narrower lines."""
 _NUMBERS = {int: "integer", float: "number"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _PLURALS = {"path": "paths"}
@@ -31,7 +31,7 @@ _PLURALS = {"path": "paths"}
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config. `values`: its type and bounds; `unit` and `default` are empty if it has none."""
+    """A key of the config. `values`: its type and bounds. `unit` and `default` are empty if the key has none."""
 
     name: str
     meaning: str
@@ -41,13 +41,13 @@ class Key:
 
     @property
     def facts(self) -> str:
-        """Values, unit and default on one line."""
+        """Values, unit and default as one line of text."""
         unit = f"; unit: {self.unit}" if self.unit else ""
         return f"{self.values}{unit}; {f'default: {self.default}' if self.default else 'required'}"
 
 
 def key_table() -> dict[str, list[Key]]:
-    """The keys of every section, in order; those outside of any section come first, under the empty name."""
+    """Return the keys by section, in order. Keys outside any section come first, under the empty name."""
     table = {"": [_key(name, info) for name, info in Config.model_fields.items() if name not in sections()]}
     for name, section in sections().items():
         table[name] = [_key(f"{name}.{child}", info) for child, info in section.model_fields.items()]
@@ -55,13 +55,13 @@ def key_table() -> dict[str, list[Key]]:
 
 
 def about_section(name: str) -> list[str]:
-    """The docstring of a section, by paragraphs; the first one is a short title."""
+    """Return the paragraphs of a section's docstring; the first one is a short title."""
     paragraphs = inspect.cleandoc(sections()[name].__doc__ or "").split("\n\n")
     return [" ".join(paragraph.split()) for paragraph in paragraphs]
 
 
 def shipped() -> Iterator[tuple[str, str]]:
-    """Each config that `config=` finds by name, and the first line of its comment."""
+    """Yield the name of each config that `config=` finds, and the first line of its comment."""
     for name in available_configs():
         path = find_config(name)[0]
         if path is not None:
@@ -71,14 +71,14 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def config_help(about: str, topics: Sequence[str]) -> str:
-    """The help of a command that takes a config.
+    """Return the help of a command that takes a config.
 
     Args:
         about: the command's own text, which comes first if no topic is given.
         topics: sections and dotted keys to describe in full.
 
     Raises:
-        UserError: a topic is neither; the nearest one is named.
+        UserError: a topic is not a section or key; the error suggests the most similar one.
     """
     if topics:
         return "\n\n".join(_topic(topic) for topic in topics)
@@ -93,7 +93,7 @@ def config_help(about: str, topics: Sequence[str]) -> str:
 
 
 def columns(rows: Mapping[str, str]) -> list[str]:
-    """Lines of help, a name and its text each."""
+    """Return lines of help, one per name with its text."""
     width = max(map(len, rows), default=0) + 2
     return [line for name, text in rows.items() for line in _wrapped(f"{name:{width}}{text}", 2, 2 + width)]
 
@@ -140,7 +140,7 @@ def _key(name: str, info: FieldInfo) -> Key:
 
 
 def _values(annotation: Any, metadata: Sequence[Any]) -> str:
-    """The values that a key takes, in words. `metadata` holds the bounds that pydantic checks."""
+    """Return the values that a key takes, in words. `metadata` holds the bounds that pydantic checks."""
     metadata = [one for item in metadata for one in (item.metadata if isinstance(item, FieldInfo) else [item])]
     if get_origin(annotation) in (Union, UnionType):
         (kind,) = (one for one in get_args(annotation) if one is not NoneType)

@@ -1,14 +1,14 @@
-"""Which Linear layers stay in high precision: one matcher for the trainer and for the engine.
+"""Decides which Linear layers stay in high precision, with one matcher for the trainer and the engine.
 
 An entry of `ignore` is a module name, compared for equality, or `re:` and a regular expression that must match from
-the start of the name (`re.match`: anchored at the front, open at the end). So `model.layers.0.mlp.gate` never takes
-`model.layers.0.mlp.gate_proj` with it, and `re:.*mlp.gate` does: write `re:.*mlp[.]gate$`.
-These are the semantics of `compressed_tensors.utils.match_name` and of vLLM's `should_ignore_layer` for an unfused
-name. compressed-tensors also compares an entry with the names of the module's classes (an entry `Linear` ignores
-every Linear); vLLM does not, so neither do we, and such an entry is reported as unmatched.
+the start of the name (`re.match`, which does not require the pattern to reach the end). So `model.layers.0.mlp.gate`
+does not match `model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
+`compressed_tensors.utils.match_name` works the same way, and so does vLLM's `should_ignore_layer` for an unfused name.
+compressed-tensors also compares an entry with the module's class names, so an entry `Linear` ignores every Linear.
+vLLM does not do that, so QaRL does not either, and reports such an entry as unmatched.
 
-Python's `re` tries the ways in which a pattern can match one after another and knows no time limit: `re:(a+)+$` does
-not come to an end on a long name, here or in the engine. So a pattern with too many ways is refused before it is used.
+Python's `re` tries all ways in which a pattern can match, one after another, without a time limit. `re:(a+)+$` would
+practically never finish on a long name, here or in the engine. So a pattern with too many ways is refused before use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from qarl.errors import UserError
 
 REGEX_PREFIX = "re:"
 WAYS_OF_A_STAR = 40
-"""Four `.*` share a name of 100 letters among them in 40^4 ways or twice that, five in 40^5."""
+"""Ways counted for each `.*`: four of them can divide a name of 100 letters in about 40^4 ways, five in 40^5."""
 MOST_WAYS = 1e7
-"""Four `.*` take milliseconds a name at worst, five a tenth of a second, a repetition inside of a repetition years."""
+"""For one name, four `.*` take milliseconds at worst, five a tenth of a second, a nested repetition years."""
 
 _parser: Any = importlib.import_module("re._parser")
-"""`re`'s own reading of a pattern. It is not public; another would miss what `re` knows, verbose mode for one."""
+"""The private parser of `re`. A different parser could miss syntax that `re` supports, such as verbose mode."""
 
 
 class ResolvedIgnore(NamedTuple):
@@ -41,12 +41,12 @@ class ResolvedIgnore(NamedTuple):
 
 
 def is_ignored(name: str, ignore: Iterable[str]) -> bool:
-    """Whether the module called `name` is left in high precision. UserError for an entry that is no good pattern."""
+    """Return whether the module `name` stays in high precision. Raise UserError if an entry is a bad pattern."""
     return any(_matches(name, entry) for entry in ignore)
 
 
 def resolve_ignored(linear_names: Iterable[str], ignore: Sequence[str]) -> ResolvedIgnore:
-    """Splits `linear_names` (in their order) by `ignore`; the caller warns about what is in `unmatched`."""
+    """Split `linear_names` by `ignore` and keep their order. The caller must warn about entries in `unmatched`."""
     names = list(linear_names)
     hits = {entry: {name for name in names if _matches(name, entry)} for entry in ignore}
     taken: set[str] = set().union(*hits.values())
@@ -59,7 +59,7 @@ def resolve_ignored(linear_names: Iterable[str], ignore: Sequence[str]) -> Resol
 
 @lru_cache(maxsize=256)
 def pattern_problem(entry: str) -> tuple[str, str] | None:
-    """What is wrong with an entry of `ignore`, and how to mend it; None for a name and for a good pattern."""
+    """Return the fault of an `ignore` entry and its fix; None if the entry is a plain name or a good pattern."""
     if not entry.startswith(REGEX_PREFIX):
         return None
     pattern = entry.removeprefix(REGEX_PREFIX)
@@ -71,12 +71,12 @@ def pattern_problem(entry: str) -> tuple[str, str] | None:
         return f"{entry} is not a regular expression: {error}", fix
     if ways <= math.log(MOST_WAYS):
         return None
-    what = f"{entry} can match in so many ways that Python's re may not come to an end on the name of a layer"
-    return what, "write .* for a repetition inside of a repetition, and at most four .* in one pattern"
+    what = f"{entry} can match in too many ways: Python's re may never finish on the name of a layer"
+    return what, "replace nested repetitions by .* and use at most four .* in one pattern"
 
 
 def _log_ways(items: Iterable[tuple[Any, Any]]) -> float:
-    """Logarithm of about how many ways there are, at most, to match a parsed pattern with the beginning of a name."""
+    """Return the logarithm of a rough upper bound on the ways to match a parsed pattern with the start of a name."""
     total = 0.0
     for operation, argument in items:
         if str(operation).endswith("_REPEAT"):
@@ -85,7 +85,7 @@ def _log_ways(items: Iterable[tuple[Any, Any]]) -> float:
             total += math.log(max(most - least + 1, 1)) + most * _log_ways(repeated)
         elif str(operation) == "BRANCH":
             total += math.log(len(argument[1])) + max(map(_log_ways, argument[1]))
-        else:  # groups and assertions hold patterns; all else is one way
+        else:  # groups and assertions contain patterns; everything else matches in one way
             parts = argument if isinstance(argument, tuple) else (argument,)
             total += sum(_log_ways(part) for part in parts if isinstance(part, _parser.SubPattern))
     return total

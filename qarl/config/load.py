@@ -1,4 +1,4 @@
-"""A config from the command line, or from a dict: everything that is wrong with it comes in one error."""
+"""Builds a config from the command line or a dict, and reports all its problems in one error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qarl.errors import UserError
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """Config from command line arguments: `config=NAME.yaml` (required) and `key.path=value` overrides, in any order.
+    """Build the config from arguments: `config=NAME.yaml` (required) and `key.path=value` overrides, in any order.
 
     NAME is looked up as given, then in ./configs, then among the configs shipped with the package. Values are YAML.
-    Raises `ConfigError` with all problems at once.
+    Raises `ConfigError` with all problems.
     """
     keys = describe_keys()
     raw = read_arguments(argv, [key for key in keys if key not in sections() and key != "verl"])
@@ -28,12 +28,12 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Config from a nested dict as YAML would give it. Raises `ConfigError` with all problems at once."""
+    """Build the config from a nested dict, as YAML would give it. Raises `ConfigError` with all problems."""
     return _build(values, {}, [], report_missing=True)
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Write `config.resolved_yaml()` to `path`; missing folders are made. Raises `UserError` if it cannot."""
+    """Write `config.resolved_yaml()` to `path` and make missing folders. Raise `UserError` if writing fails."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 
 def describe_keys() -> dict[str, str]:
-    """Every dotted key, sections included, with its description, in order."""
+    """Return every dotted key, including sections, with its description, in order."""
     keys = {}
     for name, info in Config.model_fields.items():
         section = sections().get(name)
@@ -57,7 +57,7 @@ def describe_keys() -> dict[str, str]:
 def _build(
     values: Mapping[str, Any], sources: Mapping[str, str], problems: Sequence[Problem], *, report_missing: bool
 ) -> Config:
-    # A section left out still has its required keys reported, one by one.
+    # If a section is missing, its required keys are still reported one by one.
     filled = {**{name: {} for name in sections()}, **values}
     found = list(problems)
     try:

@@ -1,6 +1,6 @@
-"""From the command line to one nested dict of unchecked values: find the YAML file, read it, lay the overrides over it.
+"""Turns the command line into a nested dict of unchecked values: finds and reads the YAML file, applies the overrides.
 
-Nothing here raises for bad input: problems are collected, so that one run shows all of them.
+Bad input raises nothing here. All problems are collected so that one error can show them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMAND_LINE = "command line"
 class RawConfig:
     """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
 
-    `file_read` is False if there is no usable file: a missing key then says nothing.
+    `file_read` is False if there is no usable file; then missing keys are not reported.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -34,9 +34,9 @@ class RawConfig:
 
 
 def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
-    """`argv` like `["config=quickstart.yaml", "quant.scheme=bf16"]` as raw values, the overrides laid over the file.
+    """Read `argv`, such as `["config=quickstart.yaml", "quant.scheme=bf16"]`, into raw values with overrides applied.
 
-    `single_keys` are the known dotted keys that hold a value rather than further keys.
+    `single_keys` are the known dotted keys that hold a value and not further keys.
     """
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
@@ -52,19 +52,19 @@ def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConf
 
 
 def shipped_configs() -> Path | None:
-    """The folder of configs that come with the package: inside it when installed, beside it in a checkout."""
+    """Return the folder of shipped configs: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     if (package / "configs").is_dir():
         return package / "configs"
     beside = package.parent / "configs"
-    # Without the second condition an installed package could take a stranger's site-packages/configs for ours.
+    # Without the second condition an installed QaRL could use another package's site-packages/configs.
     return beside if beside.is_dir() and (package.parent / "pyproject.toml").is_file() else None
 
 
 def find_config(name: str) -> tuple[Path | None, list[Path]]:
-    """The file that `config=NAME` means, or None, and the places looked at, in order.
+    """Return the file that `config=NAME` means, or None, and all paths that are tried, in order.
 
-    They are NAME as given, then ./configs, then the shipped configs; an absolute path is looked up only as given.
+    These are NAME as given, then in ./configs, then among the shipped configs. An absolute NAME is tried only as given.
     """
     given = Path(os.path.expanduser(name))
     candidates = [given] if given.is_absolute() else [given, *(folder / given for folder in _folders())]
@@ -72,7 +72,7 @@ def find_config(name: str) -> tuple[Path | None, list[Path]]:
 
 
 def available_configs() -> list[str]:
-    """Names that `config=` finds in ./configs and among the shipped configs, sorted."""
+    """Return the sorted names of configs that `config=` finds in ./configs and among the shipped configs."""
     return sorted({path.relative_to(folder).as_posix() for folder in _folders() for path in folder.rglob("*.yaml")})
 
 

@@ -1,9 +1,9 @@
-"""The YAML of configs: plain data by YAML 1.2's rules, read with the line of every key, written to read back equal.
+"""Reads and writes the YAML of configs: plain data by the rules of YAML 1.2, with the line number of every key.
 
 PyYAML follows YAML 1.1, where `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30` is
-750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), numbers in decimal only.
-The same rules read a file, read an override and decide what needs quotes when a config is written. Tags, anchors,
-aliases and merge keys are refused: a config is read by people first.
+750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are
+always decimal. The same rules read files and overrides and decide what to quote in a written config, so it reads back
+equal. Tags, anchors, aliases and merge keys are refused, because people must be able to read a config easily.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from yaml.constructor import ConstructorError
 from qarl.config.errors import NOT_GIVEN, Problem
 
 MOST_DIGITS = 1000
-"""Python itself refuses to read more than 4300."""
+"""The most digits of a number; Python itself refuses to read more than 4300."""
 TOO_DEEP = "lists or mappings are nested too deep"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 
@@ -36,7 +36,7 @@ _SCALARS = [
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars, and neither tags nor aliases."""
+    """SafeLoader with YAML 1.2's scalars that refuses tags, anchors, aliases and merge keys."""
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  PyYAML declares it so; emptied of the 1.1 rules
 
@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes exactly what `_Loader` would take for something else than text."""
+    """SafeDumper that quotes exactly the text that `_Loader` would not read as text."""
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  as above
 
@@ -81,7 +81,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
 
 
 def parse_value(text: str) -> Any:
-    """One YAML value, as written after `key=`. Raises `yaml.YAMLError`; `explain` says what of."""
+    """Parse one YAML value, as written after `key=`. Raises `yaml.YAMLError`, which `explain` puts into words."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -89,19 +89,19 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: dict[str, Any]) -> str:
-    """`values` as block-style YAML that reads back equal, keys in their order."""
+    """Return `values` as block-style YAML that reads back equal, with keys in the same order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """PyYAML's complaint on one line, without its own file name and excerpt."""
+    """Return PyYAML's message as one line, without its file name and excerpt."""
     parts = [getattr(error, "context", None), getattr(error, "problem", None)]
     return ", ".join(part for part in parts if part) or str(error).splitlines()[0]
 
 
 @dataclass
 class YamlFile:
-    """A config file as read: nested values, `sources` (dotted key to `file:line`), and what is wrong with the YAML.
+    """The content of a config file: nested values, `sources` (dotted key to `file:line`), and problems of the YAML.
 
     `values` is None if no usable mapping was found.
     """
@@ -113,7 +113,7 @@ class YamlFile:
 
 
 def read_file(path: Path) -> YamlFile:
-    """Read a config file. Bad input does not raise: it is in `problems`."""
+    """Read a config file. Bad input raises nothing; the result lists it in `problems`."""
     file = YamlFile(path)
     lines: list[str] = []
     try:
@@ -152,7 +152,7 @@ def _refuse(file: YamlFile, reason: str, root: yaml.Node | None) -> None:
 
 
 def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, file: YamlFile) -> dict[str, Any]:
-    """Read by hand rather than by PyYAML, which lets a key given twice pass and forgets the lines."""
+    """Read a mapping without PyYAML's constructor, which accepts duplicate keys and does not keep line numbers."""
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):

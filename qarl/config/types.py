@@ -1,6 +1,6 @@
-"""Kinds of values that several keys of the config share.
+"""Types of values that several config keys share.
 
-Text that names a file or a folder is checked for what no file system takes, so that no later call stumbles over it.
+A path is refused here if no file system accepts it, so that no later call fails because of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
 LONGEST_PATH, LONGEST_NAME = 4000, 240
-"""Bytes of a whole path and of each name in it: Linux takes 4095 and 255, and the run appends to both."""
+"""Most bytes of a path and of each name in it. Linux allows 4095 and 255, and the run appends to both."""
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 LARGEST = 2**63 - 1
 """The largest whole number that every consumer of the config can hold."""
@@ -25,7 +25,7 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a key, for people: `Annotated[int, Unit("tokens")]`. It checks nothing."""
+    """The unit of a key, only for documentation: `Annotated[int, Unit("tokens")]`. It checks nothing."""
 
     name: str
 
@@ -39,7 +39,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def as_dotted(value: Any) -> Any:
-    """A nested mapping as a flat one with dotted keys; empty mappings stay values."""
+    """Return a nested mapping as a flat one with dotted keys; empty mappings stay values."""
     if not isinstance(value, Mapping):
         return value
     flat: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def as_dotted(value: Any) -> Any:
 
 
 def whole_text(text: str) -> str:
-    """`text`, or an error if it holds NUL, which ends a string in C and is in no file's name."""
+    """Return `text`; raise an error if it contains NUL, which ends a string in C and cannot be in a file name."""
     if "\0" in text:
         raise PydanticCustomError("nul", "holds the character NUL", {"fix": "remove it"})
     return text
@@ -67,14 +67,14 @@ def possible_path(text: str) -> str:
 
 
 def held_integer(value: Any) -> Any:
-    """`value`, or an error if it is a whole number of more than 64 bits."""
+    """Return `value`; raise an error if it is a whole number of more than 64 bits."""
     if isinstance(value, int) and abs(value) > LARGEST:
         raise PydanticCustomError("too_large", "has more than 64 bits", {"fix": f"choose at most {LARGEST}"})
     return value
 
 
 def reward_name(function: str) -> str:
-    """`function`, or an error if it is neither a built-in reward nor of the form `module:function`."""
+    """Return `function`; raise an error if it is not a built-in reward and does not have the form `module:function`."""
     where, colon, name = function.rpartition(":")
     if function in BUILTIN_REWARDS or (where and name.isidentifier()):
         return function
@@ -85,7 +85,7 @@ def reward_name(function: str) -> str:
 
 
 def good_patterns(patterns: list[str]) -> list[str]:
-    """`patterns`, or an error if an entry that begins with `re:` is not a regular expression, or may never end."""
+    """Return `patterns`; raise an error if an entry with `re:` is not a regular expression or may never finish."""
     for pattern in patterns:
         if problem := pattern_problem(pattern):
             raise PydanticCustomError("pattern", "{message}", {"message": problem[0], "fix": problem[1]})

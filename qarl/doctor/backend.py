@@ -1,4 +1,4 @@
-"""Whether what the config asks for is built, and whether batches and ranks fit together."""
+"""Checks whether the backend supports the config, and whether batches divide over the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_backend(context: Context, topic: Topic) -> None:
 
 
 def check_ranks(context: Context, topic: Topic) -> None:
-    """Whether batches and engines divide over the ranks, as verl asserts when it starts."""
+    """Whether batches and engines divide over the ranks. verl asserts this when it starts."""
     config = context.config
     count, parallel = ranks(config), config.rollout.tensor_model_parallel_size
     if config.backend != "verl":
@@ -41,7 +41,7 @@ def check_ranks(context: Context, topic: Topic) -> None:
         topic.warning(
             f"an engine of {parallel} GPUs spans machines of {config.trainer.n_gpus_per_node}",
             where="rollout.tensor_model_parallel_size",
-            why="tensor parallelism between machines waits for the network in every layer",
+            why="tensor parallelism across machines waits for the network in every layer",
             fix=f"choose at most {config.trainer.n_gpus_per_node}",
         )
     for key, prompts in (
@@ -87,7 +87,7 @@ def check_muon(context: Context, topic: Topic) -> None:
         topic.error(
             f"optim.name=muon is not built for {ranks(context.config)} ranks",
             where="optim.name",
-            why="Muon orthogonalizes whole matrices, and the ranks hold parts of them",
+            why="Muon orthogonalizes whole matrices, but each rank holds only a part of them",
             fix="set optim.name=adamw, or run on one rank",
         )
 

@@ -1,7 +1,7 @@
-"""Shared by the checks of a pre-flight: the config, the target, and the parts of the run, each loaded at most once.
+"""The data that the doctor's checks share: the config, the target, and the parts of the run, each loaded at most once.
 
-A part that cannot be had is reported by the topic it belongs to, which calls `load`; the others call `get`, and are
-reported as not made. So one fault gives one error, however many checks wanted the part.
+If a part cannot be loaded, only the topic that it belongs to reports the error, because that topic calls `load`. Other
+checks call `get` and are reported as not made. So one fault gives one error, even if many checks need the part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 class NotCheckedError(Exception):
-    """A check could not be made; the message says why, `fix` what makes it possible."""
+    """A check could not be made. The message says why, and `fix` says how to make it possible."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(why)
@@ -46,7 +46,7 @@ class Part(Generic[Value]):
         self._result: Value | UserError | NotCheckedError | None = None
 
     def load(self) -> Value:
-        """The value; raises why it cannot be had."""
+        """Return the value, or raise the error that prevented loading it."""
         if self._result is None:
             try:
                 self._result = self._load()
@@ -57,23 +57,23 @@ class Part(Generic[Value]):
         return self._result
 
     def get(self) -> Value:
-        """The value; NotCheckedError if it cannot be had."""
+        """Return the value. Raise NotCheckedError if it cannot be loaded."""
         try:
             return self.load()
         except UserError as error:
             fix = "correct that first, then run the doctor again"
-            raise NotCheckedError(f"it needs {self._what}, which cannot be had (see above)", fix) from error
+            raise NotCheckedError(f"it needs {self._what}, which could not be loaded (see above)", fix) from error
 
 
 @dataclass
 class Context:
-    """`threads_given`: OMP_NUM_THREADS as the user set it, before the doctor did."""
+    """The shared data. `threads_given`: the user's OMP_NUM_THREADS, before the doctor changed it."""
 
     config: Config
     target: Target
     threads_given: str | None = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS"))
     no_model: UserError | None = None
-    """Why the model itself cannot be had, if a copy of its config stands in for it."""
+    """The error of loading the model's config, if QaRL's copy of that config is used instead."""
 
     @cached_property
     def scheme(self) -> Scheme:
@@ -93,7 +93,7 @@ class Context:
 
     @cached_property
     def is_folder(self) -> bool:
-        """Whether the model is a folder here; else it is a name on the Hub."""
+        """Whether the model is a local folder; otherwise it is a name on the Hub."""
         return Path(self.model_path).is_dir()
 
     @cached_property
@@ -128,7 +128,7 @@ class Context:
 
     @cached_property
     def model(self) -> Part[nn.Module]:
-        """The trainer's model without storage."""
+        """The trainer's model on the meta device, without storage."""
 
         def build() -> nn.Module:
             return layers.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
@@ -137,7 +137,7 @@ class Context:
 
     @cached_property
     def linears(self) -> Part[layers.Shapes]:
-        """[N, K] of every linear of the trainer's model, each expert's too."""
+        """[N, K] of every linear of the trainer's model, including each expert's."""
 
         def read() -> layers.Shapes:
             return linear_shapes(self.model.get())
@@ -151,7 +151,7 @@ class Context:
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """Filled by the topic of kernels: what serves each shape in the trainer."""
+        """The trainer's kernel for each shape, or the error of choosing one; the topic "kernels" fills it."""
         return {}
 
     @property
@@ -163,7 +163,7 @@ class Context:
         return Part("the reward function", lambda: get_reward_fn(self.config.reward.function))
 
     def align_level(self) -> tuple[str, tuple[str, ...]]:
-        """The level that applies on the target, and why not a higher one."""
+        """Return the alignment level that applies on the target, and the reasons against a higher one."""
         return resolve_level(
             self.hf_config.get(),
             self.config.quant.align,

@@ -12,7 +12,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_train(context: Context, topic: Topic) -> None:
-    """Whether training prompts are there, whole, and within their limits."""
+    """Whether training prompts exist, are complete, and are within their limits."""
     _missing_elsewhere(context, context.config.data.train_files)
     prompts = context.train_prompts.load()
     if prompts.num_filtered:
@@ -29,7 +29,7 @@ def check_train(context: Context, topic: Topic) -> None:
 
 
 def check_val(context: Context, topic: Topic) -> None:
-    """Whether evaluation prompts are there, and not among the training prompts."""
+    """Whether evaluation prompts exist and are not among the training prompts."""
     _missing_elsewhere(context, context.config.data.val_files)
     prompts = context.val_prompts.load()
     if not prompts:
@@ -41,7 +41,7 @@ def check_val(context: Context, topic: Topic) -> None:
             f"{shared} of the held-out prompts are in the training data too",
             where="data.val_files",
             why="accuracy on them says nothing about new prompts",
-            fix="take them out of one of the two",
+            fix="remove them from one of the two",
         )
 
 
@@ -54,10 +54,10 @@ def check_reward(context: Context, topic: Topic) -> None:
 
 
 def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
-    """Another machine's files need not be here."""
+    """Raise NotCheckedError if files are missing here but the run is for a different machine."""
     missing = [file for file in files if not Path(file).is_file()]
     if missing and not context.target.here:
-        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor on the machine with them")
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

@@ -1,4 +1,4 @@
-"""The run folder: whether it can be written to, what becomes of what is in it, and room for what the run writes."""
+"""Checks the run folder: whether it can be written to, what happens to an earlier run, and whether space suffices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_start(context: Context, topic: Topic) -> None:
         stays = start.stays_in(run_dir)
         step, origin = (start.checkpoint.step, str(start.checkpoint.folder)) if start.checkpoint else (0, "")
         for folder, problem in start.damaged:
-            fix = "put a good copy in its place, or let the run go on from the earlier one"
+            fix = "replace it with a good copy, or let the run continue from the earlier one"
             topic.warning(f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix)
         for note in start.notes:
             topic.note(note, fix="nothing, if that is what you want")
@@ -72,7 +72,7 @@ def check_space(context: Context, topic: Topic) -> None:
     free = shutil.disk_usage(existing).free
     trainer = context.config.trainer
     export = sizes["export"] if trainer.save_final else 0
-    # A new checkpoint is whole on disk before an old one goes.
+    # An old checkpoint is deleted only after the new one is complete.
     saves = trainer.total_training_steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
     if trainer.save_final and context.config.backend == "verl":
         saves = max(saves, 1)  # the export is made from it
@@ -92,7 +92,7 @@ def check_space(context: Context, topic: Topic) -> None:
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Why no folder can be made in `folder`; it is tried, because `os.access` knows nothing of file systems."""
+    """Try to make a folder in `folder`; return why it fails, or None. `os.access` ignores read-only file systems."""
     try:
         with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
             return None

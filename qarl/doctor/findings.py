@@ -11,8 +11,8 @@ from qarl.errors import UserError
 
 Status = Literal["ok", "note", "warning", "error"]
 STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "error")
-"""`error`: the run would fail. `warning`: it would start, and probably disappoint. `note`: worth knowing, or something
-that was not checked."""
+"""`error`: the run would fail. `warning`: it would start, but probably give bad results. `note`: a fact worth knowing,
+or a check that was not made."""
 _WIDTH = 118
 
 Result = TypeVar("Result")
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` was found under `topic`; `where`, `why` and `fix` as in `UserError`; `lines` are a table."""
+    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`; `lines` are a table."""
 
     topic: str
     status: Status
@@ -62,11 +62,11 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Reports an error that training would end with, in training's own words."""
+        """Report the error that training would end with, in the same words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def attempt(self, check: Callable[..., Result], *arguments: Any) -> Result | None:
-        """The result of a check that training makes too; None, and its refusal among the findings, if it refuses."""
+        """Return the result of a check that training makes too. If it refuses, add a finding and return None."""
         try:
             return check(*arguments)
         except UserError as error:
@@ -74,7 +74,7 @@ class Topic:
             return None
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
-        """Whether `check` does not refuse; its refusal becomes a finding."""
+        """Return whether `check` passes; if it refuses, add a finding."""
         try:
             check(*arguments)
         except UserError as error:
@@ -88,7 +88,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, in order of topics."""
+    """All findings, ordered by topic."""
 
     name: str
     target: str
@@ -115,7 +115,7 @@ class Report:
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types: exit code, counts, and a mapping a finding, keys without a value left out."""
+        """Return plain JSON types: exit code, counts, and one mapping per finding without its empty keys."""
         findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
         counts = {status: self.count(status) for status in STATUSES}
         return {

@@ -1,4 +1,4 @@
-"""`quant.ignore` as both sides read it: our matcher for the trainer, and vLLM's own rule, fused layers included."""
+"""Checks that trainer and vLLM read `quant.ignore` alike: QaRL's matcher against vLLM's rule, also for fused layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qarl.doctor.findings import Topic
 from qarl.rollout import vllm_rules
 
 ROUTERS = ("gate",)
-"""Leaf names under `mlp.` of the linears that only vLLM has as such: transformers' routers are none."""
+"""Leaf names under `mlp.` of the routers. They are linear layers in vLLM but not in transformers."""
 
 
 def check_fused(context: Context, topic: Topic) -> None:
-    """Whether the list leaves fused layers whole."""
+    """Whether the list treats all parts of a fused layer alike."""
     if context.scheme.quantized:
         layers.check_fused_layers(context.linears.get(), context.ignore)
 
@@ -36,7 +36,7 @@ def check_resolved(context: Context, topic: Topic) -> None:
             f"entries of quant.ignore that match no linear: {', '.join(sorted(known))}",
             where="quant.ignore",
             why="an exact name must be whole (model.layers.0.mlp.down_proj), and re: is matched from its start",
-            fix="correct them, or take them out",
+            fix="correct them, or remove them",
         )
 
 
@@ -82,7 +82,7 @@ def check_routers(context: Context, topic: Topic) -> None:
         topic.error(
             f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",
             where=f"quant.ignore: {_named(quantized)}",
-            why="a router is a linear layer in vLLM and none in transformers",
+            why="a router is a linear layer in vLLM but not in transformers",
             fix='add "re:.*mlp[.]gate$" to quant.ignore',
         )
     else:
@@ -90,7 +90,7 @@ def check_routers(context: Context, topic: Topic) -> None:
 
 
 def _router_entries(context: Context) -> list[str]:
-    """Entries that match a router."""
+    """Return the entries of `quant.ignore` that match a router."""
     size = context.size.get()
     routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
     return [entry for entry in context.ignore if any(is_ignored(name, [entry]) for name in routers)]

@@ -1,4 +1,4 @@
-"""Which kernel multiplies each layer in the trainer and in vLLM, and how far the trainer's forward follows vLLM's."""
+"""Reports the kernel of each layer in trainer and vLLM, and the alignment level of the trainer's forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
 
 
 def check_experts(context: Context, topic: Topic) -> None:
-    """The kernel of a mixture's experts in the trainer; the engine's is the same, or vLLM's own on GPUs."""
+    """The trainer's kernel for the experts of a mixture. vLLM uses the same one on CPU and its own on GPUs."""
     import torch
 
     scheme, size = context.scheme, context.size.get()
@@ -76,7 +76,7 @@ def check_engine(context: Context, topic: Topic) -> None:
     if not scheme.quantized:
         return
     if not context.target.here:
-        why = "vLLM decides by the machine it runs on, and this is another one"
+        why = "vLLM chooses it by the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
     if why_not := vllm_rules.unavailable():
         raise NotCheckedError(why_not, "make setup")
@@ -109,7 +109,7 @@ def check_engine(context: Context, topic: Topic) -> None:
 
 
 def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> list[str]:
-    """A line for layers that differ in number alone: name and [N, K]."""
+    """Return lines with name and [N, K]; layers whose names differ only in numbers share a line."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name in names:
         by_shape.setdefault(shapes[name], []).append(name)

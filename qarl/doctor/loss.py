@@ -12,7 +12,7 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
 PAPER_BAND, SHORTEST = 3e-4, 1000
-"""The paper's narrowest band, and the shortest responses for which we do not question it, in tokens."""
+"""The paper's narrowest band, and the length in tokens from which responses may use it without a warning."""
 
 
 def check_bands(context: Context, topic: Topic) -> None:

@@ -16,9 +16,9 @@ NEEDS_CAPABILITY = {
     "bf16": (80, "BF16 arithmetic"),
     "w4a16": (80, "vLLM's Marlin kernel"),
     "w8a8": (80, "BF16 arithmetic"),
-    "fp8": (89, "FP8 products; below it vLLM leaves the activations in BF16, without a word"),
+    "fp8": (89, "FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"),
 }
-"""Compute capability times ten that a scheme needs on a GPU, and for what."""
+"""The compute capability, times ten, that each scheme needs on a GPU, and what needs it."""
 
 
 def check_cpu(context: Context, topic: Topic) -> None:
@@ -32,8 +32,8 @@ def check_cpu(context: Context, topic: Topic) -> None:
     if torch.cpu._is_amx_tile_supported():
         topic.note(
             "this CPU has AMX tiles",
-            why="vLLM picks other kernels there: quant.align=exact is exact with them too, while at quant.align=model "
-            "one output of attention in 10,000 is off by a BF16 step from the first tokens on",
+            why="vLLM chooses different kernels with AMX. quant.align=exact stays exact, but at quant.align=model one "
+            "attention output in 10,000 is off by a BF16 step, already for the first tokens",
             fix="set quant.align=exact if δ must be 0",
         )
 
@@ -71,16 +71,16 @@ def check_elsewhere(context: Context, topic: Topic) -> None:
     """Report which parts of the machine were not checked."""
     if not context.target.here:
         topic.note(
-            "judged for another machine: this one's CPU, threads, memory, disk and packages are not checked",
+            "checked for a different machine: this one's CPU, threads, memory, disk and packages are not checked",
             fix="run the doctor there too, without doctor.device",
         )
     elif context.config.trainer.nnodes > 1:
         others = context.config.trainer.nnodes - 1
-        topic.note(f"{others} other machines are taken to be like this one", fix="run the doctor there too")
+        topic.note(f"the other {others} machines are assumed to be like this one", fix="run the doctor there too")
 
 
 def check_threads(context: Context, topic: Topic) -> None:
-    """Threads against cores."""
+    """Whether there are at most as many threads as cores."""
     if not context.target.here:
         return
     cores = len(os.sched_getaffinity(0))
@@ -101,7 +101,7 @@ def check_threads(context: Context, topic: Topic) -> None:
         topic.warning(
             f"{threads} threads ({source}){each} on {cores} cores",
             where=source,
-            why="threads that wait for each other on too few cores make a step tens of times slower",
+            why="more threads than cores wait for each other and make a step tens of times slower",
             fix=f"set trainer.num_threads={max(1, cores // ranks)} or less",
         )
     else:

@@ -1,4 +1,4 @@
-"""The memory estimate against what there is."""
+"""Compares the memory estimate with the available memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 
 TIGHT = 0.9
-"""Share of the memory above which an estimate, which counts no fragmentation, is a warning."""
+"""An estimate above this share of the memory gives a warning, because it does not count fragmentation."""
 OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
-"""verl's keys for masters and optimizer state in host memory while they are not used."""
+"""verl's keys that move masters and optimizer state to host memory while they are not used."""
 _SHARD = (
     "set optim.master_dtype=bf16 (backend=local) or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
@@ -23,7 +23,7 @@ REMEDIES = {
     "update": f"lower actor.ppo_micro_batch_size_per_gpu, set model.gradient_checkpointing=true, {_SHARD}",
     "step": "shard over more GPUs (backend=verl, trainer.n_gpus_per_node), or train a smaller model",
 }
-"""By the phase that takes most memory: the advice."""
+"""Advice for the phase that needs the most memory."""
 
 
 def check_memory(context: Context, topic: Topic) -> None:
@@ -72,16 +72,16 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
     wanted = responses * config.rollout.tensor_model_parallel_size / ranks(config)
     what = f"vLLM's KV cache holds {found.kv_tokens:,} tokens, {sequences:.1f} sequences of full length"
     if sequences < 1:
-        topic.error(what, where=key, why="vLLM refuses to start if not one fits", fix=f"raise {key}")
+        topic.error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
     elif sequences < min(config.rollout.max_num_seqs, wanted):
-        why = "fewer than could run together: vLLM will make the rest wait"
+        why = "more could run together, so vLLM will make the rest wait"
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")
     else:
         topic.ok(what)
 
 
 def available_memory() -> int:
-    """Bytes that this machine, or the container this process is in, has free."""
+    """Return the free bytes of this machine, or of this process's container if that has fewer."""
     free = None
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):

@@ -14,13 +14,13 @@ from qarl.doctor.findings import Topic
 
 
 def check_config(context: Context, topic: Topic) -> None:
-    """Whether the model's config can be read, and is one of a model to train."""
+    """Whether the model's config can be read and describes a model that can be trained."""
     hf_config = context.hf_config.load()
     if context.no_model is not None:
         topic.refusal(context.no_model, "error" if context.target.here else "note")
         topic.warning(
             f"the config of {context.model_path} that comes with QaRL is used instead",
-            why="sizes, memory and kernels are those of the public model; a config of yours may differ",
+            why="sizes, memory and kernels are those of the public model; your own config may differ",
             fix="run the doctor where the model is, or give its folder",
         )
     model_checks.check_not_quantized(context.config, hf_config)
@@ -38,19 +38,19 @@ def check_config(context: Context, topic: Topic) -> None:
 
 
 def check_sizes(context: Context, topic: Topic) -> None:
-    """Whether the sizes that memory is computed from are those of the model."""
+    """Whether the memory estimate counts the model's parameters correctly."""
     size: ModelSize = context.size.get()
     count = sum(parameter.numel() for parameter in context.model.get().parameters())
     if size.parameters != count:
         topic.note(
             f"the memory estimate counts {size.parameters:,} parameters, the model has {count:,}",
-            why="it knows Llama-like blocks and Qwen3's experts, and this architecture has more to it",
+            why="it knows only Llama-like blocks and Qwen3's experts, and this architecture has other parts",
             fix="allow for the difference",
         )
 
 
 def check_tokenizer(context: Context, topic: Topic) -> None:
-    """Whether the tokenizer is there, with a chat template."""
+    """Whether the model has a tokenizer with a chat template."""
     context.hf_config.get()
     if context.is_folder and not context.target.here:
         try:
@@ -72,7 +72,7 @@ def check_stops(context: Context, topic: Topic) -> None:
             warning,
             where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
             why="vLLM stops at the tokenizer's EOS and at those of the model's config",
-            fix="use files of one and the same model",
+            fix="use files of the same model",
         )
     if not warnings:
         topic.ok(
@@ -87,9 +87,9 @@ def check_vocab(context: Context, topic: Topic) -> None:
     if unused:
         topic.note(
             f"{unused} of {vocab} ids are not in the tokenizer",
-            why="verl masks them in vLLM and not in its trainer; a trained model gives them almost no probability, "
-            "a fresh one shifts its log-probs",
-            fix="nothing for a trained model; else resize the embeddings to the tokenizer",
+            why="verl masks them in vLLM but not in its trainer; a trained model gives them almost no probability, "
+            "but the log-probs of an untrained one are shifted",
+            fix="nothing for a trained model; otherwise resize the embeddings to the tokenizer",
         )
     else:
         topic.ok(f"vocabulary of {vocab}, as the tokenizer's")
@@ -112,7 +112,7 @@ def check_positions(context: Context, topic: Topic) -> None:
 
 
 def check_weights(context: Context, topic: Topic) -> None:
-    """Whether the weights are whole, and this model's."""
+    """Whether the weights are complete and belong to this model."""
     path = context.model_path
     hf_config = context.hf_config.get()
     if not context.is_folder:
@@ -129,8 +129,8 @@ def check_weights(context: Context, topic: Topic) -> None:
     if compared is None:
         files = len(list(Path(path).glob("*.safetensors")))
         topic.note(
-            f"{files} safetensors files, whose tensors have other names than the model's: shapes were not compared",
-            fix="see that they belong to this config.json",
+            f"the tensor names in {files} safetensors files differ from the model's, so shapes were not compared",
+            fix="make sure that the files belong to this config.json",
         )
     else:
         topic.ok(f"{compared} stored tensors have the shapes that config.json says")

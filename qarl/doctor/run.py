@@ -1,4 +1,4 @@
-"""Every check, in order of topics; none is left out because another one found something."""
+"""Makes all checks, topic by topic. A finding of one check never skips the others."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ TOPICS: dict[str, tuple[Check, ...]] = {
 
 
 def run_checks(config: Config, target: Target, *, threads_given: str | None = None) -> Report:
-    """Make every check for `config` on `target`. Nothing is written, no engine started, no weight read.
+    """Make every check for `config` on `target`, without starting an engine, loading weights or writing files.
 
-    `threads_given`: OMP_NUM_THREADS as it was before this process set it.
+    `threads_given`: OMP_NUM_THREADS before this process set it.
     """
     context = Context(config, target, threads_given)
     findings = []
@@ -65,7 +65,7 @@ def run_checks(config: Config, target: Target, *, threads_given: str | None = No
 
 
 class _Inputs(RunInputs):
-    """The parts that the doctor has loaded already, for the checks that training makes."""
+    """Gives the checks that training makes the parts that the doctor has already loaded."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context.config)
@@ -93,7 +93,7 @@ class _Inputs(RunInputs):
 
 
 def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
-    """Refusals of training's own checks that no topic found: nothing that stops a run is missing from the findings."""
+    """Make training's own checks and return refusals that no topic found, so no error that stops a run is missing."""
     if not context.target.here or context.no_model is not None:
         return []
     topic, known, inputs = Topic("start"), {finding.what for finding in findings}, _Inputs(context)
@@ -101,7 +101,7 @@ def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
         try:
             check.make(inputs)
         except NotCheckedError:
-            continue  # said by the topic that could not load that part
+            continue  # the topic that could not load this part has reported it
         except UserError as error:
             if error.what not in known:
                 topic.refusal(error)
@@ -109,7 +109,7 @@ def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def make(check: Check, context: Context, topic: Topic) -> None:
-    """One check; whatever it raises becomes a finding."""
+    """Make one check; an exception that it raises becomes a finding."""
     what = (check.__doc__ or check.__name__).partition("\n")[0].rstrip(".")
     what = what[0].lower() + what[1:]
     try:

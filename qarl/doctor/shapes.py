@@ -1,8 +1,8 @@
-"""Divisibility: layers by group size, and by `rollout.tensor_model_parallel_size` as vLLM shards them.
+"""Checks that layers divide by the group size and by `rollout.tensor_model_parallel_size`, as vLLM shards them.
 
-vLLM splits q, k, v, gate and up along N and o, down along K. Along K a group of weights that share a scale must lie
-whole on one GPU. Key and value heads are split while there are enough, else repeated (vllm: QKVParallelLinear); the
-vocabulary is padded to a multiple of 64 and then split.
+vLLM splits q, k, v, gate and up along N, and o and down along K. Along K, all weights of a group that share a scale
+must be on one GPU. Key and value heads are split if there are enough and repeated otherwise (vllm: QKVParallelLinear).
+The vocabulary is padded to a multiple of 64 and then split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
 ROW_PARALLEL = ("o_proj", "down_proj")
-"""Split along K; all other linears of a block are split along N."""
+"""Linears that are split along K; all other linears of a block are split along N."""
 VOCABULARY_PADDING = 64
 
 
@@ -34,7 +34,7 @@ def check_groups(context: Context, topic: Topic) -> None:
 
 
 def check_engine_kernel(context: Context, topic: Topic) -> None:
-    """Whether sizes are such that vLLM's W4A16 kernel for CPUs takes them."""
+    """Whether vLLM's W4A16 kernel for CPUs supports the layer sizes."""
     if context.target.device == "cpu" and context.scheme.name == "w4a16":
         layers.check_engine_shapes(context.quantized.get())
 
@@ -71,7 +71,7 @@ Problem = tuple[str, str, str]
 def _heads(size: ModelSize, parallel: int) -> list[Problem]:
     found = []
     if size.heads % parallel:
-        found.append((f"{size.heads} attention heads do not split", "num_attention_heads", "a head is not divided"))
+        found.append((f"{size.heads} attention heads do not split", "num_attention_heads", "GPUs hold whole heads"))
     if size.kv_heads % parallel and parallel % size.kv_heads:
         why = "vLLM gives each GPU whole kv heads, or repeats each on the same number of GPUs"
         found.append((f"{size.kv_heads} key-value heads do not split", "num_key_value_heads", why))
@@ -87,7 +87,7 @@ def _vocabulary(size: ModelSize, parallel: int) -> list[Problem]:
 
 
 def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> list[Problem]:
-    """Sizes that do not split; heads are counted by `_heads`, so attention's are left to it."""
+    """Return the sizes that do not split, except those of attention, which `_heads` checks."""
     bad = [
         name
         for name, (n, k) in shapes.items()
@@ -101,7 +101,7 @@ def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> l
 
 
 def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
-    """Row-parallel layers whose part on a GPU is not a multiple of the group size."""
+    """Return row-parallel layers whose part on one GPU is not a multiple of the group size."""
     if not group:
         return []
     rows = {name: k for name, (_, k) in shapes.items() if name.endswith(ROW_PARALLEL) and k % parallel == 0}

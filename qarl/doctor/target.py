@@ -1,6 +1,6 @@
-"""The machine a pre-flight judges for: this one, or a GPU machine that is elsewhere.
+"""The machine for which the doctor judges a run: this one or a different GPU machine.
 
-`doctor.*` arguments choose it, apart from the run's own keys: `qarl doctor --help` describes them.
+Arguments `doctor.*` choose it; they are not keys of the run. `qarl doctor --help` describes them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ GPUS = {
     "h200": (90, 139.8),
     "b200": (100, 178.4),
 }
-"""Compute capability times ten, and the GiB that the driver reports: less than the name says."""
+"""Compute capability times ten, and the GiB that the driver reports, which are fewer than the advertised GB."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """`device`: "cpu" or "cuda"; `here`: this very machine, so that its own state is checked too.
+    """The machine that a run is judged for.
 
-    `capability`: compute capability times ten, and `gpu_memory_bytes`, of one GPU; None if unknown. `gpus`: how
-    many this machine has; None elsewhere, where the run's own count is believed.
+    `device`: "cpu" or "cuda". `here`: it is this machine, so its current state is checked too. `capability` (compute
+    capability times ten) and `gpu_memory_bytes` are of one GPU; None if unknown. `gpus`: number of GPUs of this
+    machine; None for a different one, which is assumed to have the GPUs that the run asks for.
     """
 
     device: str
@@ -44,14 +45,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line taken apart: the run's own arguments, and the doctor's options by name."""
+    """The parsed command line: the run's own arguments, and the doctor's options by name."""
 
     run: list[str]
     options: dict[str, str]
 
 
 def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Take the `doctor.*` options out of a command line; UserError for one that does not exist or has no value."""
+    """Separate the `doctor.*` options from the run's arguments.
+
+    Raises:
+        UserError: an option does not exist, has no value or is given twice.
+    """
     run: list[str] = []
     options: dict[str, str] = {}
     for argument in argv:
@@ -68,9 +73,10 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def find_target(options: dict[str, str], backend: str = "local") -> Target:
-    """The machine that the options describe; for what they leave out, this machine as `backend` uses it.
+    """Return the GPU machine that the options describe, or without options this machine as `backend` uses it.
 
-    UserError for a value that makes no sense.
+    Raises:
+        UserError: a value makes no sense.
     """
     elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
     if not elsewhere:
@@ -109,7 +115,7 @@ def _number(options: dict[str, str], name: str, example: str) -> float:
         value = float(options[name])
     except ValueError:
         value = math.nan
-    if not 0 < value < 1e6:  # not with NaN either
+    if not 0 < value < 1e6:  # true for NaN too
         raise UserError(
             f"doctor.{name}={options[name]} is not a number above 0 and below a million",
             where="command line",

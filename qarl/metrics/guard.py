@@ -1,12 +1,13 @@
-"""The measured mismatch against the limit of its alignment level: an error before the first update, a warning later.
+"""Compares the measured mismatch with the limit of the alignment level. Over the limit is an error before the first
+update and a warning later.
 
-δ is a sampled token's log-prob in the trainer less the engine's, and `mismatch/abs_mean` the mean of |δ| over the
-tokens of a batch. Each level promises something about it. A broken promise means that the two sides compute different
-models (a config key that only one of them honours, a weight that no publish writes, another sampling distribution),
-and no loss repairs that.
+δ is a sampled token's log-prob in the trainer minus its log-prob in the engine. `mismatch/abs_mean` is the mean of |δ|
+over the tokens of a batch. Each level allows a certain mean. A larger one means that the two sides compute different
+models, because only one of them follows a config key, a weight is not published, or the sampling distributions differ.
+No loss can correct that.
 
-The limits lie between the healthy values that README lists and `scripts/mismatch_guard_check.py` measures again, and
-the known mistakes, which begin at 2.1e-2. Neither torch nor vLLM is imported: both backends call this.
+Healthy values, which README lists and `scripts/mismatch_guard_check.py` measures, lie below the limits. Known mistakes
+lie above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from __future__ import annotations
 from qarl.errors import UserError
 
 DEFAULT_LIMITS = {"off": 0.5, "linears": 0.15, "model": 1e-2, "exact": 1e-4}
-"""Largest mean |δ| in nats a token that a level may show, for responses of any length.
+"""Largest allowed mean |δ| of each level in nats per token, for responses of any length.
 
-`off` and `linears`: about five times what healthy runs showed (9e-2 and 2e-2 with trained weights; with random ones in
-mixtures of experts 1e-1). `model`: see `MODEL_LIMIT`. `exact`: 0 is promised; vLLM's attention on several threads, or
-the log-softmax of another release, may leave 1e-6.
+`off` and `linears`: about five times the values of healthy runs (9e-2 and 2e-2 with trained weights; 1e-1 with random
+weights in mixtures of experts). `model`: see `MODEL_LIMIT`. `exact`: the mismatch should be 0, but vLLM's attention on
+several threads, or the log-softmax of a different release, may cause 1e-6.
 """
 MODEL_LIMIT = (5e-3, 5e-6)
-"""Limit at `model` for short responses, and what each response token adds, up to `DEFAULT_LIMITS["model"]`.
+"""Limit at `model` for short responses, and the amount that each response token adds, up to `DEFAULT_LIMITS["model"]`.
 
-There δ comes from the order in which attention sums the keys, so it grows with the length, and with the breadth of the
-distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (the quickstart) to 1.8e-3 (random weights); at 1000 at most
-1.6e-3. The limits there are 5.3e-3 and 1e-2, which is half of the smallest known mistake.
+At this level δ comes from the order in which attention sums over keys, so it grows with the length and with the breadth
+of the distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random weights). At 1000
+tokens it is at most 1.6e-3. The limits are 5.3e-3 and 1e-2 there; 1e-2 is half of the smallest known mistake.
 """
 COLDEST = 0.25
-"""Limits are divided by the temperature, as rounded logits are: down to this one, below which distributions are so
-sharp that most tokens have no δ. Random weights had 1.8e-3 at 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1."""
+"""Limits are divided by the temperature, because rounded logits are, but by no less than this value. Below it
+distributions are so sharp that most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1,
+3.3e-3 at 0.5, 3.9e-3 at 0.3 and 6.7e-3 at 0.1."""
 
 
 class MismatchError(UserError):
@@ -39,12 +41,12 @@ class MismatchError(UserError):
 def resolve_limit(
     limit: float | None, level: str, *, response_length: float | None = None, temperature: float = 1.0
 ) -> float:
-    """The limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
+    """Return the limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
 
     Args:
         level: the alignment level that is applied, which may be lower than the one asked for.
-        response_length: mean number of tokens of the measured responses; None for the limit of long ones.
-        temperature: that the responses were sampled at. At `exact`, where 0 is promised, it does not count.
+        response_length: mean tokens per measured response; None gives the limit for long responses.
+        temperature: sampling temperature of the responses. It has no effect at `exact`.
     """
     if limit is not None:
         return limit
@@ -56,7 +58,7 @@ def resolve_limit(
 
 
 def over_limit(abs_mean: float, limit: float) -> bool:
-    """Whether a mean |δ| is over its limit; NaN is."""
+    """Return whether a mean |δ| is over its limit. NaN counts as over."""
     return not abs_mean <= limit
 
 
@@ -70,12 +72,12 @@ def check_mismatch(
     source: str | None = None,
     temperature: float = 1.0,
 ) -> str | None:
-    """None if the mean |δ| `abs_mean` is within the limit (see `resolve_limit`), else the text of a warning.
+    """Return the text of a warning if the mean |δ| `abs_mean` is over the limit (see `resolve_limit`), else None.
 
-    `source`: how the text says where the limit comes from; None for the level, or for `quant.mismatch_limit`.
+    `source`: words that say where the limit comes from; by default they name the level or `quant.mismatch_limit`.
 
     Raises:
-        MismatchError: it is over the limit and `before_first_update`, when no weight has moved yet.
+        MismatchError: the mean is over the limit and `before_first_update` is true, so no weight has changed yet.
     """
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if not over_limit(abs_mean, allowed):
@@ -83,12 +85,12 @@ def check_mismatch(
     found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats a token, over the {allowed:.2g}"
     source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")
     if not before_first_update:
-        return f"{found} {source}; the trainer may be learning from another policy than the one that samples"
+        return f"{found} {source}; the policy that samples may differ from the one that the trainer updates"
     raise MismatchError(
         f"trainer and engine disagree: {found} {source}",
         where="mismatch/abs_mean, before the first update",
-        why="they compute different distributions: a key of the model's config or of sampling that one side ignores, "
-        "weights that are not published, or an alignment that does not fit this model or machine",
+        why="they compute different distributions: one side may ignore a key of the model's config or of sampling, "
+        "weights may not be published, or the alignment may not fit this model or machine",
         fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

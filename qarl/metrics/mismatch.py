@@ -1,13 +1,14 @@
-"""Metrics of every step: how far the trainer's log-probs are from the rollout's, scores, lengths, seconds per phase.
+"""Metrics of every step: the mismatch of the trainer's and the rollout's log-probs, scores, lengths, seconds per phase.
 
-Pure functions of tensors. Definitions are verl's if verl has one (`verl/trainer/ppo/rollout_corr_helper.py`,
-`metric_utils.py`, `utils/debug/metrics.py`), under the prefix `mismatch/` instead of `rollout_corr/`. Two differences:
+These are pure functions of tensors. If verl defines a metric (`verl/trainer/ppo/rollout_corr_helper.py`,
+`metric_utils.py`, `utils/debug/metrics.py`), the definition here is the same, but the prefix is `mismatch/` instead of
+`rollout_corr/`. There are two differences:
 
-- Log-probs are subtracted in FP32, as the loss does, but the statistics are taken in FP64: in FP32, exp(δ) - δ - 1
-  loses all digits below δ = 3e-4, and an aligned trainer lives below that.
+- Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
+  correct digit below δ = 3e-4, and an aligned trainer is below that.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Quantiles, maximum and effective sample size stand beside the KL estimates because means can hide what matters: in arXiv
+Besides KL estimates there are quantiles, maximum and effective sample size, because means can hide problems. In arXiv
 2605.14220 the mean of |δ| is small while its maximum nears 1, and the KL of the PPO ratio stays flat over the 700 steps
 in which a run begins to decay.
 """
@@ -31,7 +32,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """Compare the two policies on the sampled tokens; δ = old_log_prob - rollout_log_prob, in nats a token.
+    """Compare the two policies on the sampled tokens, with δ = old_log_prob - rollout_log_prob in nats per token.
 
     - `mismatch/abs_mean`, `abs_max`, `abs_p50`, `abs_p90`, `abs_p99`, `abs_p999`: of |δ| over tokens
     - `mismatch/k1` = mean(-δ) and `mismatch/k3` = mean(exp(δ) - δ - 1): estimates of KL(rollout‖trainer), verl's `kl`
@@ -47,7 +48,7 @@ def mismatch_metrics(
     """
     mask = _checked_mask(response_mask, old_log_prob, rollout_log_prob)
     old, rollout = old_log_prob.detach().float(), rollout_log_prob.detach().float()
-    # Zeros outside the mask: a NaN there times zero would be a NaN.
+    # Set values outside the mask to zero; multiplying by the mask would keep a NaN.
     all_deltas = (old - rollout).double().masked_fill(~mask, 0.0)
     delta = all_deltas[mask]
     magnitude = delta.abs()
@@ -70,7 +71,7 @@ def mismatch_metrics(
 
 
 def _checked_mask(response_mask: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The mask as bool; ValueError unless all shapes are equal and at least one token counts."""
+    """Return the mask as bool. Raise ValueError unless all shapes are equal and the mask selects at least one token."""
     shapes = [tuple(tensor.shape) for tensor in (response_mask, *others)]
     if len(set(shapes)) != 1:
         raise ValueError(f"response_mask and the tensors it masks differ in shape: {shapes}")
@@ -93,16 +94,17 @@ def response_metrics(
     prompt_lengths: Sequence[int] | torch.Tensor | None = None,
     finish_reasons: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
-    """Scores and lengths of one batch of responses, under verl's names; lengths in tokens.
+    """Return metrics of scores and lengths of one batch of responses, under verl's names; lengths are in tokens.
 
-    Empty (aborted) responses are left out of `critic/score/*`, as in verl; `critic/score/std` (population) is ours.
-    `response_length/clip_ratio` is the fraction that ran into `max_response_length`: from `finish_reasons` ("length")
-    if given, because a response may end on its last allowed token; otherwise, as verl, from the length alone.
+    Empty (aborted) responses are left out of `critic/score/*`, as in verl. verl has no `critic/score/std` (population).
+    `response_length/clip_ratio` is the fraction of responses cut off at `max_response_length`. If `finish_reasons` are
+    given, those with "length" count, because a response may end by itself on its last allowed token. Otherwise all
+    responses of full length count, as in verl.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
     if score.shape != length.shape or length.ndim != 1 or length.size == 0:
-        raise ValueError(f"need as many scores as response lengths, and one at least: {score.shape}, {length.shape}")
+        raise ValueError(f"need one score per response, and at least one response: {score.shape}, {length.shape}")
     present = score[length > 0]
     clipped = length == max_response_length
     if finish_reasons is not None:
@@ -132,9 +134,9 @@ def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
 class PhaseTimer:
     """Wall-clock seconds of one training step by phase.
 
-    `with timer.phase("rollout"): ...` adds to that phase, also when the block raises; `pop()` reads and resets.
-    On an accelerator pass its `synchronize` (torch.cuda.synchronize): kernels run after the Python that queued them,
-    and would be counted to the next phase.
+    `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets.
+    On an accelerator pass its `synchronize` (torch.cuda.synchronize). Otherwise kernels that a phase has queued but not
+    finished would count toward the next phase.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -159,9 +161,9 @@ class PhaseTimer:
                 self._step += seconds
 
     def pop(self) -> dict[str, float]:
-        """Seconds since the last `pop()`: `timing_s/<phase>` and `timing_s/step`, their sum.
+        """Return the seconds since the last `pop()`: `timing_s/<phase>` for each phase and `timing_s/step`, the sum.
 
-        As in verl the step leaves evaluation out; a phase within another counts once.
+        As in verl, the sum leaves out evaluation. A phase inside a different phase is not added twice.
         """
         seconds = {**self._seconds, "step": self._step}
         self._seconds, self._step = {}, 0.0

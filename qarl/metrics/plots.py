@@ -1,8 +1,8 @@
-"""Plots of a run, or of several over each other, from metrics.jsonl.
+"""Plots one run, or several runs in the same figures, from metrics.jsonl.
 
-`python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png; with several runs, or `--output DIR`, one
-figure each with all of them. A figure whose metrics were not logged is left out. Noisy series show each step faintly
-and a trailing mean over it.
+`python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
+them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. Noisy series show each step as
+a faint line and their trailing mean as a bold one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FRACTION = (-0.02, 1.02)
 
 @dataclass(frozen=True)
 class Figure:
-    """One line figure: file name, title, y label, metric -> label of its line ("" if there is only one)."""
+    """A figure of lines: file name, title, y label, and metric -> label of its line ("" if there is only one line)."""
 
     name: str
     title: str
@@ -70,13 +70,13 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory; returns those written. UserError if there is no metrics.jsonl."""
+    """Write `plots/*.png` in the run's directory and return their paths. Raise UserError without metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 
 
 def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Path]:
-    """Write each figure with all runs in it to the folder `output`; returns the files written."""
+    """Write figures that show all runs to the folder `output`, and return the files written."""
     runs = {_label(Path(run_dir), run_dirs): read_metrics(run_dir) for run_dir in run_dirs}
     output = Path(output)
     written = [path for figure in FIGURES if (path := _plot_lines(figure, runs, output))]
@@ -85,13 +85,13 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
 
 
 def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
-    """The directory's name, or the whole path if two runs share a name."""
+    """Return the directory's name, or its whole path if two runs share the name."""
     name = run_dir.resolve().name
     return name if [Path(other).resolve().name for other in run_dirs].count(name) == 1 else str(run_dir)
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric where it was logged and finite (and, for a log axis, above zero)."""
+    """Return steps and values of a metric for the steps where it is finite and, if `positive`, above zero."""
     points = [
         (entry["step"], float(entry[key]))
         for entry in entries
@@ -110,7 +110,7 @@ def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]],
             steps, values = series(entries, key, positive=figure.log)
             if not len(steps):
                 continue
-            # One colour a run; a single run tells its lines apart by colour instead.
+            # Each run has a colour. If there is only one run, each line has a colour.
             alone = len(runs) == 1
             color = f"C{(line_index if alone else run_index) % 10}"
             label = ", ".join(part for part in (None if alone else run, line) if part)
@@ -131,7 +131,7 @@ def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and up to `window - 1` before it."""
+    """Return for each value its mean with up to `window - 1` values before it."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - window)
@@ -139,20 +139,20 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The phases that were timed, in the order in which a step runs them; unknown ones after. Those that add up to
-    `update` are left out: they would count twice."""
+    """Return the timed phases in the order in which a step runs them, then unknown ones. Parts of `update` are left
+    out, because they would count twice."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
 
 
 def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps in which any phase was timed."""
+    """Return the steps in which at least one phase was timed."""
     return [entry for entry in entries if any(key.startswith("timing_s/") for key in entry)]
 
 
 def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
-    """Seconds of each step, stacked by phase."""
+    """Plot the seconds of each step, stacked by phase."""
     phases, timed = _phases(entries), _timed(entries)
     if not phases:
         return None
@@ -165,14 +165,14 @@ def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | N
 
 
 def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
-    """A bar a run: mean seconds of its steps, stacked by phase."""
+    """Plot one bar per run: the mean seconds of its steps, stacked by phase."""
     phases = _phases([entry for entries in runs.values() for entry in entries])
     if not phases:
         return None
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
     left = np.zeros(len(runs))
     for phase, color in zip(phases, _colors(phases), strict=True):
-        # Over all steps: an evaluation every tenth step counts with a tenth of its seconds.
+        # The mean is over all steps, so an evaluation every tenth step counts with a tenth of its seconds.
         width = np.asarray([series(e, f"timing_s/{phase}")[1].sum() / max(1, len(_timed(e))) for e in runs.values()])
         axes.barh(list(runs), width, left=left, label=phase, color=color)
         left += width
@@ -182,13 +182,13 @@ def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: P
 
 
 def _colors(phases: Sequence[str]) -> list[str]:
-    """The same colour for a phase in every figure."""
+    """Return colours of `phases` that are the same in every figure."""
     order = [*_PHASES, *(phase for phase in phases if phase not in _PHASES)]
     return [f"C{order.index(phase) % 10}" for phase in phases]
 
 
 def _new_axes(title: str, ylabel: str) -> Axes:
-    # The figure class alone, without pyplot: no window system, no global state.
+    # Use the figure class without pyplot, which needs a window system and has global state.
     from matplotlib.figure import Figure as Canvas
 
     axes = Canvas(figsize=(7.5, 4.2), layout="constrained").add_subplot()
@@ -200,7 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if lines are labelled; `outside`: right of the axes, in stacking order."""
+    """Write the figure, with a legend if there are labels. `outside`: right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

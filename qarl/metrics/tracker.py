@@ -1,9 +1,9 @@
 """Records of a run: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
 
-metrics.jsonl is the record and always written, one JSON object a line, flushed each step; the other loggers are views
-of it. JSON has no NaN or infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads
-back, so the file stays valid JSON without hiding what happened. A resumed run appends: `read_metrics` lets a step that
-goes back replace everything logged from that step on, so nothing has to be rewritten.
+metrics.jsonl is the record and is always written, one JSON object per line, flushed each step. The other loggers only
+show the same data. JSON has no NaN or infinity, so they are written as the strings "nan", "inf" and "-inf", which
+`float()` reads back. A resumed run appends to the file. If a line has a lower step than the line before,
+`read_metrics` drops all earlier entries from that step on, so nothing has to be rewritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.errors import UserError
 
 LOGGERS = ("console", "tensorboard", "wandb")
 
-# Label, key and format of what the console shows.
+# Label, key and format of each figure on the console.
 _CONSOLE_FIGURES = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy", "val/accuracy", "{:.3f}"),
@@ -60,11 +60,11 @@ class _Writer(Protocol):
 
 
 class Tracker:
-    """Logs one mapping of metrics a step to metrics.jsonl and to the chosen loggers.
+    """Logs one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    metrics.jsonl is the record: if the disk does not take a line, `log` raises. A view that fails (a full disk, a
-    closed terminal, a network) is dropped with a message, and `problem` says so: the run is worth more than its view,
-    and its end is the place for an error.
+    metrics.jsonl is the record, so `log` raises if a line cannot be written. If a different logger fails (full disk,
+    closed terminal, network), it is dropped with a message and the run continues. `problem` keeps the first such error
+    so that it can be raised at the end of the run.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Tracker:
     ) -> None:
         """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
-        `start_step`: the last step done before a resume. `stream`: where the console logger writes, stdout by default.
+        `start_step`: the last step before a resume. `stream`: the console logger writes there, by default stdout.
         """
         check_loggers(loggers)
         self.problem: UserError | None = None
@@ -96,19 +96,19 @@ class Tracker:
         for name in [name for name in make if name in loggers]:
             try:
                 self._views[name] = make[name]()
-            except Exception as error:  # TensorBoard's and W&B's own
+            except Exception as error:  # TensorBoard and W&B raise their own types
                 self.close()
                 raise _lost_view(name, error) from error
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of one step: Python or NumPy numbers or one-element tensors; call it once a step."""
+        """Write the metrics of one step (Python or NumPy numbers or one-element tensors). Call it once per step."""
         values = {name: number(value) for name, value in metrics.items()}
         self._record.log(values, step)
         for name in list(self._views):
             self._try(name, lambda view: view.log(values, step))
 
     def message(self, text: str) -> None:
-        """Say something on the console, or on stderr if that is not one of the loggers."""
+        """Print a message on the console logger, or on stderr if the run has no console logger."""
         if "console" in self._views:
             self._try("console", lambda view: view.message(text))
         else:
@@ -123,7 +123,7 @@ class Tracker:
             self.problem = self.problem or error
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call a view; one that fails is dropped, and the first such problem kept."""
+        """Call a logger. If it fails, drop it and keep the first such error."""
         try:
             call(self._views[name])
         except Exception as error:
@@ -148,19 +148,19 @@ def _lost_view(name: str, error: Exception) -> UserError:
         f"the logger {name} failed",
         where="trainer.logger",
         why=f"{type(error).__name__}: {error}",
-        fix=f"{METRICS_FILE} in the run folder has every figure; make room, or take {name} out of trainer.logger",
+        fix=f"{METRICS_FILE} in the run folder has all metrics; free disk space, or remove {name} from trainer.logger",
     )
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """UserError if a logger is not one of console, tensorboard and wandb, or its package is not installed."""
+    """Raise UserError if a logger is not console, tensorboard or wandb, or if its package is not installed."""
     for logger in loggers:
         if logger not in LOGGERS:
             raise UserError(
                 f"unknown logger {logger!r}", where="trainer.logger", fix=f"choose from {', '.join(LOGGERS)}"
             )
         spec = importlib.util.find_spec(logger) if logger != "console" else None
-        # A directory of that name, such as W&B's own ./wandb, is found as a namespace package without origin.
+        # find_spec finds a directory of that name, such as W&B's ./wandb, as a namespace package without origin.
         if logger != "console" and (spec is None or spec.origin is None):
             raise UserError(
                 f"the logger {logger} is chosen, but the package {logger} is not installed",
@@ -170,9 +170,9 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl in order of `step`, each step once; numbers written as strings are floats again.
+    """Return the objects of metrics.jsonl in order of `step`, one per step. Numbers in strings become floats again.
 
-    Raises UserError if the file is missing or cannot be read. A line cut off by a crash, or that is not a record of
+    Raises UserError if the file is missing or cannot be read. A line that a crash cut off, or that is not a record of
     numbers, is skipped.
     """
     path = Path(run_dir) / METRICS_FILE
@@ -197,14 +197,14 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
-    """Write `summary.json`, atomically; returns its path."""
+    """Write `summary.json` atomically and return its path."""
     path = Path(run_dir) / "summary.json"
     write_json(path, summary)
     return path
 
 
 class _JsonLines:
-    """Appends whole lines: what the disk takes only in part is cut off again."""
+    """Appends only complete lines: if the disk takes only part of a line, that part is removed again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -231,7 +231,7 @@ class _JsonLines:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Drop a last line without its newline, so that what is appended does not run into it."""
+    """Remove a last line without newline, so that the next line is not appended to it."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -244,7 +244,7 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides what an earlier run in this directory logged from here on.
+        # TensorBoard hides steps from `purge_step` on that an earlier run in this directory has logged.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -257,7 +257,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """W&B, project `qarl` unless WANDB_PROJECT says otherwise; a resumed run keeps its id, from the file wandb_id."""
+    """Logs to W&B, in project WANDB_PROJECT or `qarl`. A resumed run keeps its W&B id, from the file wandb_id."""
 
     def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         import wandb
@@ -281,7 +281,7 @@ class _WandB:
 
 
 class _Console:
-    """A progress bar on a terminal; elsewhere one plain line a step, so that log files stay readable."""
+    """Shows a progress bar on a terminal; elsewhere prints one plain line per step, so log files stay readable."""
 
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm
@@ -296,7 +296,7 @@ class _Console:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # Accuracy is measured now and then: the last one stays in sight.
+        # Accuracy is not measured in every step, so the last one stays visible.
         self._accuracy = {k: metrics[k] for k in ("val/accuracy",) if k in metrics} or self._accuracy
         figures = _figures({**self._accuracy, **metrics})
         if self._bar is None:
@@ -313,7 +313,7 @@ class _Console:
             self._bar.write(text, file=self._stream)
 
     def _pace(self, step: int) -> str:
-        """Seconds a step and the time left at that pace; empty before the first step."""
+        """Return seconds per step and the remaining time at that pace; empty before the first step."""
         from tqdm import tqdm
 
         done = step - self._start_step
@@ -332,9 +332,9 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def write_versions(run_dir: str | Path) -> Path:
-    """Write `versions.json`: commit, Python, packages, device, CPU features and threads; returns its path.
+    """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
 
-    The bits of a run depend on all of these: vLLM and torch choose kernels by CPU features and installed packages.
+    A run's exact numbers depend on all of these: vLLM and torch choose kernels by CPU features and installed packages.
     """
     path = Path(run_dir) / "versions.json"
     write_json(
@@ -353,14 +353,14 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that holds this file, with "+changes" if tracked files differ; None elsewhere."""
+    """Return the commit of this file's checkout, with "+changes" if tracked files differ; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # An installed qarl may lie inside some other repository: only one that tracks this file counts.
+        # An installed qarl may lie inside a different repository, so the repository must track this file.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
@@ -393,7 +393,7 @@ def _device() -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    """Model name and the instruction sets that decide which kernels run."""
+    """Return the CPU's model name and the instruction sets that decide which kernels run."""
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:

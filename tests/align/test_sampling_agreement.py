@@ -254,7 +254,11 @@ def test_what_vllm_is_given(sampling, expected):
 
 @pytest.mark.parametrize(
     ("level", "vocabulary", "words"),
-    [("linears", 100, "fell back to linears"), ("model", 20_000_000, "GiB, and 4 are allowed"), ("model", 100, None)],
+    [
+        ("linears", 100, "fell back to linears"),
+        ("model", 20_000_000, "GiB, but only 4 are allowed"),
+        ("model", 100, None),
+    ],
 )
 def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, words, tmp_path):
     for overrides in (["rollout.top_p=0.9"], ["rollout.top_k=20"]):

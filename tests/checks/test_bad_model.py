@@ -201,7 +201,7 @@ def test_cpu_without_the_kernels_instructions(
 
 
 def test_each_scheme_asks_for_what_it_needs(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal("quant.scheme=w4a8", words=["quant.scheme", "leave the activations in BF16", "quant.scheme=w8a8"])
+    refusal("quant.scheme=w4a8", words=["quant.scheme", "its W4A16 kernel with BF16 activations", "quant.scheme=w8a8"])
     monkeypatch.setattr(layers, "W4A16_CPU_MULTIPLE", 1000)
     refusal("quant.scheme=w4a16", words=["multiples of 1000"])
     monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512_vnni"})

@@ -54,11 +54,11 @@ AGREE: list[dict[str, Any]] = [
 ]
 
 WARN: list[tuple[dict[str, Any], str]] = [
-    ({"generation_config": {"eos_token_id": 2}}, r"tokenizer's EOS is 1 \('t1'\), generation_config.json says 2"),
+    ({"generation_config": {"eos_token_id": 2}}, r"tokenizer's EOS is 1 \('t1'\), but generation_config.json says 2"),
     ({"generation_config": None, "config": {"eos_token_id": 2}}, "config.json says 2"),
     ({"generation_config": None, "config": {"eos_token_id": [0, 2]}}, "config.json says 0 .*, 2"),
     ({"config": {"eos_token_id": 2}}, "config.json, 2 .* ends no response"),
-    ({"tokenizer_config": {"eos_token": None}}, "the tokenizer has no EOS: responses end at 1"),
+    ({"tokenizer_config": {"eos_token": None}}, "the tokenizer has no EOS, so responses end only at 1"),
     (
         {
             "tokenizer_config": {"eos_token": None},

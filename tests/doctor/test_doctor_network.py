@@ -93,7 +93,7 @@ def test_shipped_configs_are_examined_without_a_network(
     elsewhere = [f"doctor.device={device}"] if device else []
     _, findings = examine(*elsewhere, "trainer.nnodes=1", "optim.name=adamw", config=f"{config}.yaml")
     assert pauses == []
-    (why,) = [f for f in findings if "neither on this machine nor to be had" in f["what"] and f["topic"] == "model"][:1]
+    (why,) = [f for f in findings if "is not on this machine and cannot be" in f["what"] and f["topic"] == "model"][:1]
     assert why["status"] == ("note" if device else "error") and "ConnectError" in why["why"]
     assert any("that comes with QaRL is used instead" in what for what in said(findings, "warning", "model"))
     for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):

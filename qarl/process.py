@@ -1,8 +1,8 @@
-"""The process that trainer and engine share: its threads, and the environment vLLM reads when it is imported.
+"""Set up the process that trainer and engine share: its threads, and the environment that vLLM reads at import.
 
-Nothing is set at import: `limit_threads` is called before torch is imported, `configure_vllm_process` right before the
-first `import vllm`, `keep_freed_memory` where a trainer on a CPU is built. What the user has set in the environment
-stays.
+Importing this module sets nothing. Call `limit_threads` before torch is imported, `configure_vllm_process` right before
+the first `import vllm`, and `keep_freed_memory` when a trainer on a CPU is built. Variables that the user has set in
+the environment stay as they are.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import os
 from qarl.errors import UserError
 
 _ENVIRONMENT = {
-    # Engine and worker live in this process; a publish hands tensors over without a copy through a pipe.
+    # Engine and worker run in this process, so a publish hands tensors over without a copy through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # vLLM's own binding pins one thread to each core it finds; here its threads are the trainer's threads.
+    # By default vLLM pins one thread to each core that it finds. Here its threads are also the trainer's.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads share out requests and heads, not the keys of one query: its bits would depend on what else is decoded.
+    # Threads divide requests and heads, never the keys of one query: else its bits would depend on other requests.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    # On CPUs with AMX tiles vLLM would round W4A16's activations to int8: that is W4A8, which nobody asked for.
+    # On CPUs with AMX tiles vLLM would round W4A16's activations to int8, which makes it W4A8.
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
 _LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
-"""The level, if we chose it: a process that this one starts inherits both, and filters too."""
+"""Holds the level if QaRL chose it. A child process inherits both variables, so it filters vLLM's warnings too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
@@ -39,17 +39,18 @@ VLLM_NOISE = {
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
 }
-"""Starts of vLLM's warnings that are left out, by logger: what we asked for, what this platform lacks, speed.
+"""Logger -> the first words of vLLM's warnings that are hidden. They are about things that QaRL asked for, that this
+platform lacks, or that only cost speed.
 
-All its other warnings are shown, because some say that it computes something else than what it was asked for: a
-temperature that it raises, a dtype that it casts, a sampling default out of generation_config.json.
+All other warnings are shown, because some say that vLLM changed what it was asked for: it raised a temperature, cast to
+a different dtype, or took a sampling default from generation_config.json.
 """
 
 
 def runs_on_cpu(backend: str) -> bool:
-    """Whether trainer and rollouts run on the CPU: if torch sees no GPU, or as VERL_PLATFORM says.
+    """Return whether trainer and rollouts run on the CPU: if VERL_PLATFORM says so, or if torch sees no GPU.
 
-    verl alone reads that variable, so with `backend` "local" it has no say.
+    Only verl reads VERL_PLATFORM, so it is ignored with `backend` "local".
     """
     import torch
 
@@ -58,8 +59,8 @@ def runs_on_cpu(backend: str) -> bool:
 
 
 def configure_vllm_process() -> None:
-    """Set the variables that the user has not set, keep vLLM's log to the warnings that matter unless the user chose a
-    level, and allow AMX."""
+    """Set the variables that the user has not set, and allow AMX. Unless the user chose a log level, limit vLLM's log
+    to the warnings that matter."""
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
@@ -78,22 +79,22 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 def allow_matrix_tiles() -> None:
     """Ask the kernel for AMX if the CPU has it.
 
-    Linux lets a process use the tiles only after it asked. vLLM's own kernels never ask: they end with an illegal
-    instruction unless oneDNN, which does, was there first.
+    Linux lets a process use the tiles only after it asked. vLLM's own kernels never ask, so they die with an illegal
+    instruction unless oneDNN, which does ask, ran first.
     """
     import torch
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise UserError(
-            "this CPU has AMX, and the kernel does not let this process use it",
+            "this CPU has AMX, but the kernel does not let this process use it",
             where="arch_prctl(ARCH_REQ_XCOMP_PERM)",
-            why="vLLM's kernels use the tiles wherever the CPU has them, and would end with an illegal instruction",
-            fix="run on a kernel of Linux 5.16 or later, outside of a sandbox that denies AMX",
+            why="vLLM's kernels use AMX on every CPU that has it, so they would die with an illegal instruction",
+            fix="run on Linux 5.16 or later, outside of a sandbox that denies AMX",
         )
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """One OpenMP pool of this size for trainer and engine alike; must run before torch is imported."""
+    """Set the size of the OpenMP pool that trainer and engine share. Must run before torch is imported."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": 4, and 2 in nested regions
     wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
@@ -102,17 +103,16 @@ def limit_threads(num_threads: int | None) -> None:
 _MALLOC_ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
-"""By mallopt(3) these switch trimming and separate mappings off altogether."""
+"""Options of mallopt(3) that switch off trimming and separate mappings."""
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory, so that the next step finds its pages in place. Returns whether malloc agreed.
+    """Let malloc keep freed memory, so that the next step can reuse its pages. Return whether malloc agreed.
 
-    glibc gives every freed block above 32 MiB back to the kernel, and PyTorch has no cache on a CPU: each
-    step then faults its activations, gradients and temporaries in again, page by page. On a virtual machine that was a
-    quarter of an update of 135M parameters, and most of what differed from step to step. The price: memory of the
-    process stays at its highest mark. Nothing is done without glibc, if another malloc is preloaded, or if the
-    user tuned it.
+    glibc returns every freed block above 32 MiB to the kernel, and PyTorch has no cache on a CPU. So each step would
+    fault in its activations, gradients and temporaries again, page by page. On a virtual machine that took a quarter of
+    an update of 135M parameters, and caused most of the variation between steps. The price is that the process's memory
+    stays at its peak. Does nothing without glibc, if a different malloc is preloaded, or if the user tuned malloc.
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False

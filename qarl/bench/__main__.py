@@ -4,20 +4,20 @@ usage: qarl bench PART [KEY=VALUE ...]
        qarl bench --help [PART ...]
 
 parts:
-  kernels   seconds of single products and quantizers beside BF16, every kernel that can serve here
+  kernels   seconds of single products and quantizers, for every kernel that works here and for BF16
   steps     seconds of each phase of a training step, by scheme and alignment level
-  rollout   the engine alone: prefill and decode for several batches and lengths
-  trainer   the trainer alone: old log-probs and update, without an engine
+  rollout   only the engine: prefill and decode for several batches and lengths
+  trainer   only the trainer: old log-probs and update, without an engine
   publish   quantize and publish, part by part
-  plan      the seconds of a step elsewhere, by a roofline: nothing is run
+  plan      predicted seconds of a step on different hardware, by a roofline; nothing is run
 
-`qarl bench --help PART` describes the keys of one. `python -m qarl.bench` is the same command.
+`qarl bench --help PART` describes the keys of a part. `python -m qarl.bench` is the same command.
 
 exit codes:
   0    everything was measured
-  1    something failed or has wrong numbers, and so no figures; the rest was measured
+  1    something failed or has wrong numbers, so it has no figures; the rest was measured
   2    an argument is invalid
-  130  ended by Ctrl-C; what was finished is kept
+  130  ended by Ctrl-C; finished measurements are kept
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PARTS = {
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
     "plan": ("qarl.bench.plan", ""),
 }
-"""Part -> the module with its `KEYS`, which imports no torch (threads are set first), and the one with `run`."""
+"""Part -> the module with `KEYS`, and the module with `run`. The first must not import torch: threads are set first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the part that `argv` names; returns the exit code."""
+    """Run the part that `argv` names, and return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -56,16 +56,16 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page, or what the modules of the parts in `topics` say about their keys."""
+    """Return the help: this page, or the keys of the parts in `topics`."""
     modules = [importlib.import_module(PARTS[_part(part)][0]) for part in topics]
     texts = [text for module in modules for text in (module.__doc__ or "", f"Keys:\n{module.KEYS.__doc__}")]
     return "\n\n".join(inspect.cleandoc(text) for text in texts or [__doc__ or ""])
 
 
 def _part(name: str) -> str:
-    """`name`; UserError if there is no such part."""
+    """Return `name`. Raise UserError if there is no such part."""
     if not name:
-        raise UserError("no benchmark is named", where="qarl bench", fix=f"one of {', '.join(PARTS)}")
+        raise UserError("no benchmark was named", where="qarl bench", fix=f"name one of {', '.join(PARTS)}")
     from qarl.bench.arguments import one_of
 
     one_of(name, PARTS, "benchmark")

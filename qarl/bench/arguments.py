@@ -1,7 +1,6 @@
-"""key=value arguments, read into a dataclass: its fields are the keys, their types the values' types.
+"""Read key=value arguments into a dataclass. The names of its fields are the keys, and their types those of the values.
 
-Unknown keys and invalid values are errors before any work is done. A number must be above 0, as every number of the
-benchmark must.
+Unknown keys and invalid values are errors before any work is done. Every number must be above 0.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ DEVICES = ("cuda", "cpu")
 
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
-    """A dataclass of `given` key=value pairs: int, float, str, Path, or several of them with commas between.
+    """Return a `cls` made of the `given` key=value pairs. A value is an int, float, str, Path, or a list with commas.
 
     Args:
-        choices: key -> the names that it takes.
-        fixed: fields that are not the user's to give.
+        choices: key -> the names that are valid for it.
+        fixed: fields that the user cannot set.
 
     Raises:
         UserError: an argument is not key=value, a key is unknown, or a value is invalid.
@@ -55,7 +54,7 @@ def _convert(key: str, text: str, hint: Any) -> Any:
 
 
 def _number(key: str, text: str, kind: type) -> Any:
-    """`text` as `kind`; a number above 0."""
+    """Convert `text` to `kind`. Raise UserError if it is invalid, or a number that is not above 0."""
     try:
         value = kind(text)
     except ValueError as error:
@@ -71,38 +70,38 @@ def _invalid(key: str, text: str, kind: type) -> UserError:
 
 
 def one_of(value: str, known: Collection[str], what: str) -> None:
-    """UserError unless `value` is one of `known`; names the nearest."""
+    """Raise UserError unless `value` is one of `known`. The error names the nearest one."""
     if value not in known:
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f" (nearest: {near[0]})" if near else ""
-        raise UserError(f"there is no {what} {value!r}", where=what, fix=f"one of {', '.join(known)}{hint}")
+        raise UserError(f"there is no {what} {value!r}", where=what, fix=f"use one of {', '.join(known)}{hint}")
 
 
 def check_divides(arguments: Any, part: str, whole: str) -> None:
-    """UserError unless the field `part` divides the field `whole`."""
+    """Raise UserError unless the field `part` divides the field `whole`."""
     if getattr(arguments, whole) % getattr(arguments, part):
         raise UserError(f"{part} must divide {whole}", where=f"{whole}={getattr(arguments, whole)}")
 
 
 def default_device() -> str:
-    """`cuda` if the driver shows a device; torch is asked later, once the threads are set."""
+    """Return `cuda` if the driver shows a device. Torch cannot be imported yet, because the threads are not set."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
 
 
 def check_device(device: str) -> None:
-    """UserError if PyTorch does not see what `device` asks for."""
+    """Raise UserError unless PyTorch sees `device`, or if `device` is cpu and there is a GPU."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("PyTorch sees no GPU", where="device", fix="device=cpu")
+        raise UserError("PyTorch sees no GPU", where="device", fix="set device=cpu")
     if device == "cpu" and torch.cuda.is_available():
-        fix = "device=cuda, or hide it: CUDA_VISIBLE_DEVICES="
-        raise UserError("there is a GPU, and the trainer would take it", where="device=cpu", fix=fix)
+        fix = "set device=cuda, or hide the GPU with CUDA_VISIBLE_DEVICES="
+        raise UserError("this machine has a GPU, which the trainer would use", where="device=cpu", fix=fix)
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """The fields of a dataclass for a file that others read: a path's last part only, since folders are local."""
+    """Return the fields of a dataclass for a published file. Paths are cut to their names, since folders are local."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

@@ -1,10 +1,10 @@
-"""`python -m qarl.bench plan`: what a training step would take, by the roofline of `qarl.bench.roofline`.
+"""`python -m qarl.bench plan`: predict the time of a training step by the roofline of `qarl.bench.roofline`.
 
     python -m qarl.bench plan model=Qwen3-8B gpu=h100 gpus=16
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
-Each low-bit scheme has two rows: `off`, quantized rollouts under a BF16 trainer, and `linears`. The keys are those of
-`qarl.bench.roofline.Work`.
+Each low-bit scheme has two rows: level `off`, which is quantized rollouts with a BF16 trainer, and level `linears`. The
+keys are those of `qarl.bench.roofline.Work`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from qarl.errors import UserError
 
 KEYS = Work
 ERROR = {"rollout": (0.18, 0.53), "old_log_prob": (0.54, 0.80), "update": (0.51, 0.71), "step": (0.33, 0.62)}
-"""Predicted over measured seconds, least and most, for `benchmarks/results/steps_cpu.json` (SmolLM2-135M, 11 schemes
-and levels) at the rates in `kernels_cpu.json`."""
+"""Minimum and maximum of predicted / measured seconds, for `benchmarks/results/steps_cpu.json` (SmolLM2-135M, 11 pairs
+of scheme and level) at the rates in `kernels_cpu.json`."""
 
 
 def run_plan(part: str, given: Sequence[str]) -> int:
-    """`python -m qarl.bench plan`; the exit code."""
+    """Run `python -m qarl.bench plan`, and return the exit code."""
     defaults = ["gpus=1", "mini_batches=1"] if any(one.startswith("rates=") for one in given) else []
     work = read(Work, [*defaults, *given], {"gpu": roofline.SHEETS, "schemes": ROLLOUT_SCHEMES})
     rates = roofline.measured_rates(work.rates) if work.rates else roofline.assumed_rates(work.gpu)
@@ -44,7 +44,7 @@ def run_plan(part: str, given: Sequence[str]) -> int:
 
 
 def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
-    """A row for each scheme and level. Raises UserError for numbers that do not fit together."""
+    """Return a row for each scheme and level. Raise UserError if numbers do not fit together."""
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
@@ -54,7 +54,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         held = memory(work, rates, size, scheme, level, group_size)
         room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
-            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, a response needs more",
+            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a response",
                             where="tensor_parallel, gpu_memory_utilization", fix="raise one of them")  # fmt: skip
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
@@ -65,7 +65,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
 
 
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
-    """The doctor's estimate for one GPU, or for the process on a CPU."""
+    """Return the doctor's memory estimate for one GPU, or for the process on a CPU."""
     on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
     micro = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     given: dict[str, Any] = {
@@ -86,7 +86,7 @@ def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, g
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: seconds of each phase, bytes and memory of a GPU."""
+    """Return a Markdown table: seconds of each phase, bytes, and memory of one GPU."""
     phases = list(rows[0]["seconds"])
     heads = ["scheme", "level", *phases, "step, s", "x bf16", "gathered, GB", "published, GB", "memory, GiB (phase)"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -1,4 +1,4 @@
-"""The facts that every file of figures holds: device, versions, commit and date."""
+"""The facts that every file of results holds: device, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def head(document: Mapping[str, Any]) -> str:
-    """The facts in one line."""
+    """Return the facts in one line."""
     packages = ", ".join(f"{name} {document['versions'][name]}" for name in SHOWN if name in document["versions"])
     return f"{document['device']}, {packages}, commit {document['commit']}, {document['date'][:10]}."
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's model and threads."""
+    """Return the GPU's name, or the CPU's model and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")
@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed `PACKAGES`, Python and CUDA."""
+    """Return the versions of the installed `PACKAGES`, Python and CUDA."""
     found = {}
     for name in PACKAGES:
         try:
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this file's checkout, with "-dirty" if it has changes; "unknown" outside of one."""
+    """Return the commit of the checkout that holds this file ("-dirty" if it has changes), or "unknown"."""
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

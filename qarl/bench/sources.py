@@ -1,9 +1,9 @@
-"""The models that are timed: public configs by name, with random weights, or a local folder with its weights.
+"""The models that are timed: public configs by name with random weights, or a local folder with its weights.
 
-`qarl/bench/models/NAME/config.json` holds the numbers of public configs, written by hand. Speed depends on shapes, not
-on values, so random weights are enough (as transformers initialises them). `layers=N` keeps the first N decoder layers
-of a named model or a folder; embedding and lm_head stay whole. What is timed is a copy without an end-of-sequence
-token: all responses have the length asked for.
+`qarl/bench/models/NAME/config.json` holds the numbers of a public config, written by hand. Speed depends on shapes, not
+on values, so random weights as transformers initialises them are enough. `layers=N` keeps the first N decoder layers;
+embedding and lm_head stay whole. The benchmark times a copy of the model without an end-of-sequence token, so all
+responses have the requested length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj",
 
 @dataclass(frozen=True)
 class Source:
-    """`config`: what config.json holds; `folder`: where weights and tokenizer are, None for random ones."""
+    """A model: `config` is the content of config.json; `folder` holds weights and tokenizer, None for random ones."""
 
     name: str
     config: Mapping[str, Any]
@@ -41,11 +41,11 @@ class Source:
 
 
 def find_model(name: str) -> Source:
-    """A folder, or a known name in any case. Raises UserError if there is neither."""
+    """Find the model that `name` means: a folder, or a known name in any case. Raise UserError if there is neither."""
     folder = Path(name)
     if folder.is_dir() or "/" in name:
         if not (folder / "config.json").is_file():
-            raise UserError(f"{name!r} has no config.json", where="model", fix="a Hugging Face folder, or a known name")
+            raise UserError(f"{name!r} has no config.json", where="model", fix="give a model folder, or a known name")
         return Source(folder.name, _read(folder / "config.json"), folder)
     names = {path.parent.name.lower(): path.parent.name for path in sorted(MODELS.glob("*/config.json"))}
     one_of(name.lower(), names, "model")
@@ -57,12 +57,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError("a config.json cannot be read", where=str(path), why=str(error)) from error
+        raise UserError("config.json cannot be read", where=str(path), why=str(error)) from error
     return config
 
 
 def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The config with its first `layers` decoder layers, and without an end-of-sequence token."""
+    """Return the config with only its first `layers` decoder layers and no end-of-sequence token."""
     cut = dict(config) | {"num_hidden_layers": layers, "eos_token_id": None}
     if cut.get("layer_types"):
         cut["layer_types"] = cut["layer_types"][:layers]
@@ -70,8 +70,8 @@ def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
-    """Name -> [N, K] of a decoder layer's dense weights as the trainer multiplies them; shapes that several share are
-    there once. Of a mixture of experts: those of attention."""
+    """Return name -> [N, K] of a decoder layer's dense weights, as the trainer multiplies them. Each shape is listed
+    once, even if several weights share it. In a mixture of experts only the weights of attention are dense."""
     block = source.size.block_linears(0)
     by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
@@ -80,13 +80,13 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
 
 
 def default_group_size(size: ModelSize) -> int:
-    """The largest of 128, 64 and 32 that divides the input size of every linear; 128 if none does."""
+    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if none does."""
     inputs = {k for _, k in size.block_linears(0).values()}
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
 
 
 def write_model(source: Source, layers: int, folder: Path) -> int:
-    """Write a Hugging Face folder of `source` with `layers` layers; returns the number of parameters."""
+    """Write a Hugging Face folder of `source` with `layers` layers. Return the number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -112,7 +112,7 @@ def write_model(source: Source, layers: int, folder: Path) -> int:
 
 
 def _numbered_tokens(vocab_size: int) -> Any:
-    """A tokenizer for vLLM to load: token i is written "ti"."""
+    """Return a tokenizer that vLLM can load. Its token i has the text "ti"."""
     import transformers
     from tokenizers import Tokenizer, models
 

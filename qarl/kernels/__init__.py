@@ -1,1 +1,1 @@
-"""Low-bit operators: which serves a layer, and their exact references. Imports nothing of the other subpackages."""
+"""Low-bit operators, their exact references, and the choice among them. It imports no subpackage but vllm_versions."""

@@ -1,15 +1,16 @@
-"""Activations to 8 bits, one scale a token, with vLLM's arithmetic, which is not the same on CPU and on CUDA; and
-SiLU times up. Exact PyTorch: the reference of the kernels in qarl.kernels.triton.
+"""Quantization of activations to 8 bits with one scale per token, and SiLU times up, with vLLM's arithmetic.
+
+That arithmetic differs between CPU and CUDA. The kernels in qarl.kernels.triton are tested against this PyTorch code.
 
        on CPU (`quantize_int8`, `quantize_fp8`)         on CUDA (`..._cuda`)
 int8   s = amax / 127, q = rint(x * (1 / s))            q = rint(x * (127 / amax))
 fp8    s = max(amax / 448, 1 / (448 * 512)),            q = e4m3(clamp(x / s))
        q = e4m3(clamp(x * (1 / s), -448, 448))
 
-CPU: its oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`; dividing by s instead rounds about
-one value in 100,000 otherwise. CUDA: csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu. A row of
-zeros gives zeros, in int8 with a scale of 0. compressed-tensors computes scales in the dtype of the activations and
-int8 ones as amax / 127.5: it is not what the engine runs.
+CPU follows vLLM's oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`; dividing by s would round
+about one value in 100,000 differently. CUDA follows csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu.
+A row of zeros gives zeros; its int8 scale is 0. compressed-tensors is not followed, because the engine does not run it:
+it computes scales in the dtype of the activations, and int8 scales as amax / 127.5.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """BF16 [M, K]: what the forward multiplied by, rounded once more to the dtype the backward multiplies in."""
+    """Return values * scale in BF16 [M, K]: the forward's operand, rounded to the dtype of the backward's products."""
     return values.float().mul_(scale).to(torch.bfloat16)
 
 
@@ -61,5 +62,5 @@ def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) rounded to BF16, times up: BF16 [M, K] from BF16 [M, K], as vLLM's `silu_and_mul` on every device."""
+    """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. Both are BF16 [M, K]; so is y."""
     return F.silu(gate) * up

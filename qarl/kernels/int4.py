@@ -1,4 +1,4 @@
-"""The int4 wire format read back: lowest nibble of an int32 first, values stored with offset +8."""
+"""Read the int4 wire format: eight values in an int32, lowest nibble first, stored with offset +8."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """[N, K] in `dtype`: the product of value and scale rounded once to the scale's dtype.
+    """Return [N, K] in `dtype`: value times scale, rounded once to the scale's dtype and then cast.
 
-    That is compressed-tensors' `dequantize`, and for BF16 scales also the operand `bf16(float(q - 8) *
-    float(scale))` that vLLM's CPU kernel multiplies by.
+    This equals compressed-tensors' `dequantize`. For BF16 scales it also equals `bf16(float(q - 8) * float(scale))`,
+    the operand of vLLM's CPU kernel.
     """
     codes = unpack_int4(packed)
     values = codes.to(scale.dtype).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))

@@ -1,17 +1,17 @@
-"""The tokens that top-k and top-p keep, as the engine picks them, and a mask of them that lasts for an update.
+"""The tokens that the engine's top-k and top-p keep, and a packed mask of them that stays fixed for an update.
 
 Order, ties and dtypes are those of vLLM's `apply_top_k_top_p_pytorch` (vllm/v1/sample/ops/topk_topp_sampler.py), which
-serves its CPU backend: logits in FP32 over the temperature, then
+its CPU backend uses. Logits are upcast to FP32 and divided by the temperature. Then:
 
-    top-k    every token whose logit is at least the k-th largest: ties at the k-th place all stay
-    top-p    of what is left, in ascending order of the logits, those up to a summed probability of 1 - top_p go; ties
-             go in the order of the sort, and the last one always stays
+    top-k    keeps every token whose logit is at least the k-th largest, so all ties at the k-th place stay
+    top-p    sorts the rest by ascending logit and drops tokens up to a summed probability of 1 - top_p; ties are
+             dropped in the order of the sort, and the last token always stays
 
-The set belongs to the policy that sampled. It is found once, in the pass for the old log-probs, and fixed for the whole
-update: found again after an optimizer step it could leave out tokens that were sampled, with a log-prob of -inf.
+The set belongs to the policy that sampled. It is computed once, in the pass for the old log-probs, and kept for the
+whole update. Computed again after an optimizer step, it could exclude sampled tokens, whose log-prob would be -inf.
 
-A mask takes one bit for each entry of the vocabulary and each response token: `packed_width(V)` bytes a token, 19 KB at
-V = 152k. Lists of indices would be shorter for most tokens and have no such bound (ties, flat distributions).
+A mask has one bit for each entry of the vocabulary: `packed_width(V)` bytes for each response token, 19 KB at V = 152k.
+Lists of indices would be shorter for most tokens, but without a bound (ties, flat distributions).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class Truncation:
-    """`top_p` in (0, 1]; `top_k` as vLLM and verl count it: -1 or 0 for all tokens."""
+    """`top_p` is in (0, 1]. `top_k` of -1 or 0 keeps all tokens, as in vLLM and verl."""
 
     top_p: float = 1.0
     top_k: int = -1
@@ -34,7 +34,7 @@ class Truncation:
 
 
 def kept_tokens(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Bool [T, V]: what is sampled from, given the logits over the temperature, FP32 [T, V]."""
+    """Return bool [T, V], true for tokens that can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
     top_k = truncation.top_k if 0 < truncation.top_k < scaled.shape[1] else None
     if truncation.top_p >= 1:
         if top_k is None:
@@ -57,12 +57,12 @@ def pack(kept: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The inverse of `pack`: bool [T, vocabulary]."""
+    """Invert `pack`: return bool [T, vocabulary]."""
     return (packed[:, :, None] & _bits(packed.device)).bool().flatten(1)[:, :vocabulary]
 
 
 def packed_width(vocabulary: int) -> int:
-    """Bytes of a packed mask for each token."""
+    """Return the bytes of one token's packed mask."""
     return -(-vocabulary // 8)
 
 
@@ -74,9 +74,9 @@ def _bits(device: torch.device) -> torch.Tensor:
 def find_kept(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed mask of each row of logits [T, V], and bool [T]: the row's token was outside of it.
+    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's token was not in the mask.
 
-    Such a token is kept all the same: it was sampled, so the engine's set has it.
+    Such a token is added to the mask: it was sampled, so it is in the engine's set.
     """
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]

@@ -1,30 +1,30 @@
 """Log-probs of chosen tokens from hidden states and lm_head, a block of rows at a time: no [tokens, vocabulary] tensor.
 
-    logits = bf16(hidden @ weight.T)      what the engine samples from is BF16 too
+    logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`): as in the
-engine, all other logits are -inf.
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`). All other
+logits are -inf, as in the engine.
 
-The forward runs the very operations of the path that holds all logits, on fewer rows at once, so y and the gradient of
-`hidden` have its bits wherever the BF16 product of a row does not depend on the rows beside it (PyTorch on CPU from 17
-rows on; cuBLAS picks kernels by shape and promises nothing). The backward makes the logits of a block again, by the
-same product. The gradient of `weight` is summed over blocks in FP32 and rounded once: it differs from one product over
-all rows in the last BF16 bit, and is as close to float64.
+The forward runs the same operations as the path that holds all logits, on fewer rows at once. So y and the gradient of
+`hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That holds for PyTorch on
+CPU from 17 rows on; cuBLAS picks kernels by shape and does not promise it. The backward computes the logits of a block
+again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. The result differs from
+one product over all rows in the last BF16 bit, and is as close to float64.
 
-Memory beyond inputs and outputs, in bytes: 10 for each logit of a block (`LOGITS_AT_A_TIME` of them), 18 in the
-backward, and four for each weight if `weight` needs a gradient and there are several blocks. The path without blocks
-takes 10 and 12 for every logit.
+Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
+the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks. The path without
+blocks takes 10 and 12 bytes for every logit.
 
-Looked at first, and why not used (Liger-Kernel at ead96b6, verl 0.9.1):
+Existing implementations, and why they are not used (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
            in BF16, which rounds them once more, adds the blocks' weight gradients in BF16, and always makes entropies.
-    verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32: the engine's are rounded.
-    Liger  `LigerFusedLinearScaledCrossEntropyFunction`: on Hopper logits are staged as FP16 (through CuTe DSL, another
-           dependency; FP16 ends at 65504) and weight gradients added in BF16; elsewhere it is verl's first.
-    Liger  `LigerFusedLinearCrossEntropyFunction` takes its gradients in the forward, from a loss that is a plain sum
-           over tokens: TBPO's is known only when all log-probs are.
-None returns the likeliest token, which the mismatch report counts.
+    verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32; the engine rounds them.
+    Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
+           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works as the first one.
+    Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
+           plain sum over tokens. TBPO's loss is known only after all log-probs are.
+None of them returns the likeliest token, which the mismatch report counts.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from torch.autograd.function import once_differentiable
 from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
-"""Logits of one block, whose backward takes 2.3 GiB for them."""
+"""Logits of one block. Its backward needs 2.3 GiB for them."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
 _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are multiplied at a time
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """Rows of a block: as many as `LOGITS_AT_A_TIME` allows, in whole tiles."""
+    """Return the rows of a block: as many as `LOGITS_AT_A_TIME` allows, in whole tiles."""
     return max(LOGITS_AT_A_TIME // vocabulary // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
 
 
@@ -57,14 +57,14 @@ def chosen_log_probs(
     rows: int | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 log-probs [T] of `tokens`, and int64 [T], the likeliest token at each place (no gradient).
+    """Return FP32 log-probs [T] of `tokens`, and the likeliest token at each place as int64 [T] (no gradient).
 
     Args:
-        hidden: [T, H], in the dtype of `weight`: BF16, for the engine's arithmetic.
-        weight: lm_head's [V, H].
+        hidden: [T, H], in the dtype of `weight`; BF16 gives the engine's arithmetic.
+        weight: lm_head's weight [V, H].
         tokens: int64 [T].
-        rows: of a block; by default `rows_at_a_time(V)`.
-        kept: packed masks of the tokens that the softmax is over, uint8 [T, packed_width(V)]; None for all.
+        rows: number of rows in a block; by default `rows_at_a_time(V)`.
+        kept: packed masks of the tokens in the softmax, uint8 [T, packed_width(V)]; None for all tokens.
     """
     chosen: tuple[torch.Tensor, torch.Tensor] = _ChosenLogProbs.apply(
         hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), kept
@@ -76,7 +76,7 @@ def chosen_log_probs(
 def chosen_kept(
     hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`find_kept` on the logits of hidden states [T, H] and lm_head [V, H], computed one block of rows at a time."""
+    """Call `find_kept` on the logits of hidden states [T, H] and lm_head [V, H], one block of rows at a time."""
     packed = hidden.new_empty(len(hidden), packed_width(weight.shape[0]), dtype=torch.uint8)
     outside = torch.empty_like(tokens, dtype=torch.bool)
     for block in _blocks(len(hidden), rows_at_a_time(weight.shape[0])):
@@ -88,7 +88,7 @@ def chosen_kept(
 def log_probs_of_logits(
     logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`chosen_log_probs` from logits [T, V], which are upcast before temperature and softmax."""
+    """Return what `chosen_log_probs` does, from logits [T, V]; they are upcast before temperature and softmax."""
     scaled = logits.float() / temperature
     if kept is not None:
         scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)
@@ -144,7 +144,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Slices of at most `rows`, alike in length: a last one of very few rows would go to another BF16 kernel."""
+    """Slices of at most `rows` and about equal length, because a short last one would get a different BF16 kernel."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 

@@ -1,13 +1,12 @@
-"""Exact PyTorch low-bit linears: slow, readable, on every device; the truth the other kernels are tested against.
+"""Exact PyTorch low-bit linears. They are slow and readable, run on every device, and are what tests compare with.
 
-W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`, which is the
-operand vLLM's CPU kernel builds in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 accumulation is
-the library's.
+W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`. vLLM's CPU kernel
+builds the same operand in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 sum is left to the library.
 
-The schemes with 8-bit activations multiply the dequantized operands in float64, where each is exact (8 bits of value
-times 24 of scale), and round the result once: y = sum_k (q_x s_x) (q_w s_w) + b. W4A8 is the same with int4 weights
-and a scale per group: their products with the scale stay exact too, they are not rounded to BF16 as in W4A16. Kernels
-that sum integers per group and then scale compute just this. No engine serves W4A8 on CPU yet.
+The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once:
+y = sum_k (q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value times 24 of scale). W4A8 does the
+same with int4 weights and a scale per group. It does not round the dequantized weight to BF16, as W4A16 does, so it
+computes the same as kernels that sum integers per group and then scale. No engine serves W4A8 on CPU yet.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ReferenceW4A16Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The BF16 weight [N, K] that the low-bit tensors stand for."""
+        """Return the BF16 weight [N, K] that the low-bit tensors represent."""
         return dequantize_int4(tensors["weight_packed"], tensors["weight_scale"])
 
     @staticmethod
@@ -46,7 +45,7 @@ class ReferenceW4A16Linear:
 
 
 class ReferenceW8A8Linear:
-    """Both operands dequantized to float64 at every call."""
+    """Dequantize both operands to float64 at every call."""
 
     name = "reference"
     quantize_input = staticmethod(quantize_int8)
@@ -91,7 +90,7 @@ class ReferenceW4A8Linear(ReferenceW8A8Linear):
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [M, K] sorted by expert, weight [E, N, K], ends [E] -> [M, N]: rows ends[e-1]..ends[e]-1 by weight[e]."""
+    """x [M, K] sorted by expert, weight [E, N, K], ends [E] -> [M, N]. Rows ends[e-1]..ends[e]-1 use weight[e]."""
     starts = [0, *ends.tolist()]
     parts = [F.linear(x[starts[e] : starts[e + 1]], weight[e]) for e in range(weight.shape[0])]
     return torch.cat(parts)

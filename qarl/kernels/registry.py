@@ -1,8 +1,8 @@
-"""Which kernel serves a quantized linear, and why.
+"""Choose the kernel for a quantized linear, and record why.
 
-The choice depends on scheme, machine and shape alone and is never timed at run time, so a resumed run multiplies with
-the kernels it started with. First the operator the rollout engine itself uses on that machine, then PyTorch's, then
-ours in Triton, on GPUs, then the exact reference.
+The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run multiplies with the
+kernels it started with. The order of preference is: the operator that the rollout engine uses on that machine,
+PyTorch's operator, our Triton kernel (on GPUs), the exact reference.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ from qarl.kernels.triton.linears import (
 class LinearKernel(Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    A kernel may also have `backward_input`, as `InputGradientKernel` says, and `group_sizes`, the only ones it can
-    multiply by.
+    A kernel may also have `backward_input` (see `InputGradientKernel`), and `group_sizes` if it supports only those.
     """
 
     name: str
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        """Why this kernel cannot serve the scheme on weights of `shape` [N, K] here, or None when it can."""
+        """Return why this kernel cannot serve the scheme on weights of `shape` [N, K] here, or None if it can."""
         ...
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The wire tensors of one weight in the layout `linear` reads."""
+        """Convert the wire tensors of one weight to the layout that `linear` reads."""
         ...
 
     @staticmethod
@@ -59,16 +58,16 @@ class LinearKernel(Protocol):
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """BF16 [M, K]: what `linear` multiplied by for this x; x itself if activations are not quantized."""
+        """Return, in BF16 [M, K], the activations that `linear` multiplies for this x: x itself if not quantized."""
         ...
 
 
 class InputGradientKernel(LinearKernel, Protocol):
-    """A kernel with its own dX = dY W, so that the backward needs no BF16 copy of the weight."""
+    """A kernel that also computes dX = dY W, so that the backward needs no BF16 copy of the weight."""
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """grad [M, N] BF16, any strides -> [M, K] BF16: the product with what `linear` multiplied by."""
+        """grad [M, N] BF16, any strides -> [M, K] BF16: grad times the weight that `linear` multiplied by."""
         ...
 
 
@@ -99,17 +98,17 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     ),
     "w4a8": (ReferenceW4A8Linear,),
 }
-"""For every scheme its kernels, in order of preference."""
+"""The kernels of each scheme, in order of preference."""
 
 
 def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
-    """The kernel's `backward_input`, or None: then dX is the product with the dequantized weight."""
+    """Return the kernel's `backward_input`. If it is None, dX is the product with the dequantized weight."""
     return getattr(kernel, "backward_input", None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen kernel, and one line per kernel that was passed over with its reason."""
+    """The chosen kernel, and one line with the reason for each kernel that was passed over."""
 
     kernel: type[LinearKernel]
     passed_over: tuple[str, ...]
@@ -127,14 +126,14 @@ def choose_linear_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice:
-    """The first kernel in order of preference that can serve `scheme_name` weights of `shape` [N, K] on `device`.
+    """Return the first kernel in order of preference that can serve `scheme_name` weights [N, K] on `device`.
 
     Args:
-        group_size: of the weights; None if they have no groups, or if any group size will do.
+        group_size: group size of the weights; None if they have no groups, or to skip the check of group sizes.
         force: the name of the only kernel to consider.
 
     Raises:
-        UserError: no kernel, or not the forced one, can serve them; says for each why not.
+        UserError: no kernel can serve them, or the forced kernel cannot. The error gives the reason for each kernel.
     """
     passed_over: list[str] = []
     kernels = LINEAR_KERNELS.get(scheme_name, ())
@@ -157,4 +156,4 @@ def _wrong_group(kernel: type[LinearKernel], group_size: int | None) -> str | No
     sizes: tuple[int, ...] | None = getattr(kernel, "group_sizes", None)
     if sizes is None or group_size is None or group_size in sizes:
         return None
-    return f"has groups of {', '.join(map(str, sizes))}, not of {group_size}"
+    return f"supports group sizes {', '.join(map(str, sizes))}, not {group_size}"

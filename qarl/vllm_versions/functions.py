@@ -1,4 +1,4 @@
-"""Whether vLLM's own functions still take the arguments that QaRL passes by name."""
+"""Check that vLLM's functions still take the arguments that QaRL passes by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Functions = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def changed_functions(functions: Functions) -> tuple[str, ...]:
-    """Which of `functions` the installed vLLM lacks or gives other parameters, in words."""
+    """Describe each of `functions` that the installed vLLM lacks, or that lacks a named parameter."""
     found = []
     for (module, name), parameters in functions.items():
         function = getattr(importlib.import_module(module), name, None)
@@ -25,6 +25,6 @@ def changed_functions(functions: Functions) -> tuple[str, ...]:
 
 
 def why_unusable(functions: Functions) -> str | None:
-    """Why a kernel that calls `functions` cannot run with the installed vLLM, or None."""
+    """Return why a kernel that calls `functions` cannot run with the installed vLLM, or None if it can."""
     changed = changed_functions(functions)
-    return f"this vLLM is another than the {READ} that were read: {'; '.join(changed)}" if changed else None
+    return f"this vLLM differs from {READ}, which QaRL supports: {'; '.join(changed)}" if changed else None

@@ -1,8 +1,8 @@
-"""The exceptions by which vLLM refuses a request, after which it works on."""
+"""Exceptions with which vLLM rejects a request but keeps running."""
 
 from __future__ import annotations
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether vLLM only refused a request and still works: a ValueError, or in newer releases a VLLMClientError."""
+    """Return whether vLLM rejected a request but keeps running: a ValueError, or VLLMClientError in newer releases."""
     return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}

@@ -39,9 +39,9 @@ SOME = Arguments(device="cpu", group_size=32)
         ("kernels", "m=0", "m must be a positive integer, got '0'"),
         ("kernels", "seconds=nan", "seconds must be a number above 0"),
         ("kernels", "shape=64", "shape must be NxK"),
-        ("kernels", "experts=1,2", "experts has four numbers"),
+        ("kernels", "experts=1,2", "experts must have four numbers"),
         ("kernels", "m", "not key=value"),
-        ("kernels", "model=Qwen3-30B-A3B layer=down", "no layer is left"),
+        ("kernels", "model=Qwen3-30B-A3B layer=down", "there is no layer to measure"),
         ("steps", "device=tpu", "no device 'tpu'"),
         ("steps", "levels=modle", "nearest: model"),
         ("steps", "layers=31", "SmolLM2-135M has 30"),
@@ -150,7 +150,7 @@ def test_a_wrong_kernel_gets_no_figure(
     path = tmp_path / "a.json"
     assert main(["kernels", *SMALL, "scheme=w4a16", "operation=linear", f"json={path}"]) == 1
     captured = capsys.readouterr()
-    assert "w4a16 reference" not in captured.out and "w4a16 reference: its result is off" in captured.err
+    assert "w4a16 reference" not in captured.out and "w4a16 reference: its relative error is" in captured.err
     document = json.loads(path.read_text())
     assert "reference" not in {entry["kernel"] for entry in document["results"]} and len(document["not_measured"]) == 2
 
@@ -177,7 +177,7 @@ def test_a_wrong_expert_gets_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: 
     given = ["device=cpu", "experts=6,2,96,64", "group_size=32", "operation=grouped_linear", "scheme=w8a8", "m=5"]
     assert main(["kernels", *given, "seconds=0.001", "rounds=1"]) == 1
     captured = capsys.readouterr()
-    assert " bf16 bf16" in captured.out and " w8a8 " not in captured.out and "its result is off" in captured.err
+    assert " bf16 bf16" in captured.out and " w8a8 " not in captured.out and "its relative error is" in captured.err
 
 
 def test_a_kernel_that_raises_stops_no_other(

@@ -1,1 +1,1 @@
-"""`python -m qarl.bench kernels`: seconds of single products and quantizers, every kernel that can serve here."""
+"""`python -m qarl.bench kernels`: time single products and quantizers with every kernel that works on this machine."""

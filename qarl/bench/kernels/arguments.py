@@ -27,19 +27,19 @@ GPU_ROWS, CPU_ROWS = (1, 16, 64, 512, 4096, 16384), (64, 512, 4096)
 @dataclass(frozen=True)
 class Arguments:
     """
-    device       cuda if there is one, else cpu
-    model        names of qarl/bench/models, or a folder, several with commas; four on a GPU, Qwen3-0.6B on a CPU
-    layer        which of a model's dense weights: q, kv, o, gate_up, down; all by default, gate_up on a CPU
-    shape        NxK of one weight, in place of model
-    experts      experts, experts a token, hidden and intermediate size of one expert layer, in place of model
-    m            rows of activations; tokens if they are routed to experts
+    device       cuda or cpu; by default cuda if there is a GPU
+    model        names from qarl/bench/models, or folders, with commas; by default four on a GPU, Qwen3-0.6B on a CPU
+    layer        which of a model's dense weights: q, kv, o, gate_up, down; by default all, but gate_up on a CPU
+    shape        NxK of a single weight, instead of model
+    experts      number of experts, experts per token, hidden and intermediate size of an expert layer, instead of model
+    m            rows of activations; for expert layers tokens
     scheme       w4a16,w8a8,fp8
-    operation    linear, input_gradient, quantize, quantize_activations; of experts also grouped_linear,
+    operation    linear, input_gradient, quantize, quantize_activations; for expert layers also grouped_linear,
                  grouped_input_gradient, experts
     group_size   of int4 weights
-    seconds      of measuring for each group of competitors, after at least `rounds` calls of each
-    rounds       calls of each competitor at least
-    threads      of a CPU
+    seconds      time to measure each group of competitors; each is called at least `rounds` times
+    rounds       minimum number of calls of each competitor
+    threads      number of threads on a CPU
     json         the file to write
     """
 
@@ -59,7 +59,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, part: str, given: Sequence[str]) -> Arguments:
-        """Raises UserError for an invalid argument."""
+        """Read the arguments. Raise UserError if one is invalid."""
         device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
         on_cpu = device == "cpu"
         named = {argument.partition("=")[0] for argument in given}
@@ -77,11 +77,13 @@ class Arguments:
         }
         arguments = read(cls, [*defaults, *given], choices)
         if not arguments.layers() and not arguments.expert_layers():
-            raise UserError("no layer is left to measure", where="model, layer", fix="name layers of the models given")
+            raise UserError(
+                "there is no layer to measure", where="model, layer", fix="name layers that the models have"
+            )
         return arguments
 
     def layers(self) -> list[tuple[str, str, tuple[int, int]]]:
-        """(model, layer, [N, K]) of the dense weights to measure."""
+        """Return (model, layer, [N, K]) of the dense weights to measure."""
         if self.shape:
             return [("custom", "layer", _shape(self.shape))]
         found = [(source.name, linear_shapes(source)) for source in self._sources()]
@@ -89,12 +91,13 @@ class Arguments:
                 if not self.layer or layer in self.layer]  # fmt: skip
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(model, (experts, experts a token, hidden, intermediate)) to measure; none if a dense layer is named."""
+        """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure. The list
+        is empty if a dense layer is named."""
         if not set(self.operation) & set(EXPERT_OPERATIONS):
             return []
         if self.experts:
             if len(self.experts) != 4:
-                raise UserError("experts has four numbers", where="experts", fix="experts=128,8,2048,768")
+                raise UserError("experts must have four numbers", where="experts", fix="as in experts=128,8,2048,768")
             return [("custom", self.experts)]
         keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
         sources = [] if self.layer else [source for source in self._sources() if source.size.experts]

@@ -1,7 +1,7 @@
-"""A call that is timed, and the one check that its numbers must pass to get a figure.
+"""A call that is timed, and the check that its result must pass before it gets a figure.
 
-The check is plain: the relative error (root mean square) of the first and last rows of its result against float64.
-Everything else about a kernel's numbers is the test suite's to ask.
+The check compares the first and last rows of the result with float64, by the relative error (root mean square). The
+test suite checks everything else about a kernel's numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 CHECKED_ROWS = 64
 """Rows at each end of a result that are compared."""
 PRODUCT_ERROR, FP8_ERROR = 3e-3, 1e-2
-"""Relative error allowed to a product: BF16 rounding alone is 1.7e-3; FP8 tensor cores sum in fewer than 24 bits."""
+"""Allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum in less than 24 bits."""
 Call = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """`call` is timed; `error` says how far its result is off, and `allowed` how far it may be; `bytes_moved` and
-    `flop` are what the operation needs, whoever does it."""
+    """One implementation of an operation. `call` is timed; `error` returns the error of its result, which may be at
+    most `allowed`. `bytes_moved` and `flop` are what the operation needs with any implementation."""
 
     scheme: str
     kernel: str
@@ -36,21 +36,22 @@ class Competitor:
         return f"{self.scheme} {self.kernel}"
 
     def wrong(self) -> str | None:
-        """Why it gets no figure: its error, or what it raised."""
+        """Return why it gets no figure (its error is too large, or it raised), or None."""
         try:
             error = self.error()
         except (RuntimeError, ValueError, TypeError) as raised:  # a kernel that does not compile or launch
             return f"{type(raised).__name__}: {raised}"
-        return None if error <= self.allowed else f"its result is off by {error:.2e}, {self.allowed:.0e} is allowed"
+        return None if error <= self.allowed else f"its relative error is {error:.2e}; {self.allowed:.0e} is allowed"
 
 
 def ends(rows: torch.Tensor) -> torch.Tensor:
-    """The first and last rows."""
+    """Return the first and last `CHECKED_ROWS` rows."""
     return rows if len(rows) <= 2 * CHECKED_ROWS else torch.cat([rows[:CHECKED_ROWS], rows[-CHECKED_ROWS:]])
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
-    """The relative error of the ends of `call()` against `expected`; NaN if anything in it is not finite."""
+    """Return a function for the relative error of the ends of `call()` against `expected`. The error is NaN if any
+    number in the result is not finite."""
 
     def error() -> float:
         y = call()
@@ -64,6 +65,6 @@ def relative(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def random_rows(rows: int, cols: int, like: torch.Tensor) -> torch.Tensor:
-    """BF16 [rows, cols], the same for everybody who asks."""
+    """Return random BF16 [rows, cols]. The same shape always gives the same numbers."""
     generator = torch.Generator(like.device).manual_seed(rows * 31 + cols)
     return torch.randn(rows, cols, generator=generator, device=like.device).bfloat16()

@@ -1,4 +1,4 @@
-"""Products with one weight: for each operation the calls that compete, and what each must compute.
+"""Products with one weight: the competitors for each operation, and the result that each must give.
 
     linear           y = x W^T of a quantized linear, activation quantization included
     input_gradient   dX = dY W, from the low-bit weight
@@ -24,7 +24,7 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 def linear(layer: Layer, rows: int) -> list[Competitor]:
-    """y = x W^T."""
+    """Return the competitors for y = x W^T."""
     weight, x = layer.weight, random_rows(rows, layer.shape[1], layer.weight)
     flop, activations = 2 * rows * weight.numel(), x.nbytes + 2 * rows * layer.shape[0]
     exact, plain = _product(ends(x), weight), partial(F.linear, x, weight)
@@ -42,7 +42,7 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
         if scheme == "w4a16" and importlib.util.find_spec("gemlite"):
             try:
                 other = _gemlite(quantized.tensors, x)
-            except Exception as error:  # another project's: whatever it raises, the rest is measured
+            except Exception as error:  # third-party code may raise anything; the rest must still be measured
                 layer.failures["w4a16 gemlite"] = f"{type(error).__name__}: {error}"
             else:
                 off = error_of(other, expected[True])
@@ -51,7 +51,7 @@ def linear(layer: Layer, rows: int) -> list[Competitor]:
 
 
 def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
-    """dX = dY W."""
+    """Return the competitors for dX = dY W."""
     weight, grad = layer.weight, random_rows(rows, layer.shape[0], layer.weight)
     flop, activations = 2 * rows * weight.numel(), grad.nbytes + 2 * rows * layer.shape[1]
     calls: list[tuple[str, str, Callable[[], torch.Tensor], torch.Tensor, int]] = []
@@ -60,7 +60,7 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
         dequantized = quantized.dequantize(torch.bfloat16)
         for kernel in layer.kernels(scheme):
             own = own_backward_input(kernel)
-            if own is not None and not kernel.name.startswith("vllm"):  # theirs is the Triton kernels'
+            if own is not None and not kernel.name.startswith("vllm"):  # vLLM's kernels use the Triton kernels' dX
                 call = partial(own, grad, kernel.prepare(quantized.tensors))
                 calls.append((scheme, kernel.name, call, dequantized, quantized.nbytes))
     return [
@@ -71,8 +71,8 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
 
 
 def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """gemlite (github.com/dropbox/gemlite) on the same int4 codes and scales; it reads unsigned codes and a zero point
-    of 8."""
+    """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales. It takes unsigned
+    codes and a zero point of 8."""
     from gemlite.core import DType, GemLiteLinear
 
     codes, scale = unpack_int4(tensors["weight_packed"]).add_(8).to(torch.uint8), tensors["weight_scale"]
@@ -87,7 +87,7 @@ def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[
 
 
 def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
-    """The rows as a product of `scheme` reads them."""
+    """Return the activations that a product of `scheme` multiplies: x, or float64 of quantized x."""
     if scheme == "w4a16":
         return x
     values, scale = QUANTIZERS[scheme, on_cuda](x)
@@ -95,7 +95,8 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """W4A16 multiplies by the BF16 rounding of code times scale; the others by codes, and scale later."""
+    """Return the exact weight of a product: code times scale. W4A16 rounds it to BF16; the other schemes do not round
+    it, because they multiply codes and scale later."""
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
     tensors = quantized.tensors

@@ -1,12 +1,12 @@
-"""Mixture-of-experts products that compete: on sorted rows, forward and input gradient, and the whole expert layer.
+"""Mixture-of-experts competitors: grouped products (forward and input gradient), and the whole expert layer.
 
-    grouped_linear           y = x W_e^T of every row's expert, from BF16 rows sorted by expert, gate with up and down;
-                             8-bit schemes quantize the rows in the same call
+    grouped_linear           y = x W_e^T with each row's expert e, from BF16 rows sorted by expert, for gate_up and for
+                             down; 8-bit schemes quantize the rows in the same call
     grouped_input_gradient   dX = dY W_e
-    experts                  the whole layer, which vLLM's fused kernels compute: routing, both products, SiLU, the sum
+    experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
-`m` counts tokens; each has `top_k` rows. BF16 is `torch.nn.functional.grouped_mm` on GPUs, one product an expert on
-CPUs. The first and last rows, or tokens, are compared with float64, on what the kernel's quantizer makes of them.
+`m` counts tokens; each has `top_k` rows. BF16 is `torch.nn.functional.grouped_mm` on GPUs, and one product per expert
+on CPUs. The first and last rows or tokens are checked against float64, which multiplies the kernel's quantized input.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from qarl.quant.scheme import Scheme, get_scheme
 
 ROUTINGS = ("balanced", "skewed")
 LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
-"""Relative error allowed to a whole layer: three to five BF16 roundings, and 8-bit codes that fall one apart."""
+"""Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one."""
 Rounded = Callable[[torch.Tensor], torch.Tensor]
-"""Rows to float64 as a product reads them."""
+"""Converts rows to the float64 values by which a product multiplies."""
 
 
 class ExpertLayer:
-    """Random BF16 experts, and what every scheme made of them; `failures` collects what could not be built."""
+    """Random BF16 experts, and their low-bit tensors by scheme. `failures` says what could not be built, and why."""
 
     def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
         self.shape, self.group_size = shape, arguments.group_size
@@ -57,13 +57,13 @@ class ExpertLayer:
 
     @staticmethod
     def _stacked(weight: torch.Tensor, scheme: Scheme) -> Tensors:
-        """The wire tensors of all experts: groups and channels do not reach across rows."""
+        """Quantize all experts in one call, which is correct because groups and channels do not span rows."""
         made = quantize(weight.flatten(0, 1), scheme).tensors
         return {name: tensor.view(*weight.shape[:2], -1) for name, tensor in made.items() if name != "weight_shape"}
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, ids) [T, k]. Balanced: every expert gets equally many rows. Skewed: the e-th most wanted is chosen
-        as if wanted 1/e as much as the first."""
+        """Return (weights, ids) [T, k]. Balanced routing gives every expert the same number of rows. Skewed routing
+        draws the experts of a token without replacement, the e-th with weight 1/e."""
         e, k = self.shape.experts, self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
@@ -78,7 +78,7 @@ class ExpertLayer:
 
 
 def grouped_linear(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Competitors for y = x W_e^T over the rows of each expert."""
+    """Return the competitors for y = x W_e^T over the rows of each expert."""
     way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
     x = random_rows(len(way.order), weight.shape[2], weight)
     flop, moved = _cost(way, weight)
@@ -96,7 +96,7 @@ def grouped_linear(layer: ExpertLayer, part: str, tokens: int, routing: str) -> 
 
 
 def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """dX = dY W_e."""
+    """Return the competitors for dX = dY W_e."""
     way, weight = route(layer.topk(tokens, routing)[1], layer.shape.experts), layer.weights[part]
     grad = random_rows(len(way.order), weight.shape[1], weight)
     flop, moved = _cost(way, weight)
@@ -111,7 +111,7 @@ def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: 
 
 
 def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """The whole layer; `part` is not used."""
+    """Return the competitors for the whole layer. `part` is not used."""
     weights, ids = layer.topk(tokens, routing)
     gate_up, down = layer.weights["gate_up"], layer.weights["down"]
     x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
@@ -127,12 +127,12 @@ def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Co
         moved = rows + int(share * sum(map(_nbytes, parts.values())))
         for kernel in EXPERTS_KERNELS[scheme]:
             group_size = layer.group_size if scheme == "w4a16" else None
-            behind = kernel is ReferenceExperts and x.is_cuda  # asks the device for every expert's rows, in float64
+            behind = kernel is ReferenceExperts and x.is_cuda  # too slow: it reads counts from the GPU, in float64
             if behind or kernel.unavailable(scheme, x.device, layer.shape, group_size) is not None:
                 continue
             try:
                 prepared = kernel.prepare(parts["gate_up"], parts["down"])
-            except Exception as raised:  # another project's: whatever it raises, the rest is measured
+            except Exception as raised:  # third-party code may raise anything; the rest must still be measured
                 layer.failures[f"{scheme} {kernel.name}"] = f"{type(raised).__name__}: {raised}"
                 continue
             call = partial(kernel.forward, x, weights, ids, prepared)
@@ -149,7 +149,7 @@ BUILDERS: dict[str, Callable[[ExpertLayer, str, int, str], list[Competitor]]] = 
 
 
 def _ours(scheme: str, device: torch.device) -> type[TritonExperts] | type[ReferenceExperts]:
-    """Whose products `grouped.product` runs on `device`."""
+    """Return the class whose products `grouped.product` runs on `device`."""
     return TritonExperts if triton_unavailable(scheme, device) is None else ReferenceExperts
 
 
@@ -164,19 +164,20 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """(FLOP, bytes of the weights -> bytes that must move): experts without rows are not read."""
+    """Return FLOP, and a function from the bytes of the weights to the bytes that must move. Experts without rows are
+    not read."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
 
 
 def _share(way: Routing) -> float:
-    """The share of the experts that have rows."""
+    """Return the share of experts that have rows."""
     return float((way.ends.diff(prepend=way.ends.new_zeros(1)) > 0).float().mean())
 
 
 def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved: int) -> list[Competitor]:
-    """x [M, K] and weight [E, N, K]."""
+    """Return the BF16 baseline for x [M, K] and weight [E, N, K]."""
     call = partial(_plain, x, weight, way.ends)
     return [Competitor("bf16", "bf16", call, error_of(call, _by_expert(ends(x).double(), weight, way)), PRODUCT_ERROR,
                        moved, flop)]  # fmt: skip
@@ -196,14 +197,14 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, until: torch.Tensor) -> torch.
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
-    """The rows as a product of `kernel` reads them."""
+    """Return the function that converts rows to the float64 values by which a product of `kernel` multiplies."""
     if scheme == "w4a16":
         return torch.Tensor.double
     return lambda x: _exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """[E, N, K]; W4A16 multiplies by the BF16 rounding of code times scale, the others scale the sum."""
+    """Return code times scale, [E, N, K]. W4A16 rounds it to BF16; the others do not, because they scale the sum."""
     if "weight_packed" in tensors:
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])
@@ -214,7 +215,7 @@ def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """float64 x W_e^T of the first and last rows `x`, each by its expert's weight."""
+    """Return x W_e^T in float64, where `x` holds the first and last rows and e is each row's expert."""
     places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
     owners = torch.searchsorted(way.ends, places, right=True).tolist()
     return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])
@@ -228,7 +229,7 @@ def _exact_layer(
     down: torch.Tensor,
     rounded: Rounded,
 ) -> torch.Tensor:
-    """float64 of a few tokens, with BF16 roundings of what lies between the products."""
+    """Compute the layer for a few tokens in float64, but round to BF16 between the products."""
     inputs = rounded(x)
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():

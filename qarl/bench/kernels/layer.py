@@ -15,7 +15,7 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 class Layer:
-    """One BF16 weight [N, K], and what every scheme made of it; `failures` collects what could not be built."""
+    """One BF16 weight [N, K], and its low-bit tensors by scheme. `failures` says what could not be built, and why."""
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
         self.weight, self.arguments = weight, arguments
@@ -33,7 +33,7 @@ class Layer:
         return self.weight.shape[0], self.weight.shape[1]
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
-        """Those of the registry that can serve here."""
+        """Yield the kernels of the registry that can serve this layer and are not too slow."""
         for kernel in LINEAR_KERNELS[scheme]:
             sizes = getattr(kernel, "group_sizes", None)
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes
@@ -42,7 +42,7 @@ class Layer:
                 yield kernel
 
     def _serves(self, kernel: type[LinearKernel], scheme: str) -> bool:
-        """Marlin is measured also if vLLM prefers Machete."""
+        """Return whether to measure `kernel`. Marlin is measured even if vLLM prefers Machete."""
         why_not = kernel.unavailable(scheme, self.weight.device, self.shape)
         machete = kernel is VllmMarlinLinear and why_not == "here vLLM itself runs MacheteLinearKernel"
         return why_not is None or machete

@@ -1,4 +1,4 @@
-"""Quantizers that compete.
+"""The competing quantizers.
 
     quantize               master weight to the wire tensors, once per optimizer step
     quantize_activations   BF16 rows to 8 bits and a scale per token
@@ -28,20 +28,20 @@ QUANTIZERS = {
     ("fp8", False): quantize_fp8,
     ("fp8", True): quantize_fp8_cuda,
 }
-"""(scheme, whether as vLLM's operators on CUDA, not as those on CPU) -> activations to 8 bits. BF16 activations often
-fall on the middle of two codes, which the two arithmetics round differently."""
+"""(scheme, true for vLLM's arithmetic on CUDA, false for that on CPU) -> quantizer of activations. The two differ: BF16
+activations often lie exactly between two codes, and are then rounded differently."""
 CODES_ERROR = 1e-3
-"""Relative error of quantized rows: a code here and there is the next one."""
+"""Allowed relative error of quantized rows, because a few codes may differ by one."""
 
 
 def triton_runs(device: torch.device) -> bool:
-    """On GPUs, and under the interpreter, which tries the benchmark itself."""
+    """Return whether Triton works: on GPUs, and under the interpreter, with which the benchmark itself is tested."""
     return triton_unavailable("w8a8", device) is None
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Master to wire tensors, equal byte for byte to those made on the CPU (CUDA divides by a Python number as by its
-    reciprocal): the error is 0 or 1."""
+    """Return the competitors for master to wire tensors. The error is 0 if all bytes equal those made on the CPU, else
+    1. The CPU is the reference because CUDA divides by a Python number by multiplying with its reciprocal."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -58,7 +58,7 @@ def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
 
 
 def _wire(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales)"""
+    """Return (codes, scales) made by PyTorch."""
     tensors = quantize(weight, scheme).tensors
     return tensors["weight_packed" if "weight_packed" in tensors else "weight"], tensors["weight_scale"]
 
@@ -78,7 +78,7 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """BF16 [M, K] to 8 bits; scales to FP32 rounding, codes one apart at most."""
+    """Return the competitors for BF16 [M, K] to 8 bits. Scales may differ by FP32 rounding, and codes by one."""
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

@@ -1,9 +1,9 @@
-"""`python -m qarl.bench kernels`: measure, print a line each, write the file after every layer.
+"""`python -m qarl.bench kernels`: measure, print a line per result, and write the file after every group.
 
-All kernels that can serve here compete with BF16, and with gemlite if it is installed, call by call in
-turn (`qarl.bench.kernels.timing`). One whose numbers are wrong, or that fails, gets no figure, and the exit code is 1.
-Products are bound by arithmetic or by memory, so both shares are given: FLOP/s of what a large BF16 product reaches
-here, and needed bytes/s of what a copy reaches. 8-bit tensor cores have twice that first ceiling.
+All kernels that work on this machine compete with BF16, and with gemlite if it is installed. Their calls take turns
+(`qarl.bench.kernels.timing`). A kernel that fails or has wrong numbers gets no figure, and the exit code is 1. Products
+are bound by arithmetic or by memory, so two shares are given: FLOP/s relative to a large BF16 product on this machine,
+and needed bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qarl.kernels.experts.fused import ExpertsShape
 
 
 class Group(NamedTuple):
-    """Calls that compete; `keys` say of what."""
+    """Competitors for the same work, which `keys` describes."""
 
     keys: dict[str, Any]
     competitors: list[Competitor]
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 @torch.no_grad()
 def run(arguments: Arguments) -> int:
-    """Measure, print, write; the exit code."""
+    """Measure, print, write, and return the exit code."""
     check_device(arguments.device)
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     torch.manual_seed(0)
@@ -52,9 +52,9 @@ def run(arguments: Arguments) -> int:
     document |= {"results": [], "not_measured": {}}
     for group in itertools.chain(_dense(arguments, device, document), _experts(arguments, device, document)):
         document["results"] += _measure(group, device, arguments, document)
-        if arguments.json:  # after every group: what was measured before Ctrl-C or a crash is kept
+        if arguments.json:  # after every group, so that Ctrl-C or a crash loses nothing
             write_json(arguments.json, document)
-    if arguments.json:  # with what the last layer could not build
+    if arguments.json:  # again, because the last layer may have added failures
         write_json(arguments.json, document)
     for name, why in document["not_measured"].items():
         print(f"not measured: {name}: {why}", file=sys.stderr)
@@ -73,7 +73,7 @@ def _dense(arguments: Arguments, device: torch.device, document: dict[str, Any])
 
 
 def _experts(arguments: Arguments, device: torch.device, document: dict[str, Any]) -> Iterator[Group]:
-    """`n` and `k` are those of one expert's weight."""
+    """Yield the groups of expert layers. Their `n` and `k` are the sizes of one expert's weight."""
     for model, numbers in arguments.expert_layers():
         layer = experts.ExpertLayer(ExpertsShape(*numbers), arguments, device)
         hidden = layer.shape.hidden
@@ -90,7 +90,7 @@ def _experts(arguments: Arguments, device: torch.device, document: dict[str, Any
 def _measure(
     group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Results of those whose numbers are right; why the others have none goes into `document`."""
+    """Return the results of competitors whose numbers are right. Write to `document` why the others have no result."""
     wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
     document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
     good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}

@@ -1,4 +1,4 @@
-"""Results of `qarl.bench kernels` as lines of text, and as tables of Markdown made from the JSON."""
+"""Format results of `qarl.bench kernels` as lines of text, and its JSON as Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Entry = Mapping[str, Any]
 
 
 def line(place: str, entry: Entry) -> str:
-    """One result in one line: median (minimum-maximum), and the shares of what this machine reaches."""
+    """Return one result in one line: median (minimum-maximum), and the shares of this machine's peak rates."""
     seconds = entry["seconds"]
     speed = ""
     if entry["tflop_per_s"]:
@@ -25,7 +25,8 @@ def line(place: str, entry: Entry) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """For every operation and layer a table, kernels down and rows across; times relative to the baseline's."""
+    """Return a table for each operation and layer, with kernels down and numbers of rows across. Times are relative to
+    the baseline."""
     tops = document["ceilings"]
     parts = [
         f"{report.head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "

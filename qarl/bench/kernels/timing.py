@@ -1,8 +1,8 @@
-"""Seconds of calls that compete: in turn, call by call, so that a machine whose speed drifts slows all alike.
+"""Time competing calls. They take turns, call by call, so that a change in the machine's speed affects all equally.
 
-On a GPU each call is timed by events of its stream, after a write that pushes its operands out of the second-level
-cache (weights of one layer would fit and be read from there, which no model's forward does); the write also hides the
-time to launch. On CPU by the clock, with whatever the other calls left in the caches.
+On a GPU each call is timed by events of its stream, after a write that pushes its operands out of the L2 cache. Without
+the write, the weights of one layer would be read from that cache, which does not happen in a model's forward. The write
+also hides the launch time. On a CPU calls are timed by the clock, with the caches as the other calls left them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Times:
 def measure(
     calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
 ) -> dict[str, Times]:
-    """Times of every call, each warm: rounds over all of them for about `seconds`, at least `rounds` of them."""
+    """Return the times of every call after a warm-up. Each round runs all calls; rounds continue for about `seconds`,
+    and there are at least `rounds`."""
     for call in calls.values():
         for _ in range(2):
             call()
@@ -71,7 +72,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """This machine's rates: bytes/s of a copy (read and written both counted), FLOP/s of a large BF16 product."""
+    """Measure this machine's rates: bytes/s of a copy (reads and writes both count), FLOP/s of a large BF16 product."""
     on_gpu = device.type == "cuda"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     source = torch.ones(size, dtype=torch.int8, device=device)

@@ -1,1 +1,1 @@
-"""Kernels on CPUs: vLLM's own operators, and PyTorch's with the same bits."""
+"""Kernels on CPUs: vLLM's operators, and PyTorch operators that give the same bits."""

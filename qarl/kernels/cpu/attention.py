@@ -1,15 +1,16 @@
-"""vLLM's attention on CPU, callable from the trainer: the same operator on the same operands, so the same bits.
+"""vLLM's attention on CPU, callable from the trainer. It runs the same operator on the same operands: the same bits.
 
-The engine writes keys and values into a paged cache and reads them back block by block; here the cache is made for
-one row. The order in which the operator sums over the keys depends on how many queries a request brings, from 334 keys
-on at head size 128 (its tiles fit the L2 cache). So a row is laid out as the engine computed it: the prompt as one
-request, as in a prefill, and every token of the response as a request of one query, as in decoding.
+The engine writes keys and values into a paged cache and reads them back block by block. Here each row gets such a
+cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the number of
+queries in a request, because its tiles are sized for the L2 cache. So a row is laid out as the engine computed it: the
+prompt is one request, as in a prefill, and every token of the response is a request with one query, as in decoding.
 
-Batch-invariant: the keys of one query are never split among threads (`enable_kv_split`; `qarl.process` tells the engine
-the same), and each row is a separate call, because on several threads the tiles of a long prompt depend on what else
-is in the call. In that respect the engine's prefill is not batch-invariant, nor if it prefills a long prompt in pieces.
+The function is batch-invariant. The keys of one query are never split among threads (`enable_kv_split`; `qarl.process`
+sets the same for the engine). Each row is a separate call, because on several threads the tiles of a long prompt depend
+on the rest of the call. For that reason the engine's prefill is not batch-invariant if it computes several requests
+together, nor if it computes a long prompt in pieces.
 
-The operator knows no autograd; `qarl.align.attention` wraps it.
+The operator has no autograd; `qarl.align.attention` wraps it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do 
 
 @cache
 def unavailable(device_type: str, head_size: int) -> str | None:
-    """Why the engine's attention cannot be called for this device and head size, or None when it can."""
+    """Return why the engine's attention cannot be called for this device and head size, or None if it can."""
     if device_type != "cpu":
-        return f"vLLM's attention is wrapped for cpu, not for {device_type}"
+        return f"vLLM's attention is wrapped only for cpu, not for {device_type}"
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
     configure_vllm_process()
@@ -45,7 +46,7 @@ def unavailable(device_type: str, head_size: int) -> str | None:
 
 
 def uses_tiles(device_type: str, head_size: int) -> bool:
-    """Whether the engine multiplies by AMX tiles, which round otherwise than its vectors (vLLM's `_get_attn_isa`)."""
+    """Return whether the engine uses AMX tiles, which round differently from vectors (vLLM's `_get_attn_isa`)."""
     return device_type == "cpu" and torch.cpu._is_amx_tile_supported() and head_size % 32 == 0
 
 
@@ -54,7 +55,7 @@ def causal_attention(
 ) -> torch.Tensor:
     """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D].
 
-    `prompt_lengths`: for each row the number of tokens that the engine prefilled; 0 if all were decoded.
+    `prompt_lengths`: the number of tokens of each row that the engine prefilled; 0 if it decoded all of them.
     """
     rows = zip(query, key, value, prompt_lengths, strict=True)
     return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])
@@ -70,11 +71,11 @@ def _row_attention(
     kv_heads = key.shape[1]
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
     blocks = -(-length // BLOCK_SIZE)
-    # Zeros, not empty: the operator multiplies masked places too, and NaN times zero is NaN.
+    # The cache must start as zeros: the operator also multiplies masked places, and NaN times zero is NaN.
     key_cache, value_cache = query.new_zeros(blocks, kv_heads, 2 * BLOCK_SIZE, head_size).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(length), isa)
 
-    # Where each request's queries end, which is also how many keys its last query sees.
+    # The end of each request's queries, which is also the number of keys that its last query sees.
     ends = torch.arange(max(prompt_length, 1), length + 1, dtype=torch.int32)
     starts = torch.cat([ends.new_zeros(1), ends])
     schedule = ops.cpu_attn_get_scheduler_metadata(

@@ -1,16 +1,16 @@
-"""The experts of a mixture on a CPU: one function that rollout engine and trainer both call.
+"""Mixture-of-experts layers on a CPU: one function that both rollout engine and trainer call.
 
-vLLM 0.29 serves BF16 experts on every CPU; those of W4A16 and W8A8 only on CPUs with AMX, where W4A16 would multiply by
-int8 activations, and those of FP8 with a scale per channel nowhere. `VllmCpuExperts` multiplies each expert's rows by
-the linear kernel that serves vLLM's dense layers on the machine; QaRL's plugin for vLLM calls it in the engine
-(`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` is vLLM's own operator.
+On CPUs, vLLM 0.29 supports BF16 experts everywhere, but W4A16 and W8A8 experts only with AMX, where W4A16 would use
+int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore multiplies each
+expert's rows with the linear kernel that serves vLLM's dense layers on the machine. QaRL's plugin for vLLM calls it in
+the engine (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
 
-Low-bit experts round a row to BF16 after each product and after silu(gate) and its product with up. The router's
-weights and the sum over a token's experts are FP32, in the router's order, and rounded once. BF16 experts stay in FP32
-from the first product to the last sum, but for one rounding after silu(gate) * up. Trainer and engine must call the
-same of the two: W4A16 weights dequantized for the BF16 operator would give results that differ by 1%.
+Low-bit experts round a row to BF16 after each product, after silu(gate), and after its product with up. The router's
+weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16
+experts stay in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer and
+engine must use the same class: with W4A16 weights dequantized for the BF16 operator, results would differ by 1%.
 
-A token's result depends on no other token: the linear kernels promise it for rows, the sum is of one token.
+A token's result does not depend on other tokens: the linear kernels guarantee that, and each sum is over one token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LINEARS: dict[str, tuple[Any, ...]] = {
     "w8a8": (VllmCpuInt8TilesLinear, VllmCpuInt8Linear),
     "fp8": (VllmCpuFP8Linear,),
 }
-"""For every scheme the kernels of vLLM's dense layers on CPUs, in order of preference."""
+"""For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
 _BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at a time
 
 
 class PreparedProduct(NamedTuple):
-    """One product of all experts: its linear kernel, and what that made of each expert's weight."""
+    """One product of all experts: its linear kernel, and each expert's weight as that kernel prepared it."""
 
     kernel: Any
     experts: list[Any]
@@ -49,7 +49,7 @@ class PreparedExperts(NamedTuple):
 
 
 class VllmCpuExperts:
-    """Low-bit experts, one after the other, by vLLM's dense CPU kernels."""
+    """Low-bit experts, computed one after the other with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
 
@@ -58,9 +58,9 @@ class VllmCpuExperts:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if scheme_name not in _LINEARS:
-            return f"has no product for {scheme_name}"
+            return f"does not support {scheme_name}"
         if group_size is not None and group_size % 2:
-            return f"needs groups of an even size, not of {group_size}"
+            return f"needs an even group size, not {group_size}"
         for product in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
             why_not = [kernel.unavailable(scheme_name, device, product) for kernel in _LINEARS[scheme_name]]
             if None not in why_not:
@@ -69,7 +69,7 @@ class VllmCpuExperts:
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
-        """Every expert's weights as its linear kernel reads them; the wire tensors are not kept."""
+        """Convert every expert's weights to the layout of the linear kernel. The wire tensors are not kept."""
         return PreparedExperts(_prepared(gate_up), _prepared(down))
 
     @staticmethod
@@ -135,16 +135,16 @@ class VllmCpuBf16Experts:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if scheme_name != "bf16":
-            return f"multiplies BF16 weights, not those of {scheme_name}"
+            return f"supports only BF16 weights, not {scheme_name}"
         if shape.hidden % _BF16_ALIGNMENT:
             return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
         if platform.machine().lower() not in ("x86_64", "amd64"):
-            return f"was read for x86, not for {platform.machine()}"
+            return f"was checked only on x86, not on {platform.machine()}"
         return cpu_ops_missing("cpu_fused_moe")
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
-        """From `weight`, BF16 [E, 2I, H] and [E, H, I]."""
+        """Pack `weight` of both, BF16 [E, 2I, H] and [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 
         isa = bf16_isa()
@@ -160,7 +160,7 @@ class VllmCpuBf16Experts:
     def forward(
         x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedBf16Experts
     ) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16; `topk_weights` and `topk_ids` are read as contiguous."""
+        """x [T, H] BF16 -> [T, H] BF16. `topk_weights` and `topk_ids` must be contiguous."""
         from vllm import _custom_ops as ops
 
         gate_up, down, isa = prepared
@@ -173,5 +173,5 @@ class VllmCpuBf16Experts:
 
 
 def bf16_isa() -> str:
-    """vLLM's own rule on x86 (`backend_to_kernel_cls`), whose module is slow to import."""
+    """Apply vLLM's rule for x86 (`backend_to_kernel_cls`) without importing its module, which is slow."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

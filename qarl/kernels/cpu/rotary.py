@@ -1,8 +1,8 @@
-"""The engine's rotary embedding, asked without an engine: which turn it gives a query at a position.
+"""The engine's rotary embedding without an engine: how it rotates a query at a position.
 
-transformers and vLLM read the same config, but not all of the same keys, and even from the same keys they may compute
-other angles: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained one.
-So both are run on the same queries and compared (`qarl.align.rotary`).
+transformers and vLLM read the same config but not all of the same keys, and may compute different angles from the same
+keys: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained length. So both are
+run on the same queries and compared (`qarl.align.rotary`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qarl.process import configure_vllm_process
 
 
 def unavailable() -> str | None:
-    """Why vLLM cannot be asked, or None."""
+    """Return why vLLM's rotary embedding cannot be used, or None if it can."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:
-    """vLLM's module for a model with this transformers config, as its Llama, Qwen2 and Qwen3 make it.
+    """Build vLLM's module for a model with this transformers config, as its Llama, Qwen2 and Qwen3 do.
 
     Raises:
-        ValueError, KeyError: vLLM refuses the config's `rope_parameters`.
+        ValueError, KeyError: vLLM rejects the config's `rope_parameters`.
     """
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -48,16 +48,16 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
     """`query` BF16 [T, D] at `positions` [T] -> BF16 [T, D]."""
     from vllm.platforms import current_platform
 
-    # On a CPU vLLM calls `forward_cpu` if it does not compile the model; a build for GPUs has no operator for it.
-    # Classes without either are plain modules.
+    # On a CPU vLLM calls `forward_cpu` if it does not compile the model; builds for GPUs lack its operator.
+    # Classes with neither method are plain modules.
     call = getattr(rotary, "forward_cpu" if current_platform.is_cpu() else "forward_native", rotary)
     turned: torch.Tensor = call(positions, query.clone(), query.clone())[0]
     return turned.view(query.shape)
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Cosines and sines, BF16 [positions, D / 2] each, that the engine's operator multiplies by in FP32; None if the
-    class works otherwise."""
+    """Return the cosines and sines by which the engine's operator multiplies in FP32, BF16 [positions, D / 2] each.
+    Return None if the class works differently."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:

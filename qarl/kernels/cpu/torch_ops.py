@@ -1,13 +1,13 @@
-"""Low-bit linears on CPU from PyTorch's own operators, bit-identical to what vLLM-CPU runs, without vLLM.
+"""Low-bit linears on CPU from PyTorch's operators. They give the same bits as vLLM on CPU, but do not need vLLM.
 
-int8 sums are exact, so a kernel has vLLM's bits when it quantizes activations as vLLM does and scales in its order,
-(sum * weight scale) * token scale, in FP32, the bias joined by a fused multiply-add.
+int8 sums are exact. So a kernel gives vLLM's bits if it quantizes activations as vLLM does and scales in the same order
+in FP32: (sum * weight scale) * token scale, with the bias added by a fused multiply-add.
 
-fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel is PyTorch too: `torch._scaled_mm` with unit scales and FP32
-output, fewer than 17 rows padded to 17, then (sum * token scale) * weight scale + bias. Products of two e4m3 values
-are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order: the same bits in a fraction
-of the time (2 to 3 BF16 products; `_scaled_mm` takes 3 to 11), for four bytes of memory a weight. Fewer than 17
-rows would go to another FP32 kernel with another order: hence the padding here too.
+For fp8, vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel uses PyTorch too. It calls `torch._scaled_mm` with unit scales
+and FP32 output, pads fewer than 17 rows to 17, and computes (sum * token scale) * weight scale + bias. Products of two
+e4m3 values are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order. It gives the
+same bits in less time (that of 2 to 3 BF16 products, against 3 to 11 for `_scaled_mm`), but needs four bytes of memory
+per weight. Rows are padded here too, because fewer than 17 would get an FP32 kernel with a different order.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch.nn.functional as F
 from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
 
 ROWS_AT_A_TIME = 256
-"""Rows whose FP32 products are scaled while they are in the cache: at 4096 rows a third of the time is saved."""
+"""Rows whose FP32 products are scaled while still in the cache. At 4096 rows this saves a third of the time."""
 _FP8_MIN_ROWS = 17
 
 
 class PreparedScaled(NamedTuple):
-    """`weight`: what the kernel multiplies by; `scale` FP32 [1, N]."""
+    """`weight` as the kernel multiplies by it; `scale` FP32 [1, N]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
 
 
 def int8_unavailable(device: torch.device) -> str | None:
-    """The limits of both int8 kernels. Without VNNI their sums are off by up to half a standard deviation."""
+    """Return why neither int8 kernel can serve, or None. Without VNNI, sums err by up to half a standard deviation."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
     if not torch.cpu._is_vnni_supported():
@@ -48,9 +48,9 @@ def int8_linear(
     out_features: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[M, N] BF16 from int8 activations [M, K] with scales [M, 1].
+    """Return [M, N] BF16 from int8 activations [M, K] with scales [M, 1].
 
-    `multiply(rows, out)` writes the integer sums times the weight scale to `out`, FP32 [rows, N].
+    `multiply(rows, out)` must write the integer sums times the weight scale to `out`, FP32 [rows, N].
     """
     values, scale = x
     output = values.new_empty(values.shape[0], out_features, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ class TorchInt8Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """`weight` int8 [K, N]."""
+        """Transpose the weight to int8 [K, N]."""
         return PreparedScaled(tensors["weight"].t().contiguous(), tensors["weight_scale"].t().contiguous())
 
     @staticmethod
@@ -97,7 +97,7 @@ class TorchInt8Linear:
 
 
 class VllmCpuFP8Linear:
-    """vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul if that has its bits."""
+    """vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, with an FP32 matmul if that gives the same bits."""
 
     name = "vllm_cpu_fp8"
 
@@ -107,7 +107,7 @@ class VllmCpuFP8Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """`weight` [N, K]: FP32, or unchanged if only `_scaled_mm` has vLLM's bits."""
+        """Upcast `weight` [N, K] to FP32, or leave it unchanged if only `_scaled_mm` gives vLLM's bits."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
         return PreparedScaled(weight.float() if same_bits else weight, tensors["weight_scale"].t().contiguous())
@@ -137,11 +137,11 @@ def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
-    """Whether both sum `features` products one after another; asked once of this machine's libraries, with numbers that
-    another order would round otherwise.
+    """Return whether both add `features` products in the same order. Tested once for this machine's libraries, with
+    numbers that a different order would round differently.
 
-    oneDNN's reference code, which serves e4m3, does so for any number and takes a thousand times as long. MKL does up
-    to 384 on a CPU of Intel's, and sums blocks beyond.
+    oneDNN's reference code, which serves e4m3, adds any number of products one after another, and takes a thousand
+    times as long. On Intel CPUs MKL does the same up to 384 products, and sums blocks beyond that.
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (_FP8_MIN_ROWS, 130):

@@ -1,19 +1,19 @@
-"""The rollout engine's own operators, callable from the trainer: same operation, same operands, same bits.
+"""The rollout engine's CPU operators, callable from the trainer: the same operation and operands, so the same bits.
 
 vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
-W4A16 on CPU is `cpu_gemm_wna16`: each weight becomes `bf16(float(q - 8) * float(scale))`, products are summed in
-FP32 in order of K without split, and rounded once, so a row's result depends neither on the number of rows nor on
-what is fused along N. Limits: K and N multiples of 32, even group size, BF16 or FP16 activations with scales of the
-same dtype.
+W4A16 on CPU is `cpu_gemm_wna16`. Each weight becomes `bf16(float(q - 8) * float(scale))`; products are summed in FP32
+in order of K without a split, and rounded once. So a row's result depends neither on the number of rows nor on which
+layers are fused along N. Limits: K and N are multiples of 32, the group size is even, and activations are BF16 or FP16
+with scales of the same dtype.
 
-W8A8 on CPU is a oneDNN product behind a handler that has packed the weight. vLLM's own handler scales by token in an
-epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by one
-after it has done sixteen). Ours is of the kind for static activation scales, with FP32 output and a scale of one, and
-the token scales are applied here: the same bits in less time.
+W8A8 on CPU is a oneDNN product through a handler that holds the packed weight. vLLM's handler applies the token scales
+in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by
+one after it has done sixteen). Ours is a handler for static activation scales, with FP32 output and a scale of one. The
+token scales are applied here, which gives the same bits in less time.
 
-On CPUs with AMX tiles vLLM runs W8A8 through `int8_scaled_mm_with_quant` instead, which quantizes activations and
-scales products in its own way. A row's result depends on no other row there either.
+On CPUs with AMX tiles vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which quantizes activations and scales
+products differently. There, too, a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import allow_matrix_tiles, configure_vllm_process
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
-_TILE_CHANNELS = 32  # what int8_scaled_mm_with_quant takes at a time
+_TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
 class PreparedWNA16(NamedTuple):
@@ -44,7 +44,7 @@ class PreparedWNA16(NamedTuple):
 
 
 class PreparedInt8Tiles(NamedTuple):
-    """`weight` in the operator's blocks, with rows of zeros up to a multiple of 32; `scale` FP32 [rows, 1]."""
+    """`weight` in the operator's blocks, padded with rows of zeros to a multiple of 32; `scale` FP32 [rows, 1]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -52,7 +52,7 @@ class PreparedInt8Tiles(NamedTuple):
 
 
 class PreparedInt8(NamedTuple):
-    """`handler` owns the packed weight but reads `scale` through a bare pointer: the tensor must live as long."""
+    """`handler` owns the packed weight but reads `scale` through a raw pointer, so the tensor must live as long."""
 
     handler: Any
     scale: torch.Tensor
@@ -62,7 +62,7 @@ class PreparedInt8(NamedTuple):
 def cpu_ops_missing(operator: str) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
-    if "vllm" in sys.modules:  # perhaps in a worker of vLLM, whose environment is its user's
+    if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment its user controls
         allow_matrix_tiles()
     else:
         configure_vllm_process()
@@ -70,14 +70,14 @@ def cpu_ops_missing(operator: str) -> str | None:
     from vllm.platforms import current_platform
 
     if not hasattr(torch.ops._C, operator):
-        return f"this vLLM build has no {operator}, for want of AVX512 or because it is not built for CPUs"
+        return f"this vLLM build has no {operator}: either the CPU lacks AVX512, or the build is not for CPUs"
     if current_platform.is_zen_cpu():
         return "vLLM prefers zentorch's kernels on this machine"
     return None
 
 
 class VllmCpuWNA16Linear:
-    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel runs in every W4A16 linear on CPU."""
+    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
 
@@ -91,9 +91,9 @@ class VllmCpuWNA16Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """The kernel's layout, equal to what vLLM's `process_weights_after_loading` makes of the same tensors."""
+        """Convert to the kernel's layout. Equals what vLLM's `process_weights_after_loading` makes of the tensors."""
         pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
-        out_features, half = pairs.shape  # a byte holds two neighbours along K of one output channel
+        out_features, half = pairs.shape  # a byte holds two values of one output channel, adjacent along K
         even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
         packed = pairs.new_empty(out_features // _CHANNELS_PER_BLOCK, half, 2, _CHANNELS_PER_BLOCK // 2)
         packed[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
@@ -104,7 +104,7 @@ class VllmCpuWNA16Linear:
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedWNA16, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16, any strides -> [M, N] BF16."""
-        if x.stride(1) != 1:  # the operator reads rows at their stride and takes their elements to be adjacent
+        if x.stride(1) != 1:  # the operator reads rows at their stride but assumes adjacent elements
             x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scales.shape[1])
         torch.ops._C.cpu_gemm_wna16(
@@ -118,7 +118,7 @@ class VllmCpuWNA16Linear:
 
 
 class VllmCpuInt8Linear:
-    """Computes what vLLM's CPUInt8ScaledMMLinearKernel does, by the same operators."""
+    """Compute the same as vLLM's CPUInt8ScaledMMLinearKernel, with the same operators."""
 
     name = "vllm_cpu_int8"
 
@@ -141,7 +141,7 @@ class VllmCpuInt8Linear:
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16."""
-        one = torch.ones(1, dtype=torch.float32)  # vLLM loads under another default dtype
+        one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
             torch.ops._C.onednn_scaled_mm(out, rows, one, None, None, None, prepared.handler.handler_tensor)
@@ -154,7 +154,7 @@ class VllmCpuInt8Linear:
 
 
 class VllmCpuInt8TilesLinear:
-    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel runs on CPUs with AMX."""
+    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
 
@@ -163,13 +163,13 @@ class VllmCpuInt8TilesLinear:
         if device.type != "cpu":
             return f"runs on cpu, not on {device.type}"
         if not _int8_tiles_serve(shape):
-            return "vLLM runs it on CPUs with AMX, for N in multiples of 16 and K in multiples of 32"
+            return "vLLM runs it only on CPUs with AMX, if N is a multiple of 16 and K of 32"
         return cpu_ops_missing("int8_scaled_mm_with_quant")
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedInt8Tiles:
         weight, scale = tensors["weight"], tensors["weight_scale"]
-        # The operator takes blocks of 32 channels. vLLM fills them by fusing layers; here a layer is alone.
+        # The operator takes blocks of 32 channels. vLLM fuses layers to fill them; here a single layer is padded.
         padding = (0, 0, 0, -len(weight) % _TILE_CHANNELS)
         packed = torch.ops._C.convert_weight_packed(F.pad(weight, padding))
         return PreparedInt8Tiles(packed, F.pad(scale, padding), len(weight))
@@ -189,12 +189,12 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Equal but for one value in 3,000, near the middle of two integers, which the operator rounds otherwise."""
+        """Return the activations, except that 1 value in 3,000, near a half, is rounded differently by the operator."""
         return dequantize(*quantize_int8_cuda(x))
 
 
 def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qarl.kernels.activations.quantize_int8` in one pass."""
+    """Compute `qarl.kernels.activations.quantize_int8` in one pass."""
     values = torch.empty(x.shape, dtype=torch.int8)
     scale = torch.empty(x.shape[0], 1, dtype=torch.float32)
     torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
@@ -202,10 +202,10 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
-    """vLLM's own rule (`check_cpu_sgl_kernel`) for int8 weights [N, K]; its module is slow to import."""
+    """Apply vLLM's rule for int8 weights [N, K] (`check_cpu_sgl_kernel`), whose module is slow to import."""
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
 def _isa_hint() -> str:
-    """vLLM's own rule for BF16 scales: matrix tiles if the CPU has them, else vectors."""
+    """Apply vLLM's rule for BF16 scales: matrix tiles if the CPU has them, else vectors."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -1,23 +1,22 @@
-"""vLLM's CUDA operators as linear kernels: what the rollout engine itself multiplies with on NVIDIA GPUs.
+"""vLLM's CUDA operators as linear kernels. The rollout engine itself runs them on NVIDIA GPUs.
 
     vllm_machete        W4A16 on capability 9.0, K % 64 = 0, N % 128 = 0, groups of 64 or 128
     vllm_marlin         W4A16 elsewhere from capability 8.0 on, groups of 32, 64 or 128
     vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
-Each prepares weights and calls operators as vLLM's class of that name does (MacheteLinearKernel, MarlinLinearKernel,
-CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/), and serves only
-what vLLM's own chooser gives to that class on this machine. Read in vLLM 0.24.0 and 0.29.0, where the functions called
-here take the same arguments; `qarl.vllm_versions` refuses a vLLM in which they do not, and this file is the only place
-to mend.
+Each prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel, MarlinLinearKernel,
+CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/). It serves a
+layer only if vLLM on this machine would use that class. Read in vLLM 0.24.0 and 0.29.0, where the functions called here
+take the same arguments. `qarl.vllm_versions` rejects a vLLM in which they differ; then only this file needs a change.
 
-Three ways left for engine and trainer to differ, none of them visible from here:
-    fused layers     the engine multiplies q, k and v (gate and up) at once. A projection alone may miss N % 128 where
-                     the fused one has it, and tiles and splits over K are picked by N: the same numbers to a rounding.
-    linear_backend   an engine argument of vLLM 0.29 that overrides its chooser; QaRL does not set it.
-    compilation      with vLLM's torch.compile on, activations are quantized by compiled PyTorch, not by the operators.
+Engine and trainer can still differ in three ways, which cannot be detected here:
+    fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
+                     but not for one projection, and vLLM picks tiles and splits over K by N. Rounding may differ.
+    linear_backend   an engine argument of vLLM 0.29 that overrides its choice; QaRL does not set it.
+    compilation      with vLLM's torch.compile on, compiled PyTorch quantizes the activations, not the operators.
 
-dX is the Triton kernels', from the wire tensors, which the layer holds anyway: no BF16 copy of a weight is kept.
+The Triton kernels compute dX from the wire tensors, which the layer holds anyway, so no BF16 copy of a weight is kept.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
         "output_size_per_partition", "input_size_per_partition", "is_k_full", "bias",
     ),
 }  # fmt: skip
-"""vLLM's functions that are called here, and the parameters that are given by name."""
+"""vLLM's functions that are called here, and the parameters that are passed by name."""
 
 
 class PreparedPacked(NamedTuple):
-    """`weight`, `scales`: in the operator's layout; `workspace`: Marlin's; `wire`: what dX is made from."""
+    """`weight` and `scales` are in the operator's layout; `workspace` is Marlin's; dX is computed from `wire`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -71,7 +70,7 @@ class PreparedPacked(NamedTuple):
 
 @cache
 def _unusable(operator: str) -> str | None:
-    """Why the operator cannot be called in this process, or None."""
+    """Return why the operator cannot be called in this process, or None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
     configure_vllm_process()
@@ -82,7 +81,7 @@ def _unusable(operator: str) -> str | None:
 
 
 def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, int]) -> str | None:
-    """Why vLLM's CUDA operators, `operator` among them, cannot be called on `device`, or None."""
+    """Return why vLLM's CUDA operators, including `operator`, cannot be called on `device`, or None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"runs on NVIDIA GPUs, not on {'AMD' if device.type == 'cuda' else device.type}"
     if not torch.cuda.is_available():
@@ -93,7 +92,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """None if vLLM multiplies int4 weights [N, K] in such groups with its class `kernel`; else what it does."""
+    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses."""
     chosen = _engines_choice(shape, group_size)
     return None if chosen == kernel else f"here vLLM itself runs {chosen}"
 
@@ -119,7 +118,7 @@ def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
 
 
 def uint4b8() -> Any:
-    """vLLM's name of our int4: unsigned, stored with an offset of 8."""
+    """Return vLLM's type for our int4: unsigned, stored with an offset of 8."""
     from vllm.scalar_type import scalar_types
 
     return scalar_types.uint4b8
@@ -155,7 +154,7 @@ class VllmMacheteLinear(_PackedLinear):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
-        """int32 [K/8, N], columns contiguous, repacked; scales [K/g, N]."""
+        """Repack the weight, int32 [K/8, N] with contiguous columns; transpose the scales to [K/g, N]."""
         from vllm import _custom_ops as ops
 
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
@@ -182,7 +181,7 @@ class VllmMacheteLinear(_PackedLinear):
 
 
 class VllmMarlinLinear(_PackedLinear):
-    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions; shapes off its tiles are padded with zeros."""
+    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Zeros pad shapes that do not fit its tiles."""
 
     name = "vllm_marlin"
     group_sizes = (32, 64, 128)
@@ -190,14 +189,14 @@ class VllmMarlinLinear(_PackedLinear):
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
-            return "VLLM_MARLIN_INPUT_DTYPE is set: vLLM quantizes the activations"
+            return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = why_not_here(device, "marlin_gemm", capability=(8, 0))
-        # Machete, which vLLM prefers, stands before this kernel in the registry, and has no groups of 32.
+        # 32, because vLLM prefers Machete, which comes first in the registry but does not support groups of 32.
         return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedPacked:
-        """The weight in Marlin's tiles of 16 by 64, scales [K/g, N] permuted alike."""
+        """Convert the weight to Marlin's tiles of 16 by 64, and permute the scales [K/g, N] to match."""
         from vllm import _custom_ops as ops
 
         marlin = importlib.import_module(_MARLIN)
@@ -253,7 +252,7 @@ class _CutlassLinear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
-        """The wire tensors themselves: the operator reads the weight as [K, N], columns contiguous."""
+        """Return the wire tensors themselves. The operator reads the weight as [K, N] with contiguous columns."""
         return ScaledWeight(tensors["weight"].contiguous(), tensors["weight_scale"])
 
     @staticmethod
@@ -294,7 +293,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
         if why_not := why_not_here(device, "cutlass_scaled_mm", capability=(8, 0)):
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
-            return "vLLM's CUTLASS has int8 products up to capability 9.0"
+            return "vLLM's CUTLASS supports int8 products only up to capability 9.0"
         return _off_the_tiles(shape) or _disabled("CutlassInt8ScaledMMLinearKernel")
 
     @staticmethod
@@ -326,7 +325,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
-    """vLLM pads such FP8 weights, and gives such int8 ones to another kernel."""
+    """Return why CUTLASS cannot serve [N, K]. vLLM pads such FP8 weights, and uses a different kernel for int8."""
     return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
 
 
@@ -337,5 +336,5 @@ def _disabled(kernel: str) -> str | None:
 
 @cache
 def _nothing(device: torch.device) -> torch.Tensor:
-    """An empty tensor, which Marlin takes for zero points and an order of columns that do not exist."""
+    """Return an empty tensor, which tells Marlin that there are no zero points and no special order of columns."""
     return torch.empty(0, dtype=torch.int32, device=device)

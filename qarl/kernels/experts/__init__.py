@@ -1,1 +1,1 @@
-"""Low-bit experts: grouped products, and the whole expert layer with its straight-through backward."""
+"""Low-bit experts: grouped products, and the expert layer with its straight-through backward."""

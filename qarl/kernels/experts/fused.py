@@ -1,17 +1,17 @@
-"""The feed-forward part of a mixture of experts with low-bit weights: y = sum over a token's experts of
-w * down(silu(gate(x)) * up(x)), which kernel serves, and its straight-through backward.
+"""The feed-forward layer of a mixture of experts with low-bit weights, the choice of its kernel, and its backward.
 
-The kernel of the forward is the rollout engine's if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts`
-on CPUs), else our grouped products, one after the other. The backward is the same for all:
+The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
+engine's kernel if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), else our grouped products,
+one after the other. The backward is straight-through and the same for all kernels:
 
-    y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    made again, by our grouped kernels, from the wire tensors
+    y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
     da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
-    dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: in BF16 what was multiplied, 8-bit activations dequantized
+    dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
-all in BF16 with FP32 sums, as `qarl.quant.linear` does for a linear. What the forward rounded between its products (the
-engine's choice) differs from what is made again by a last bit of BF16. `scheme` names are those of design and config;
-W4A8 has no experts. A token's experts are all different, as routers choose them.
+Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
+products, so the values computed again can differ in the last BF16 bit. `scheme` names are those of design and config;
+W4A8 is not supported for experts. A token's experts must all be different, as routers choose them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ExpertsKernel(Protocol):
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
-        """Why this kernel cannot serve experts of this scheme and shape here, or None when it can."""
+        """Return why this kernel cannot serve experts of this scheme and shape here, or None if it can."""
         ...
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Any:
-        """The stacked wire tensors in the layout `forward` reads."""
+        """Convert the stacked wire tensors to the layout that `forward` reads."""
         ...
 
     @staticmethod
@@ -56,16 +56,16 @@ class ExpertsKernel(Protocol):
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M, K] BF16 as this kernel's products read it under an 8-bit scheme: values [M, K], FP32 scales [M, 1]."""
+        """Quantize x [M, K] BF16 as this kernel does for an 8-bit scheme: values [M, K], FP32 scales [M, 1]."""
         ...
 
 
 class _GroupedExperts:
-    """Our products one after the other; a row is rounded to BF16 before the router's weight and after it."""
+    """Run our products one after the other. Each row is rounded to BF16 before and after the router's weight."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
-        """The wire tensors themselves."""
+        """Return the wire tensors themselves."""
         return gate_up, down
 
     @classmethod
@@ -81,7 +81,7 @@ class _GroupedExperts:
 
 
 class TritonExperts(_GroupedExperts):
-    """qarl.kernels.triton.grouped."""
+    """The products of qarl.kernels.triton.grouped."""
 
     name = "triton"
 
@@ -97,7 +97,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Exact PyTorch, one expert after the other; on GPUs it stands behind the Triton kernels."""
+    """Exact PyTorch, one expert after the other; on GPUs the Triton kernels are preferred."""
 
     name = "reference"
 
@@ -115,14 +115,14 @@ EXPERTS_KERNELS: dict[str, tuple[type[ExpertsKernel], ...]] = {
     "w8a8": (VllmCpuExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
     "fp8": (VllmCpuExperts, VllmCutlassExperts, VllmTritonExperts, TritonExperts, ReferenceExperts),
 }
-"""For every scheme its kernels, in order of preference."""
+"""The kernels of each scheme, in order of preference."""
 BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceExperts)
-"""Those of experts that are not quantized."""
+"""The kernels of experts that are not quantized, in order of preference."""
 
 
 @dataclass(frozen=True)
 class ExpertsChoice:
-    """The chosen kernel, and one line per kernel that was passed over with its reason."""
+    """The chosen kernel, and one line with the reason for each kernel that was passed over."""
 
     kernel: type[ExpertsKernel]
     passed_over: tuple[str, ...]
@@ -140,7 +140,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> ExpertsChoice:
-    """The first kernel that can serve; `force` names the only one to consider. Raises UserError if none can."""
+    """Return the first kernel that can serve. `force` names the only one to consider. Raise UserError if none can."""
     passed_over: list[str] = []
     kernels = BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ())
     for kernel in kernels:
@@ -159,7 +159,7 @@ def choose_experts_kernel(
 
 
 class LowBitExperts(NamedTuple):
-    """One layer's experts as the forward reads them: the stacked wire tensors, and what the kernel made of them."""
+    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, the kernel's layout of them."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -168,7 +168,7 @@ class LowBitExperts(NamedTuple):
 
     @classmethod
     def of(cls, kernel: type[ExpertsKernel], gate_up: Tensors, down: Tensors) -> LowBitExperts:
-        """Raises ValueError if the two are not those of one layer."""
+        """Prepare one layer's experts. Raise ValueError if `gate_up` and `down` do not fit together."""
         (experts, rows), (others, hidden) = (sizes_of(tensors) for tensors in (gate_up, down))
         if experts != others or rows % 2 or scheme_of(gate_up) != scheme_of(down):
             raise ValueError(f"gate_up [{experts}, {rows}, ...] and down [{others}, {hidden}, ...] do not match")
@@ -186,8 +186,8 @@ def fused_experts(
     """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable.
 
     Args:
-        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I], which get the gradients, and nothing
-            else: the forward reads `experts`. None if they need none.
+        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I]. They only receive the gradients; the
+            forward reads `experts`. None if no gradient is needed.
     """
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
@@ -245,7 +245,7 @@ class _FusedExperts(torch.autograd.Function):
 def _zeros(
     needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
 ) -> tuple[torch.Tensor | None, ...]:
-    """Zero gradients for an input without tokens: the engine's quantizers cannot be launched on zero rows."""
+    """Return zero gradients for an input without tokens, because the engine's quantizers cannot run on zero rows."""
     (count, rows), hidden = sizes_of(experts.gate_up), x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
@@ -257,7 +257,7 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """By rows sorted by expert: the input, gate and up, and the input of down, 8-bit ones with their scales."""
+    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a`, the input of down. 8-bit values have scales."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -272,7 +272,7 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
     scale: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
     if scheme in _EIGHT_BIT:
-        x, scale = kernel.quantize(scheme, x.contiguous())  # a token once, whatever the number of its experts
+        x, scale = kernel.quantize(scheme, x.contiguous())  # each token once, however many experts it has
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
     gate, up = grouped.product(rows, row_scale, gate_up, routing.ends).chunk(2, dim=1)
@@ -283,7 +283,7 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
 
 
 def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """x[token]; 8-bit floats as their bytes, which every device can index."""
+    """Return x[token]. 8-bit floats are indexed as bytes, because not every device can index them."""
     return x.view(torch.uint8)[token].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[token]
 
 
@@ -292,7 +292,7 @@ def _dequantized(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
 
 
 def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """BF16 [M, 2I], gate first, from FP32 [M, I]."""
+    """Return the gradients of gate and up, BF16 [M, 2I] with gate first, from `grad` FP32 [M, I]."""
     g, u = gate.float(), up.float()
     sigmoid = g.sigmoid()
     slope = sigmoid * (1 + g * (1 - sigmoid))

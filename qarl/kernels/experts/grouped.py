@@ -1,10 +1,10 @@
-"""Products of routed tokens with the low-bit weights of their experts: by the Triton kernels on GPUs, else in PyTorch.
+"""Products of routed tokens with the low-bit weights of their experts: Triton kernels on GPUs, else PyTorch.
 
-Rows are sorted by expert (`route`), every expert multiplies its own, and nothing is padded. Weights are the wire
-tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] and `weight_scale` BF16 [E, N, K/g], or `weight` int8
-or float8_e4m3fn [E, N, K] and `weight_scale` FP32 [E, N, 1]; or `weight` BF16 [E, N, K] alone, scheme bf16.
+Rows are sorted by expert (`route`), each expert multiplies its own rows, and nothing is padded. Weights are the wire
+tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
+int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
 
-Nothing here waits for a GPU: how many rows an expert has is known on the device alone. The PyTorch of CPUs asks.
+On GPUs nothing here waits for the device, because the number of rows of each expert stays there. On CPUs it is read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert. `order` int64 [T k]: their places in the flattened `topk_ids`; `token` int64 [T k]: the
-    token of each; `ends` int32 [E]: where each expert's rows end, as `torch.nn.functional.grouped_mm` takes it."""
+    """Rows sorted by expert. `order` int64 [T k] holds each row's place in the flattened `topk_ids`, and `token` int64
+    [T k] its token. `ends` int32 [E] holds where each expert's rows end, as `torch.nn.functional.grouped_mm` wants."""
 
     order: torch.Tensor
     token: torch.Tensor
@@ -40,28 +40,28 @@ def route(topk_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """BF16 rows [T k, N], sorted by expert -> BF16 [T, N], the sum over each token's experts in FP32, in the order in
-    which the router named them."""
+    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts. The sum is in FP32, in the
+    order in which the router listed the experts."""
     restored = torch.empty_like(rows)
     restored[routing.order] = rows
     return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
 
 
 def scheme_of(tensors: Tensors) -> str:
-    """The scheme whose wire tensors these are."""
+    """Return the scheme that these wire tensors belong to."""
     if "weight_packed" in tensors:
         return "w4a16"
     return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
 
 
 def sizes_of(tensors: Tensors) -> tuple[int, int]:
-    """E and N."""
+    """Return E and N, the first two dimensions of the stacked wire tensors."""
     experts, rows = next(iter(tensors.values())).shape[:2]
     return experts, rows
 
 
 def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """y = x W_e^T, BF16 [M, N]. x [M, K]: BF16 for W4A16 and BF16, else 8 bits with `x_scale` FP32 [M, 1]."""
+    """Return x W_e^T, BF16 [M, N]. x [M, K] is BF16 for w4a16 and bf16, else 8-bit with `x_scale` FP32 [M, 1]."""
     if scheme_of(tensors) == "bf16":
         return _bf16_product(x, tensors["weight"], ends)
     if unavailable(scheme_of(tensors), x.device) is None:
@@ -78,7 +78,7 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 
 
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """grad W_e, BF16 [M, K] from BF16 [M, N]: what `product` multiplied by, in BF16."""
+    """Return grad W_e, BF16 [M, K], from grad BF16 [M, N]. W_e is the weight of `product`, dequantized to BF16."""
     scheme = scheme_of(tensors)
     if scheme == "bf16":
         return _bf16_product(grad, tensors["weight"].mT, ends)
@@ -98,19 +98,19 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """grad_e^T x_e of every expert's rows, BF16 [E, N, K] from BF16 [M, N] and [M, K]; zero without rows."""
+    """Return grad_e^T x_e of each expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]; zero if it has no rows."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]
         return torch.stack([grad[part].t() @ x[part] for part in parts])
     made: torch.Tensor = F.grouped_mm(grad.t(), x, offs=ends)
-    # A product over no rows is not promised to write its zeros.
+    # PyTorch does not promise zeros for a product over no rows.
     counts = ends.diff(prepend=ends.new_zeros(1))
     return made.masked_fill_((counts == 0)[:, None, None], 0.0)
 
 
 def dequantized(tensors: Tensors) -> torch.Tensor:
-    """BF16 [E, N, K]: what a product multiplies by."""
+    """Return the weight that a product multiplies by, BF16 [E, N, K]."""
     if "weight_packed" in tensors:
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
         return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
@@ -120,7 +120,7 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
 
 
 class ExpertsShape(NamedTuple):
-    """`hidden` H, `intermediate` I: gate_up is [E, 2I, H], gate first; down is [E, H, I]."""
+    """Sizes of an expert layer. With hidden H and intermediate I, gate_up is [E, 2I, H], gate first; down [E, H, I]."""
 
     experts: int
     top_k: int

@@ -1,20 +1,20 @@
-"""vLLM's fused mixture-of-experts kernels: what the rollout engine itself multiplies experts with on NVIDIA GPUs.
+"""vLLM's fused mixture-of-experts kernels, which the rollout engine itself runs on NVIDIA GPUs.
 
     vllm_marlin_experts    W4A16: `fused_marlin_moe`, as MarlinExperts runs it
     vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 does
     vllm_triton_experts    W8A8, FP8 on capability 8.9: `fused_experts`, the kernels and tile tables of TritonExperts
 
-Which class vLLM takes is asked of vLLM: `CompressedTensorsMoEMethod.get_moe_method`, the function that answers the
-engine's own layers, is given a layer of the same numbers, and a kernel serves only where the answer is its class. The
-classes themselves are not used: they draw their buffers from the engine's workspace, which is locked at the size of the
-engine's largest batch. Their functions are called, with the arguments that they give. Read in vLLM 0.24.0 and 0.29.0.
+vLLM itself is asked which class it uses: `CompressedTensorsMoEMethod.get_moe_method`, which chooses for the engine's
+layers, gets a layer of the same sizes. A kernel serves only if the answer is its class. The classes themselves are not
+used, because they take their buffers from the engine's workspace, whose size is fixed to the engine's largest batch.
+Instead, the functions behind the classes are called with the same arguments. Read in vLLM 0.24.0 and 0.29.0.
 
-Left for engine and trainer to differ: tensor or expert parallel rollouts (other tiles, and a sum over ranks); the
-engine arguments that override its chooser, which QaRL does not set; and the number of rows, since Marlin's and Triton's
-tiles follow it (vllm-project/vllm#46639). vLLM 0.24's TritonExperts refuses int8 rows by an assertion, so that engine
-cannot serve W8A8 experts at all; `fused_experts`, which is called here, has no such line.
+Engine and trainer can still differ in three ways: tensor or expert parallel rollouts (different tiles, and a sum over
+ranks); engine arguments that override vLLM's choice, which QaRL does not set; and the number of rows, on which Marlin's
+and Triton's tiles depend (vllm-project/vllm#46639). In vLLM 0.24 an assertion in TritonExperts rejects int8 rows, so
+that engine cannot serve W8A8 experts at all. `fused_experts`, which is called here, has no such assertion.
 
-Activations are quantized by the engine's own functions. Those of W8A8 experts are not those of its linears:
+The engine's own functions quantize the activations. W8A8 experts use a different one from W8A8 linears:
 `per_token_quant_int8` rounds halves away from zero.
 """
 
@@ -65,11 +65,11 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
         "use_batched_format", "topk_weights", "permute_scratch",
     ),
 }  # fmt: skip
-"""vLLM's functions that are called here, and the parameters that are given by name."""
+"""vLLM's functions that are called here, and the parameters that are passed by name."""
 
 
 class Experts(NamedTuple):
-    """`gate_up` [E, 2I, H] and `down` [E, H, I] with their scales, in the function's layout."""
+    """`gate_up` [E, 2I, H] and `down` [E, H, I] with their scales, in the layout of vLLM's function."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -79,7 +79,7 @@ class Experts(NamedTuple):
 
 @cache
 def _unusable() -> str | None:
-    """Why the functions cannot be called, or None. Call `why_not_here` first: it checks for vLLM and `_C`."""
+    """Return why the functions cannot be called, or None. Call `why_not_here` first: it checks for vLLM and `_C`."""
     if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
         return f"this vLLM build has no {', '.join(missing)}"
     return why_unusable(FUNCTIONS)
@@ -88,7 +88,7 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Why the engine's `classes` cannot serve, or are not what it runs, or None."""
+    """Return why `classes` cannot serve, which includes that vLLM would run a different class, or None if they can."""
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:
         return why_not
@@ -98,7 +98,7 @@ def _why_not(
 
 @cache
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
-    """The class vLLM runs such experts with on this machine, one GPU; or why none, in brackets."""
+    """Return the class with which vLLM runs such experts on one GPU of this machine, or "nothing" with the reason."""
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
     methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")
@@ -126,7 +126,7 @@ def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> 
 
 
 def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
-    """As in config.json, for every layer."""
+    """Return a `quantization_config` as in config.json, which covers every layer."""
     kind = "float" if scheme == "fp8" else "int"
     rows = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
     groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
@@ -152,27 +152,27 @@ def _silu() -> Any:
 
 
 class VllmMarlinExperts:
-    """int4 weights; the sum over a token's experts is `moe_sum`, which MarlinExperts puts in place of PyTorch's."""
+    """int4 weights. As in MarlinExperts, `moe_sum` and not PyTorch sums over a token's experts."""
 
     name = "vllm_marlin_experts"
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
-            return "VLLM_MARLIN_INPUT_DTYPE is set: vLLM quantizes the activations"
+            return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = _why_not(scheme_name, device, shape, group_size, ("MarlinExperts",))
         if why_not:
             return why_not
         if shape.intermediate % 64:
             return f"vLLM pads an intermediate size of {shape.intermediate} to a multiple of 64"
         if group_size is not None and (shape.intermediate <= group_size) != (shape.hidden <= group_size):
-            sizes = f"{shape.hidden} columns and those of down, {shape.intermediate}"
-            return f"vLLM permutes the scales of gate and up, {sizes}, as one group both or as several"
+            sizes = f"gate and up have {shape.hidden} columns and down has {shape.intermediate}"
+            return f"{sizes}, but vLLM cannot mix one group per row with several groups per row"
         return None
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> Experts:
-        """int32 [E, K/16, 2N] in Marlin's tiles, scales [E, K/g, N] permuted alike."""
+        """Convert to Marlin's tiles: weights int32 [E, K/16, 2N], scales [E, K/g, N] permuted to match."""
         from vllm import _custom_ops as ops
 
         marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
@@ -188,7 +188,7 @@ class VllmMarlinExperts:
                 size_n=n,
                 num_bits=4,
             )
-            # vLLM gives the intermediate size for both; it only tells one group from several.
+            # vLLM passes the intermediate size for both. The function only checks whether there are several groups.
             scales = marlin.marlin_moe_permute_scales(
                 s=scale.transpose(1, 2).contiguous(), size_k=intermediate, size_n=n, group_size=k // scale.shape[2]
             )
@@ -228,7 +228,7 @@ class VllmMarlinExperts:
 
 
 def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """`ids`: 0.29 also passes the experts' ids and map, which only tell rows of other ranks apart."""
+    """Sum over a token's experts. vLLM 0.29 also passes `ids`, which only matter with rows of other ranks."""
     from vllm import _custom_ops as ops
 
     ops.moe_sum(rows, output)
@@ -237,7 +237,7 @@ def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Te
 
 @cache
 def _no_columns(experts: int, device: torch.device) -> torch.Tensor:
-    """An empty tensor, which Marlin takes for an order of columns that does not exist."""
+    """Return an empty tensor, which tells Marlin that the columns have no special order."""
     return torch.empty(experts, 0, dtype=torch.int32, device=device)
 
 
@@ -246,7 +246,7 @@ class _EightBitExperts:
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> Experts:
-        """The wire tensors themselves."""
+        """Return the wire tensors themselves."""
         weights = (tensors["weight"].contiguous() for tensors in (gate_up, down))
         scales = (tensors["weight_scale"].contiguous() for tensors in (gate_up, down))
         return Experts(*weights, *scales)
@@ -265,7 +265,7 @@ class _EightBitExperts:
 
 
 class VllmTritonExperts(_EightBitExperts):
-    """int8 or e4m3 by vLLM's Triton kernel."""
+    """int8 or e4m3 weights with vLLM's Triton kernel."""
 
     name = "vllm_triton_experts"
 
@@ -296,7 +296,7 @@ class VllmTritonExperts(_EightBitExperts):
 
 
 class VllmCutlassExperts(_EightBitExperts):
-    """e4m3 by CUTLASS's grouped product. On capability 10.0 vLLM uses Triton for batches of 8 tokens or fewer."""
+    """e4m3 weights with CUTLASS's grouped product. On capability 10.0 vLLM uses Triton for up to 8 tokens."""
 
     name = "vllm_cutlass_experts"
 
@@ -306,7 +306,7 @@ class VllmCutlassExperts(_EightBitExperts):
         if why_not:
             return why_not
         if torch.cuda.get_device_capability(device) >= (10, 0):
-            return "from capability 10.0 on vLLM's choice follows the number of tokens"
+            return "from capability 10.0 on vLLM's choice depends on the number of tokens"
         sizes = (shape.hidden, shape.intermediate)
         return f"needs sizes in multiples of 16, not {list(sizes)}" if any(size % 16 for size in sizes) else None
 
@@ -354,5 +354,5 @@ class VllmCutlassExperts(_EightBitExperts):
 
 @cache
 def _filled(experts: int, value: int, device: torch.device) -> torch.Tensor:
-    """int64 [E]: a stride for every expert."""
+    """Return int64 [E] filled with `value`: the same stride for every expert."""
     return torch.full((experts,), value, dtype=torch.int64, device=device)

@@ -1,13 +1,13 @@
 """Rounding, casts and dot products that give the same bits on a GPU and under Triton's interpreter.
 
-With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. There, in
-Triton 3.6 to 3.9, these differ from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
+With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. In Triton 3.6
+to 3.9 the interpreter differs from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
 (triton-lang/triton#11584), FP32 to BF16 truncates, subnormal BF16 numbers are cast wrongly both ways, and FP32 to FP8
-rounds otherwise. The functions here give a GPU its own instruction and the interpreter
-integer arithmetic with the same result. Kernels never compute on BF16 tensors: `to_fp32` on load, `to_bf16` on store.
+rounds differently. The functions here use the instruction on a GPU, and integer arithmetic with the same result under
+the interpreter. Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16` on store.
 
-Two rules for bits that do not depend on the Triton release: launch with `**LAUNCH` (whether a * b + c fuses is a
-default that changes with 3.10), and write `tl.div_rn` and `tl.sqrt_rn`, since `/` and `tl.sqrt` are approximate.
+Two rules make bits independent of the Triton release. Launch with `**LAUNCH`, because 3.10 changes the default for
+fusing a * b + c. Write `tl.div_rn` and `tl.sqrt_rn`, because `/` and `tl.sqrt` are approximate.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ INTERPRETED: bool = knobs.runtime.interpret
 """Whether the kernels of this process run under the interpreter."""
 
 LAUNCH: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
-"""Options of every launch."""
+"""Options for every launch."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def round_bf16(x):
-    """FP32 -> FP32, rounded half to even to a BF16 value. Under the interpreter NaN may turn into another NaN."""
+    """FP32 -> FP32, rounded half to even to a BF16 value. Under the interpreter the bits of a NaN may change."""
     if _INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -50,7 +50,7 @@ def to_bf16(x):
 
 @triton.jit
 def to_fp32(x):
-    """Any of the types that kernels load -> FP32, exact."""
+    """Any type that kernels load -> FP32, exact."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -61,8 +61,8 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
     """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
 
     `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 have none, and the
-    interpreter's rounds otherwise: there, normal numbers are rounded as integers with 20 bits to drop, and below
-    2**-6 the sum with 2**14, whose unit is 2**-9, leaves the code in its low bits.
+    interpreter's version rounds differently. Without it, normal numbers are rounded as integers that lose 20 bits.
+    Below 2**-6 the sum with 2**14, whose unit in the last place is 2**-9, has the code in its low bits.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -77,7 +77,7 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_value(code, HARDWARE: tl.constexpr):
-    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact: shifted into an FP32 they are 2**120 too small."""
+    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact. Shifted into an FP32 they are 2**120 too small."""
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.uint32)
@@ -87,25 +87,25 @@ def e4m3_value(code, HARDWARE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b with FP32 accumulation (int32 for int8 operands), for BF16, int8 or e4m3 operands."""
+    """Return acc + a @ b for BF16, int8 or e4m3 operands, summed in FP32 (int8: in int32)."""
     if _INTERPRETED and a.dtype == tl.bfloat16:
         return tl.dot(to_fp32(a), to_fp32(b), acc, input_precision="ieee")
     return tl.dot(a, b, acc, out_dtype=acc.dtype)
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Whether kernels on `device` may convert to and from float8_e4m3fn in hardware."""
+    """Return whether kernels on `device` may convert to and from float8_e4m3fn in hardware."""
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError(message): what every wrapper checks before it launches, so that no kernel reads astray."""
+    """Raise ValueError(message) unless `condition`. Wrappers call this first, so no kernel reads out of bounds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_device(*tensors: torch.Tensor) -> None:
-    """All on one GPU, or on the CPU under the interpreter."""
+    """Raise ValueError unless all tensors are on one GPU, or on the CPU under the interpreter."""
     devices = {tensor.device for tensor in tensors}
     require(len(devices) == 1, f"tensors are on different devices: {sorted(map(str, devices))}")
     require(

@@ -1,21 +1,23 @@
-"""One output tile of the W4A16 products, straight from the packed weight: what the dense and grouped kernels share.
+"""One output tile of the W4A16 products, straight from the packed weight. Dense and grouped kernels share it.
 
-An int32 of the wire format is read as two int16, each holding the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits
-first. A tile of int16 is loaded once and gives four planes, one for each position j in the int16; plane j is
-multiplied by the activations at k = 4h + j. Why planes, and not the codes in their order along K:
+An int32 of the wire format is read as two int16. Each holds the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
+A tile of int16 is loaded once and gives four planes, one for each position j in the int16. Plane j is multiplied by the
+activations at k = 4h + j. Planes have three advantages over codes in their order along K:
 
 - Nothing moves between threads. A tensor core takes its BF16 operand as 32-bit registers of two values adjacent along
-  the summed dimension. Two int16 adjacent there are one 32-bit register too, and `(r >> 4j) & 0x000F000F` are their two
-  codes where the operand wants them. Order along K is order of summation: the activations follow it.
-- Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too,
-  and one multiplication by the scale rounds: `bf16(float(code - 8) * float(scale))`, the operand of vLLM's CPU kernel
-  and of Marlin. Compiled for sm_90 the loop has 2.9 instructions a weight; with the codes in their order it had 9, for
-  shuffles and conversions. 4.3 TB/s are 37 weights a clock and SM, which can issue 3.5 instructions for each.
-- The weight is the first operand (acc is [N, M]): Hopper's tensor cores read the first from registers, so the
-  dequantized tile never touches shared memory, and few activations fill the other side, which may be as small as 8.
+  the summed dimension. Two adjacent int16 are one 32-bit register too, and `(r >> 4j) & 0x000F000F` leaves their two
+  codes in the operand's places. The order along K only sets the order of the sum, so the activations use it too.
+- Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too, and
+  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, the operand of
+  vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in order it
+  had 9, for shuffles and conversions. 4.3 TB/s bring 37 weights per clock to each SM, which can issue 3.5 instructions
+  for each of them.
+- The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
+  dequantized tile never goes through shared memory. The second operand's side may be as small as 8, which suits few
+  rows of activations.
 
-Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16; GROUP the group
-size. Offsets inside a tile are 32 bits wide: whatever can be further off is in the pointer.
+Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16, GROUP the group
+size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the pointer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from qarl.kernels.triton._compat import dot, to_bf16, to_fp32
 
 
 def _assembly(position: int) -> str:
-    """Two weights from the codes at `position` of two int16 ($1) and their scales ($2)."""
+    """Return PTX that makes two weights from the codes at `position` of two int16 ($1) and their scales ($2)."""
     shift = f"shr.b32 r, $1, {4 * position};" if position else "mov.b32 r, $1;"
     return f"""{{
     .reg .b32 r, one, bias, zero;
@@ -49,9 +51,9 @@ _ASSEMBLY_3 = tl.constexpr(_assembly(3))
 
 @triton.jit
 def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
-    """BF16 weights of the codes at POSITION (0..3) of `packed` int16; `scale` BF16 of the same shape.
+    """Return the BF16 weights of the codes at POSITION (0..3) in `packed` int16; `scale` is BF16 of the same shape.
 
-    PTX: use NVIDIA's instructions (sm_80 and later); else the same value by Triton's own arithmetic.
+    PTX: use NVIDIA's instructions (sm_80 and later); else compute the same values with Triton's arithmetic.
     """
     if not PTX:
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
@@ -67,7 +69,7 @@ def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def by_position(tile, ROWS: tl.constexpr, BH: tl.constexpr):
-    """[ROWS, 4 BH] -> four [ROWS, BH], the columns 4h + j for j = 0..3."""
+    """[ROWS, 4 BH] -> four tiles [ROWS, BH]; tile j has the columns 4h + j."""
     even, odd = tl.split(tl.reshape(tile, (ROWS, BH, 2, 2)))
     tile_0, tile_2 = tl.split(even)
     tile_1, tile_3 = tl.split(odd)
@@ -82,9 +84,9 @@ def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexp
 
 @triton.jit
 def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
-    """BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
+    """Load the BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
 
-    `rows` [BN]: offsets of the channels' first scales. Beyond the last group zeros.
+    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero.
     """
     if BK <= GROUP:
         scale = tl.load(scale_ptr + rows + step * BK // GROUP)
@@ -100,7 +102,7 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Scales first..first+COUNT-1 of the channels `rows` [BN], [BN] or [BN, COUNT]; beyond the last group the last."""
+    """Load scales first..first+COUNT-1 of the channels `rows` [BN], as [BN] or [BN, COUNT]. The last scale repeats."""
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -111,7 +113,7 @@ def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
 
 @triton.jit
 def spread_scales(scale, ROWS: tl.constexpr, BH: tl.constexpr, COUNT: tl.constexpr):
-    """[ROWS] or [ROWS, COUNT] -> [ROWS, BH], each scale for the int16 of its group."""
+    """[ROWS] or [ROWS, COUNT] -> [ROWS, BH]: repeat each scale for every int16 of its group."""
     if COUNT == 1:
         spread = tl.broadcast_to(scale[:, None], (ROWS, BH))
     else:
@@ -124,20 +126,20 @@ def forward_tile(
     x_ptr, x_rows, packed_ptr, scale_ptr, channels, K, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """FP32 [BN, BM]: the transposed product over the blocks first..last-1 of K.
+    """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
 
-    `x_ptr`, `packed_ptr` (int16), `scale_ptr`: the first row of this tile. `x_rows` [BM]: offsets of the rows of x, in
-    elements; `channels` [BN]: rows of the weight counted from its first here. All of them must exist.
+    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM] holds offsets of
+    rows of x in elements; `channels` [BN] counts the weight's rows from the tile's first. All of them must exist.
     """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP
     halves = tl.arange(0, BH)
     columns = tl.arange(0, BK)
-    packed_rows = channels * (groups * (GROUP // 4))  # K / 4, and known to be a multiple of what one copy takes
+    packed_rows = channels * (groups * (GROUP // 4))  # K / 4, written so that the compiler knows its alignment
     scale_rows = channels * groups
     acc = tl.zeros((BN, BM), tl.float32)
-    # Scales are too narrow for asynchronous copies: loaded a step ahead, they arrive while the step before is computed.
+    # Scales are too narrow for asynchronous copies. Loaded a step ahead, they arrive while that step computes.
     scale = load_scales(scale_ptr, scale_rows, first, groups, BK, GROUP, EVEN_K)
     for step in range(first, last):
         offsets = packed_rows[:, None] + (step * BH + halves)[None, :]
@@ -163,14 +165,14 @@ def backward_tile(
     grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Four FP32 [BH, BM], the columns start + 4h + j of dX = dY W, over the blocks first..last-1 of N.
+    """Return four FP32 [BH, BM]: the columns start + 4h + j of dX = dY W, summed over the blocks first..last-1 of N.
 
-    `grad_ptr`: the first row of this tile; `grad_rows` [BM]: offsets of the rows of dY, which must exist.
+    `grad_ptr` points to the first row of this tile. `grad_rows` [BM] holds offsets of rows of dY, which must exist.
     """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP
-    stride = groups * (GROUP // 4)  # K / 4, and known to be a multiple of what one copy takes
+    stride = groups * (GROUP // 4)  # K / 4, written so that the compiler knows its alignment
     halves = start // 4 + tl.arange(0, BH)
     inside = halves < stride
     channels = tl.arange(0, BN)

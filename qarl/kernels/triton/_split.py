@@ -1,8 +1,8 @@
 """Sums split over programs, in a fixed order and without float atomics.
 
-Every program leaves its tile in a workspace and counts itself; the last to come adds the tiles in the order of the
-parts. Which one that is changes from run to run, the order of the sum does not. One kernel instead of two: at a few
-rows a product takes little longer than a launch.
+Every program writes its tile to a workspace and increments a counter. The program that arrives last adds the tiles in
+the order of the parts. That program changes from run to run, but the order of the sum does not. One kernel does both
+steps, because a product of few rows takes little longer than a launch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from qarl.kernels.triton.tables import Tile, parts
 
 @triton.jit
 def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Writes part `part` of tile `tile`; True for the program that must add them up."""
+    """Write part `part` of tile `tile`. Return True in the program that must add the parts."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     tl.store(workspace_ptr + (part * tiles + tile).to(tl.int64) * (ROWS * COLS) + offsets, acc)
-    tl.debug_barrier()  # the whole tile is written before one thread releases it
+    tl.debug_barrier()  # the whole tile must be written before one thread releases it
     return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == parts - 1
 
 
 @triton.jit
 def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] in the workspace's dtype, parts in the order 0, 1, 2, ...; leaves the counter zero."""
+    """Add the parts in the order 0, 1, 2, ... to [ROWS, COLS] in the workspace's dtype. Reset the counter to zero."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     acc = tl.zeros((ROWS, COLS), workspace_ptr.dtype.element_ty)
     for part in range(parts):
@@ -38,7 +38,7 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 def split(
     tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """(parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`; `None` for one part."""
+    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`; (1, None, None) if one."""
     count = parts(tile, tiles, blocks, device)
     if count == 1:
         return 1, None, None
@@ -49,8 +49,8 @@ _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _counters(count: int, device: torch.device) -> torch.Tensor:
-    """int32 zeros [>= count], which every launch leaves zero. One tensor a stream: launches on a stream follow each
-    other. While a CUDA graph is captured a new one, whose zeroing the graph repeats.
+    """Return int32 zeros [>= count], which every launch resets to zero. Each stream has one tensor, because launches on
+    a stream do not overlap. While a CUDA graph is captured, make a new tensor, so that the graph replays the zeroing.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)

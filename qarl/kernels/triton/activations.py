@@ -1,11 +1,11 @@
-"""Activations to int8 or e4m3 with one scale a token.
+"""Quantize activations to int8 or e4m3 with one scale per token.
 
 The projections that read the same input (q, k, v; gate, up) share one call. The arithmetic is that of vLLM's CUDA
-operators; qarl.kernels.activations says it in PyTorch. If vLLM drops a NaN (fmaxf does), a row that holds a NaN or
-an Inf gets a scale that is one too, and so does what is multiplied by it.
+operators, with one exception; qarl.kernels.activations has it in PyTorch. vLLM drops a NaN (fmaxf does). Here a row
+that holds a NaN or an Inf gets a scale that is NaN or Inf, and so do the products with it.
 
-One program a row, whatever M: results do not depend on the batch. A row stays in registers between the maximum and
-the quantization. Bytes an element: 2 read and 1 written. Over 4.3e12 B/s on H200: [8192, 4096] takes 23 us.
+Each row has one program, for every M, so results do not depend on the batch. A row stays in registers between the
+maximum and the quantization. Bytes per element: 2 read and 1 written. At 4.3e12 B/s on H200, [8192, 4096] takes 23 us.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _INT_BITS = tl.constexpr(12582912.0)  # x + this has round-half-even(x) in its l
 
 @triton.jit
 def _magnitude(x):
-    """The bits of |x| as int32, which order as the numbers do, NaN above Inf."""
+    """Return the bits of |x| as int32. They sort like the numbers, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale(magnitude, FP8: tl.constexpr):
-    """(s, f) from the largest magnitude's bits: int8 codes are x * f, e4m3 codes x / f."""
+    """Return (s, f) from the bits of the largest magnitude: the scale s, and f such that codes are x * f (int8) or
+    x / f (e4m3)."""
     amax = magnitude.to(tl.float32, bitcast=True)
     if FP8:
         scale = tl.div_rn(amax, 448.0)
@@ -48,7 +49,7 @@ def _scale(magnitude, FP8: tl.constexpr):
 
 @triton.jit
 def _codes(x, factor, FP8: tl.constexpr, HARDWARE: tl.constexpr):
-    """int8, or e4m3 as uint8."""
+    """Return the codes of x, int8 or e4m3 as uint8."""
     if FP8:
         q = tl.div_rn(x, tl.broadcast_to(factor, x.shape))
         codes = e4m3_bits(tl.minimum(tl.maximum(q, -448.0), 448.0), HARDWARE)
@@ -87,12 +88,12 @@ def quantize_tokens_kernel(
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x BF16 [M, K], rows may be strided -> (`dtype` [M, K], FP32 scales [M, 1]).
 
-    `dtype`: torch.int8 (equal to `quantize_int8_cuda`) or torch.float8_e4m3fn (`quantize_fp8_cuda`). Raises
-    ValueError for what it cannot read.
+    `dtype`: torch.int8 (equal to `quantize_int8_cuda`) or torch.float8_e4m3fn (equal to `quantize_fp8_cuda`). Raise
+    ValueError for any other shape or dtype.
     """
-    require(x.ndim == 2 and x.shape[1] > 0, f"x is [M, K] with K of 1 or more, not {list(x.shape)}")
-    require(x.dtype == torch.bfloat16, f"x is bfloat16, not {x.dtype}")
-    require(dtype in (torch.int8, FP8), f"activations are quantized to int8 or float8_e4m3fn, not {dtype}")
+    require(x.ndim == 2 and x.shape[1] > 0, f"x must be [M, K] with K of 1 or more, not {list(x.shape)}")
+    require(x.dtype == torch.bfloat16, f"x must be bfloat16, not {x.dtype}")
+    require(dtype in (torch.int8, FP8), f"activations can be quantized to int8 or float8_e4m3fn, not {dtype}")
     require_device(x)
     x = x.detach()
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -1,15 +1,15 @@
-"""Mixture-of-experts products: rows sorted by expert, every expert's weight multiplied by its own rows alone.
+"""Mixture-of-experts products: rows are sorted by expert, and each expert's weight multiplies only its own rows.
 
-Expert e has the rows ends[e-1]..ends[e]-1 of x, `ends` int32 [E] on the device, as PyTorch's `grouped_mm` takes them.
-Nothing is padded to the largest expert: an expert of c rows has ceil(c / BM) tiles, none if it is empty. How many that
-makes is known on the device only, and asking would wait for it: the grid has as many programs as any routing of M rows
-to E experts could need, at most min(M, E) row tiles more than are used, and a program finds its expert by a cumulative
-sum over the E counts, or leaves.
+Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`.
+Nothing is padded to the largest expert: an expert with c rows has ceil(c / BM) tiles, and an empty one has none. Only
+the device knows the number of tiles, and reading it would wait for the device. So the grid has as many programs as any
+routing of M rows to E experts could need, at most min(M, E) row tiles more than are used. A program finds its expert by
+a cumulative sum over the E counts, and exits if there is none for it.
 
-The tiles are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), and so are bytes and flops, but for weights
-of experts without rows, which are not read. Sums are not split: experts fill the GPU. The ridge of W4A16 is one of rows
-an expert: past it, in the table, all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped
-product multiplies. The choice is by the mean M / E, which the shapes say; routing cannot change it.
+Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), except that weights of experts
+without rows are not read. Sums are not split, because the experts fill the GPU. For many rows per expert, the table has
+no tile for W4A16. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
+multiplies. The choice depends on the mean M / E, which follows from the shapes, so routing cannot change it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forwa
 
 @triton.jit
 def find_expert(tile, ends_ptr, experts, BM: tl.constexpr, SIZE: tl.constexpr):
-    """(expert, first row, end of its rows) of row tile `tile`; an expert of SIZE if there is no such tile."""
+    """Return (expert, first row, end of the expert's rows) of row tile `tile`; expert is SIZE if the tile is unused."""
     index = tl.arange(0, SIZE)
     ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
     begins = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
@@ -48,7 +48,7 @@ def grouped_w4a16_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N]; grid: `tiles_m` row tiles, used or not, by the tiles of N."""
+    """Compute y [M, N]. The grid is `tiles_m` row tiles, used or not, times the tiles of N."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -69,7 +69,7 @@ def grouped_w4a16_backward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """dX [M, K] in tiles of BM by BK; grid as in `grouped_w4a16_kernel`, by the tiles of K."""
+    """Compute dX [M, K] in tiles of BM by BK. The grid is `tiles_m` row tiles, used or not, times the tiles of K."""
     tile_m, tile_k = tile_place(tl.program_id(0), tiles_m, tl.cdiv(K, BK))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -90,7 +90,7 @@ def grouped_scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N]. Tiles at the edge of an expert multiply rows and channels of its neighbour too, and drop them."""
+    """Compute y [M, N]. Tiles at the edge of an expert also compute rows and channels of the next, and drop them."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -105,8 +105,9 @@ def grouped_scaled_mm_kernel(
 def grouped_w4a16_linear(
     x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E], not
-    descending, the last M -> x W_e^T of each row's expert, BF16 [M, N]. Raises ValueError as `w4a16_linear` does.
+    """x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E] -> x W_e^T
+    with each row's expert e, BF16 [M, N]. `ends` must ascend (repeats are allowed) and end with M. Raise ValueError as
+    `w4a16_linear` does.
     """
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(x, k, packed)
@@ -127,7 +128,7 @@ def grouped_w4a16_linear(
 def grouped_w4a16_backward_input(
     grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert -> grad W_e, BF16 [M, K]; the rest as in `grouped_w4a16_linear`."""
+    """grad [M, N] BF16 sorted by expert -> grad W_e, BF16 [M, K]. All else is as in `grouped_w4a16_linear`."""
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(grad, n, packed)
     tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
@@ -155,7 +156,7 @@ def grouped_scaled_mm(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
-    `ends` as in `grouped_w4a16_linear` -> BF16 [M, N]. Raises ValueError as `scaled_mm` does.
+    `ends` as in `grouped_w4a16_linear` -> BF16 [M, N]. Raise ValueError as `scaled_mm` does.
     """
     require(weight.ndim == 3, "the weight of the experts must be [E, N, K]")
     kind = check_8bit(x, x_scale, weight, weight_scale)
@@ -183,8 +184,8 @@ def grouped_scaled_mm(
 def grouped_scaled_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad W_e, BF16 [M, K]: all
-    experts to a transient BF16 buffer, and PyTorch's grouped product."""
+    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad W_e, BF16 [M, K].
+    All experts are dequantized to a transient BF16 buffer, and PyTorch's grouped product multiplies."""
     check_rows(grad, weight.shape[1], weight)
     _check_ends(ends, weight.shape[0], weight)
     dequantized = dequantize_rows(weight.flatten(0, 1), weight_scale.flatten(0, 1))
@@ -192,7 +193,7 @@ def grouped_scaled_backward_input(
 
 
 def row_tiles(rows: int, experts: int, block: int) -> int:
-    """The most tiles of `block` rows that `rows` rows can make, however they are shared among the experts."""
+    """Return the largest number of tiles of `block` rows that any division of `rows` among the experts can need."""
     return (rows + min(rows, experts) * (block - 1)) // block
 
 

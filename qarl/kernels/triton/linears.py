@@ -1,11 +1,11 @@
-"""The Triton kernels as `LinearKernel`s of qarl.kernels.registry, with their own dX: no BF16 copy of a weight is held.
+"""The Triton kernels as `LinearKernel`s of qarl.kernels.registry. They compute dX, so no BF16 copy of a weight is kept.
 
-`unavailable` imports nothing of Triton on a machine without a GPU, and the kernels are imported at the first use: they
-are compiled or interpreted as the process was started. Under the interpreter (TRITON_INTERPRET=1) they serve the CPU
-too, for tests.
+`unavailable` does not import Triton on a machine without a GPU. The kernels are imported at their first use, and the
+environment of the process decides whether they are compiled or interpreted. Under the interpreter (TRITON_INTERPRET=1)
+they also serve the CPU, for tests.
 
-dX of 8-bit weights dequantizes the weight to a transient BF16 buffer (3 bytes of traffic a weight) and multiplies with
-cuBLAS: the gradients are BF16, and there is no product of BF16 and 8 bits that would be faster when bound by compute.
+dX of 8-bit weights dequantizes the weight to a transient BF16 buffer (3 bytes of traffic per weight) and multiplies
+with cuBLAS. The gradients are BF16, and a product of BF16 with 8 bits would not be faster if it is compute-bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
-"""The lowest CUDA compute capability with the tensor-core instructions of a scheme, as Triton 3.6 emits them."""
+"""The lowest CUDA compute capability for each scheme with the tensor-core instructions that Triton 3.6 emits."""
 
 
 class PackedWeight(NamedTuple):
@@ -36,7 +36,7 @@ class ScaledWeight(NamedTuple):
 
 
 def unavailable(scheme_name: str, device: torch.device) -> str | None:
-    """Why Triton cannot serve the scheme on `device`, or None."""
+    """Return why Triton cannot serve the scheme on `device`, or None if it can."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":
@@ -49,12 +49,12 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < needed:
         return f"needs compute capability {needed[0]}.{needed[1]}"
     if torch.version.hip is not None and scheme_name == "fp8":
-        return "AMD GPUs have other FP8 types"
+        return "AMD GPUs use different FP8 types"
     return None
 
 
 class TritonW4A16Linear:
-    """int4 weights dequantized in registers, or past the ridge into a transient buffer (w4a16.py)."""
+    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
 
     name = "triton"
     batch_invariant = False
@@ -134,14 +134,14 @@ class TritonFP8Linear(TritonW8A8Linear):
 
 
 class TritonInvariantW4A16Linear(TritonW4A16Linear):
-    """One tile and one order of summation for every number of rows; never chosen unless it is named."""
+    """Use one tile and one order of summation for any number of rows. It is only chosen by name."""
 
     name = "triton_batch_invariant"
     batch_invariant = True
 
 
 class TritonInvariantW8A8Linear(TritonW8A8Linear):
-    """As TritonInvariantW4A16Linear; its dX is cuBLAS's, whose order of summation may depend on the rows."""
+    """As TritonInvariantW4A16Linear, but cuBLAS computes dX, and its order of summation may depend on the rows."""
 
     name = "triton_batch_invariant"
     batch_invariant = True

@@ -1,15 +1,15 @@
-"""Weights to low bits in one pass over the master, and back to BF16; the same bits as qarl.quant.quantize.
+"""Quantize weights in one pass over the master, and dequantize them to BF16, with the bits of qarl.quant.quantize.
 
-What makes them equal: every step is rounded to the grid's dtype as there. On the BF16 grid nothing is divided: the
-quotient of two significands of 8 bits is never nearer than 2**-17 (relative) to the middle of two BF16 numbers, so a
-product with the reciprocal, which is off by 2**-21 at most, rounds to the same BF16 number. A division costs ten
-instructions, and an H200 has time for eighteen while it moves the 2.5 bytes of an element. On the FP32 grid every
-quotient is an IEEE division.
+The bits are equal because every step is rounded to the grid's dtype, as in that module. The BF16 grid needs no
+division. The quotient of two 8-bit significands is never nearer than 2**-17 (relative) to the middle of two BF16
+numbers. So a product with the reciprocal, whose error is at most 2**-21, rounds to the same BF16 number. A division
+costs ten instructions, and an H200 has time for eighteen while it moves the 2.5 bytes of an element. On the FP32 grid
+every quotient is an IEEE division.
 
-No kernel stops at a NaN or an Inf: it stores 1 to a flag, which the caller reads once for all its weights.
+No kernel stops at a NaN or an Inf. It stores 1 to a flag, which the caller reads once for all its weights.
 
-Rooflines take the H200's 4.3 TB/s of copy bandwidth. Not taken from others: vLLM and compressed-tensors quantize
-weights with eager PyTorch, eight or more passes.
+Rooflines assume the H200's copy bandwidth of 4.3 TB/s. There was no kernel to reuse: vLLM and compressed-tensors
+quantize weights with eager PyTorch, in eight or more passes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ROW_TILE = 8192
 
 
 class Quantized(NamedTuple):
-    """`values` and `scale` as on the wire (qarl.quant.tensor), `dequantized` BF16 [N, K] or None, `nonfinite` int32
-    [1], 1 if the weight holds a NaN or an Inf: then the other tensors mean nothing."""
+    """`values` and `scale` as on the wire (qarl.quant.tensor), and `dequantized` BF16 [N, K] or None. `nonfinite` int32
+    [1] is 1 if the weight holds a NaN or an Inf; the other tensors are then invalid."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """absmax / half range on the grid, FP32; zero becomes the eps of the grid's dtype."""
+    """Return absmax / half range on the grid, FP32. A zero becomes the eps of the grid's dtype."""
     if BF16_GRID:
         scale = round_bf16(absmax * (1.0 / HALF_RANGE))
         scale = tl.where(scale == 0.0, 0.0078125, scale)
@@ -62,7 +62,7 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """(p, r): on the BF16 grid w / scale is (w * p) * r. p keeps r finite if the scale is tiny."""
+    """Return (p, r) such that w / scale is (w * p) * r on the BF16 grid. p keeps r finite if the scale is tiny."""
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)
 
@@ -73,12 +73,12 @@ def quantize_int4_kernel(
     GROUP: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, BF16_GRID: tl.constexpr, DEQUANTIZE: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """`GROUPS` whole groups a program, as [GROUPS, WORDS, 8]: a thread holds the eight codes of an int32, so packing
-    needs no exchange; the maximum of a group of 128 is one over 16 threads. `WORDS` is GROUP / 8 up to a power of two.
-    `CONTIGUOUS` spares a division for each group.
+    """A program quantizes `GROUPS` whole groups, as [GROUPS, WORDS, 8]. A thread holds the eight codes of an int32, so
+    packing needs no exchange. The maximum of a group of 128 is taken over 16 threads. `WORDS` is GROUP / 8, rounded up
+    to a power of two. `CONTIGUOUS` saves a division for each group.
 
-    Bytes an element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. Roofline on H200: N * K times that
-    over 4.3e12 seconds; [12288, 4096] from an FP32 master with the copy: 328 MB, 76 us.
+    Bytes per element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. Roofline on H200: N * K times that
+    / 4.3e12 seconds. [12288, 4096] from an FP32 master with the copy moves 328 MB and takes 76 us.
     """
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     group = index.to(tl.int64)
@@ -105,8 +105,8 @@ def quantize_int4_kernel(
     else:
         q = tl.div_rn(w, tl.broadcast_to(scale[:, None, None], w.shape))
     shifted = tl.minimum(tl.maximum(q, -8.0), 7.0) + (_INT_BITS + 8.0)
-    # The bits are those of the constant plus code + 8, in 0..15: shifted and added they carry into no other code, and
-    # what the eight constants add up to is taken off at the end.
+    # The bits are those of the constant plus code + 8, which is in 0..15. So the eight codes can be shifted and added
+    # without a carry from one to the next. The sum of the eight constants is subtracted at the end.
     packed = tl.sum(shifted.to(tl.int32, bitcast=True) << (lane * 4)[None, None, :], axis=2) - _CONSTANTS
     tl.store(packed_ptr + group[:, None] * (GROUP // 8) + word[None, :], packed, mask=words_exist)
     if scale_ptr.dtype.element_ty == tl.bfloat16:
@@ -128,7 +128,7 @@ def _load_on_grid(w_ptr, column, cols, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _row_codes(w, scale, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """int8, or e4m3 as uint8, and what they stand for in BF16."""
+    """Return the codes, int8 or e4m3 as uint8, and the dequantized values in BF16."""
     if BF16_GRID:
         power, reciprocal = _factors(scale)
         q = round_bf16((w * power) * reciprocal)
@@ -150,9 +150,10 @@ def quantize_rows_kernel(
     HALF_RANGE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr,
     DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in registers if it is one block (`SINGLE`), else read twice, the second time from cache.
+    """A program quantizes one row. A row of one block (`SINGLE`) stays in registers; a longer one is read twice, the
+    second time from cache.
 
-    Bytes an element: w (2 or 4) + 1, + 2 with the dequantized copy, over 4.3e12 B/s on H200.
+    Bytes per element: w (2 or 4) + 1, + 2 with the dequantized copy, at 4.3e12 B/s on H200.
     """
     row = tl.program_id(0).to(tl.int64)
     w_ptr += row * row_stride
@@ -184,9 +185,9 @@ def quantize_rows_kernel(
 
 @triton.jit
 def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """`BLOCK` int32 a program: a thread reads 4 bytes and writes 16, both coalesced; scales come from cache.
+    """A program dequantizes `BLOCK` int32. A thread reads 4 bytes and writes 16, coalesced; scales come from cache.
 
-    Bytes an element: 1/2 + 2 / g + 2, over 4.3e12 B/s on H200: 30 us for [12288, 4096].
+    Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200: 30 us for [12288, 4096].
     """
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, 8)
@@ -202,7 +203,7 @@ def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROU
 def dequantize_rows_kernel(
     values_ptr, scale_ptr, out_ptr, cols, row_stride, FP8: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of one row a program. Bytes an element: 1 + 2, over 4.3e12 B/s on H200."""
+    """A program dequantizes one block of a row. Bytes per element: 1 + 2, at 4.3e12 B/s on H200."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(values_ptr + row * row_stride + column, mask=column < cols, other=0)
@@ -220,9 +221,9 @@ def quantize_int4(
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
-    `grid`: the dtype whose arithmetic is followed and in which an FP32 weight is read: torch.bfloat16 for what a BF16
-    forward sees, torch.float32 for an FP32 weight's own grid. `nonfinite`: an int32 [1] of 0 to share among weights,
-    so that one synchronization serves them all. Raises ValueError for other dtypes and shapes.
+    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. torch.bfloat16 quantizes what a BF16
+    forward sees; torch.float32 keeps an FP32 weight as it is. `nonfinite`: an int32 [1] of 0 to share among weights, so
+    that one synchronization serves them all. Raise ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape
@@ -292,13 +293,13 @@ def _quantize_rows(
 
 
 def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K]: `qarl.kernels.int4.dequantize_int4`.
+    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K]. Equals `qarl.kernels.int4.dequantize_int4`.
 
-    `out`: the BF16 [N, K] contiguous buffer to write, so that layers can share one.
+    `out`: a contiguous BF16 [N, K] buffer for the result, which layers can share.
     """
     rows, words_a_row = packed.shape
-    require(packed.dtype == torch.int32, f"packed weights are int32, not {packed.dtype}")
-    require(scale.dtype in (torch.bfloat16, torch.float32), f"scales are BF16 or FP32, not {scale.dtype}")
+    require(packed.dtype == torch.int32, f"packed weights must be int32, not {packed.dtype}")
+    require(scale.dtype in (torch.bfloat16, torch.float32), f"scales must be BF16 or FP32, not {scale.dtype}")
     fits = scale.ndim == 2 and scale.shape[0] == rows and (words_a_row == 0 or words_a_row % scale.shape[1] == 0)
     require(fits, f"scales {list(scale.shape)} do not divide packed weights {list(packed.shape)} into groups")
     out = _output(out, packed, rows, words_a_row * 8)
@@ -313,13 +314,13 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, *, out: torch.Ten
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K]: the product rounded once.
+    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
 
-    For weights and activations alike: `qarl.kernels.activations.dequantize`. `out` as in `dequantize_int4`.
+    Serves weights and activations, and equals `qarl.kernels.activations.dequantize`. `out` as in `dequantize_int4`.
     """
     rows, cols = values.shape
-    require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values are int8 or e4m3, not {values.dtype}")
-    require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales are FP32 [{rows}, 1]")
+    require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")
+    require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales must be FP32 [{rows}, 1]")
     out = _output(out, values, rows, cols)
     if values.numel():
         values = values if values.stride(1) == 1 else values.contiguous()
@@ -333,21 +334,21 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, *, out: torch.Ten
 
 
 def row_block(cols: int) -> tuple[int, int]:
-    """(block, warps) for kernels that hold a row: one block up to 8192 columns, 32 elements a thread; then blocks of
-    4096, which waste less than a power of two would: 18944 columns are five of them, not 32768."""
+    """Return (block, warps) for kernels that hold a row. Rows of up to 8192 columns are one block, with 32 elements per
+    thread. Longer rows use blocks of 4096, because a power of two wastes more: 18944 columns need 20480, not 32768."""
     block = triton.next_power_of_2(cols) if cols <= _ROW_TILE else _ROW_TILE // 2
     return block, min(max(block // 1024, 1), 8)
 
 
 def _storage(values: torch.Tensor) -> torch.Tensor:
-    """e4m3 as its bytes: Triton refuses the type on GPUs without it."""
+    """View e4m3 as bytes, because Triton rejects the type on GPUs that do not support it."""
     return values if values.dtype == torch.int8 else values.view(torch.uint8)
 
 
 def _checked(weight: torch.Tensor, grid: torch.dtype) -> torch.Tensor:
-    require(weight.ndim == 2, f"weight has {weight.ndim} dimensions; [N, K] is quantized")
-    require(weight.dtype in (torch.bfloat16, torch.float32), f"weight is BF16 or FP32, not {weight.dtype}")
-    require(grid in (torch.bfloat16, weight.dtype), f"a {weight.dtype} weight has no {grid} grid here")
+    require(weight.ndim == 2, f"weight must be [N, K], but has {weight.ndim} dimensions")
+    require(weight.dtype in (torch.bfloat16, torch.float32), f"weight must be BF16 or FP32, not {weight.dtype}")
+    require(grid in (torch.bfloat16, weight.dtype), f"a {weight.dtype} weight cannot be quantized on the {grid} grid")
     require_device(weight)
     weight = weight.detach()
     return weight if weight.stride(1) == 1 else weight.contiguous()

@@ -1,18 +1,18 @@
-"""W8A8 and FP8 on a GPU: y = (x_q W_q^T * s_w) * s_x + b, int8 or e4m3 operands, one scale a token and one a channel.
+"""W8A8 and FP8 on a GPU: y = (x_q W_q^T * s_w) * s_x + b with int8 or e4m3 operands, scales per token and channel.
 
-int8 products are summed in int32, exactly, so every tile and every split gives the same bits; e4m3 products in FP32.
-The epilogue scales the sum by the channel and then by the token, and adds the bias in a fused multiply-add, the order
-of vLLM's CUTLASS epilogue (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
+int8 products are summed exactly in int32, so every tile and every split gives the same bits. e4m3 products are summed
+in FP32. The epilogue scales the sum by the channel, then by the token, and adds the bias in a fused multiply-add. This
+is the order of vLLM's CUTLASS epilogue (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
 
-Hopper's e4m3 instructions keep about 14 bits of a sum. As in `torch._scaled_mm`, the sum of every BK products is
-therefore added to FP32 registers; `fast_accumulation` leaves it in the tensor core, as vLLM's CUTLASS kernels do.
+Hopper's e4m3 instructions keep about 14 bits of a sum. Therefore the sum of every BK products is added to FP32
+registers, as in `torch._scaled_mm`. `fast_accumulation` leaves it in the tensor core, as vLLM's CUTLASS kernels do.
 
-Tiling. The weight is the first operand (acc is [N, M]): tensor cores want 64 rows or more of it, and few tokens fill
-the other side. Flops 2 M N K, bytes K (M + N) + 2 M N. Ridge on an H200 (4.3 TB/s, 1580 TFLOP/s): M = 184. Below it the
-weight is read once, by programs among which K is split if there are few tiles. Above, M = 8192, K = 4096, N = 12288
-is 0.52 ms, and the L2 cache is the next bound: a 128 by 256 tile brings 48 KiB a step, 12 TB/s at the peak of all the
-tensor cores, so tiles are as large as the registers hold. Loads go through the tensor memory accelerator where there
-is one (`TMA`).
+Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of it, and the second
+operand may have few tokens. A product takes 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s, 1580
+TFLOP/s) it is bound by memory below M = 184. There the weight is read once, and K is split over programs if there are
+few tiles. Above, M = 8192, K = 4096, N = 12288 takes 0.52 ms, and the L2 cache is the next limit: a 128 by 256 tile
+loads 48 KiB per step, 12 TB/s at the peak of all tensor cores. So tiles are as large as the registers allow. Loads use
+the tensor memory accelerator if the GPU has one (`TMA`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qarl.kernels.triton.tables import Tile, architecture, choose, processors
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n):
-    """(row, column) of tile number `tile`: bands of 8 rows, column after column in a band, for the L2 cache."""
+    """Return (row, column) of tile number `tile`. For the L2 cache, tiles go column by column in bands of 8 rows."""
     band = tile // (8 * tiles_n)
     height = tl.minimum(tiles_m - band * 8, 8)
     inside = tile % (8 * tiles_n)
@@ -70,7 +70,7 @@ def scaled_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BM] over the blocks first..last-1 of K. With `TMA`, x_ptr and w_ptr are tensor descriptors."""
+    """Return the sum [BN, BM] over blocks first..last-1 of K. With `TMA`, x_ptr and w_ptr are tensor descriptors."""
     acc = tl.zeros((BN, BM), ACC)
     if TMA:
         for step in range(first, last):
@@ -101,7 +101,7 @@ def scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, parts), or with PERSISTENT (programs, 1): then a program computes every `programs`-th tile."""
+    """The grid is (tiles, parts). With PERSISTENT it is (programs, 1): a program computes every `programs`-th tile."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     blocks = tl.cdiv(K, BK)
@@ -145,11 +145,11 @@ def scaled_mm(
     batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight of the same dtype [N, K] with scales [N, 1], bias
+    """x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
     BF16 [N] -> BF16 [M, N].
 
-    Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant` matters to e4m3 alone.
-    Raises ValueError for other shapes, dtypes and strides.
+    Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant` matters only for e4m3.
+    Raise ValueError for any other shape, dtype or stride.
     """
     operation = check_8bit(x, x_scale, weight, weight_scale, bias)
     (m, k), n, device = x.shape, weight.shape[0], x.device
@@ -181,7 +181,7 @@ def scaled_mm(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can load both: Hopper and later, everything a multiple of 16 bytes."""
+    """Return whether the tensor memory accelerator can load both: on Hopper and later, if aligned to 16 bytes."""
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])
@@ -195,7 +195,7 @@ def check_8bit(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> str:
-    """ "w8a8" or "fp8", for a weight [..., N, K]."""
+    """Check the operands for a weight [..., N, K], and return "w8a8" or "fp8". Raise ValueError if they do not fit."""
     require(x.dtype == weight.dtype, f"activations are {x.dtype} and weights {weight.dtype}")
     require(x.dtype in (torch.int8, torch.float8_e4m3fn), f"operands must be int8 or float8_e4m3fn, not {x.dtype}")
     require(x.ndim == 2 and x.shape[1] == weight.shape[-1], f"expected [M, {weight.shape[-1]}], got {list(x.shape)}")

@@ -1,15 +1,15 @@
 """Choose the tile for each product, from the tables for Hopper, Ampere and Blackwell in tables.json.
 
-A table is a list of rules for one operation; the first whose bounds hold for the shape (rows M, output channels N,
-input channels K, group size) decides. Nothing is timed at run time: the same shape on the same kind of GPU always gets
-the same tile, so the same order of summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
+A table is a list of rules for one operation. The first rule whose bounds hold for the shape (rows M, output channels N,
+input channels K, group size) decides. Nothing is timed at run time, so the same shape on the same kind of GPU always
+gets the same tile and order of summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
 
-Rows `max_m`, `max_n`, `max_k` are inclusive upper bounds. If no rule of a W4A16 operation matches, the product is
-compute-bound and the weight is dequantized first. Operations whose name ends in `_invariant` have at most one rule,
+`max_m`, `max_n` and `max_k` are inclusive upper bounds. If no rule of a W4A16 operation matches, the product is
+compute-bound, so the weight is dequantized first. Operations whose name ends in `_invariant` have at most one rule,
 without a bound on M.
 
-Every tile of the Ampere table fits in 99 KiB of shared memory, so that it also serves capabilities 8.6 and 8.9. The
-Blackwell table holds tiles that compile there without spills; nothing is claimed about their speed.
+Every tile of the Ampere table fits in 99 KiB of shared memory, so the table also serves capabilities 8.6 and 8.9. The
+Blackwell table holds tiles that compile there without spills; their speed was not measured.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 PATH = Path(__file__).with_name("tables.json")
-"""The compute capability that each table's tiles are compiled for in tests."""
+"""The file with the tables."""
 
 
 class Tile(NamedTuple):
-    """BM rows by BN output channels, BK input channels a step.
+    """BM rows by BN output channels, with BK input channels per step.
 
-    `per_sm`: programs an SM. If there are fewer tiles, sums are split; if there are more, programs of 8-bit
-    products are persistent, each with several tiles. 0: one program a tile.
+    `per_sm`: programs per SM. If there are fewer tiles than programs, sums are split. If there are more, programs of
+    8-bit products are persistent and compute several tiles each. 0 means one program per tile.
     """
 
     BM: int
@@ -41,16 +41,16 @@ class Tile(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """Options of a launch that are Triton's, not the kernel's."""
+        """Launch options for Triton, which are not arguments of the kernel."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def persistent(self, tiles: int, device: torch.device) -> bool:
-        """Whether programs take several tiles each."""
+        """Return whether programs compute several tiles each."""
         return 0 < self.per_sm * processors(device) < tiles
 
 
 class Rule(NamedTuple):
-    """`tile` serves shapes within the bounds, of one of `group_sizes` if they are named."""
+    """`tile` serves shapes within the bounds, and only the given `group_sizes` if there are any."""
 
     tile: Tile
     max_m: int | None = None
@@ -82,7 +82,7 @@ def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """The table for `device`; the CPU, where only the interpreter runs, reads Hopper's."""
+    """Return the name of the table for `device`. The CPU, where only the interpreter runs, uses Hopper's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "hopper"
     major, _ = torch.cuda.get_device_capability(device)
@@ -90,19 +90,19 @@ def architecture(device: torch.device) -> str:
 
 
 def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_size: int = 0) -> Tile | None:
-    """The tile of the first rule that serves the shape; None if the table leaves it to another path."""
+    """Return the tile of the first rule that serves the shape, or None if there is no such rule."""
     rules = tables()[architecture(device)][operation]
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """SMs of `device`; under the interpreter a few, so that sums are split there too."""
+    """Return the number of SMs of `device`; 8 under the interpreter, so that sums are split there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
-    """Over how many programs the `blocks` of the summed dimension are split, four blocks each at the least."""
+    """Return over how many programs the `blocks` of the summed dimension are split, four or more blocks each."""
     wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
     count = max(1, min(wanted, blocks // 4))
-    return -(-blocks // -(-blocks // count))  # none may be left without a block
+    return -(-blocks // -(-blocks // count))  # every program must get a block

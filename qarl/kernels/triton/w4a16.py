@@ -1,20 +1,19 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
 
-Both products have two paths, and `tables.py` says up to how many rows the first serves:
+Both products have two paths. `tables.py` says up to how many rows the first one serves:
 
-- fused: the weight is dequantized in registers (`_int4_tile.py`). Bytes: N K / 2 for the codes, 2 N K / g for the
-  scales, 2 M (N + K) for the activations; 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) the codes arrive slower
-  than they are multiplied below M = 46, and up to there the time is that of reading 0.516 bytes a weight at g = 128:
-  3.9 times less than BF16.
-- dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic a
-  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes: there the pass
-  costs 3% at M = 8192, and dequantizing again in every tile of rows costs more.
+- fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
+  and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory below
+  M = 46. There it takes the time to read 0.516 bytes per weight at g = 128, 3.9 times fewer than BF16.
+- dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic per
+  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass costs 3%
+  at M = 8192; dequantizing again in every tile of rows would cost more.
 
 Both multiply the same BF16 operands and sum in FP32, so they differ by the order of the sum and one BF16 rounding.
 
-Few rows make few tiles, so K (N for dX) is split over programs, and their parts are added in order (`_split.py`): the
-same inputs give the same bits. With `batch_invariant` one tile without a split serves every M, and the bits of a row do
-not depend on how many others there are.
+Few rows make few tiles, so K (N for dX) is split over programs. Their parts are added in a fixed order (`_split.py`),
+so the same inputs give the same bits. With `batch_invariant` one tile without a split serves every M, so the bits of a
+row do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def w4a16_kernel(
     x_ptr, packed_ptr, scale_ptr, bias_ptr, y_ptr, workspace_ptr, counter_ptr, M, N, K, stride_xm, parts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, parts); programs that share a tile of the weight are neighbours. No workspace: no split."""
+    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without a workspace parts must be 1."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)
@@ -122,8 +121,8 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """x [M, K] BF16, `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N] -> x W^T + b, BF16 [M, N].
 
-    Rows of x may be strided; g is a power of two from 8 on. `tile` overrides the table (tests and tuning).
-    Raises ValueError for other shapes, dtypes and strides.
+    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (tests and tuning).
+    Raise ValueError for any other shape, dtype or stride.
     """
     group = check_weight(packed, scale)
     (n, _), (m, k) = packed.shape, check_rows(x, packed.shape[1] * 8, packed)
@@ -155,7 +154,7 @@ def w4a16_backward_input(
     batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """grad [M, N] BF16 -> dX = grad W, BF16 [M, K]; arguments and errors as of `w4a16_linear`."""
+    """grad [M, N] BF16 -> dX = grad W, BF16 [M, K]. Arguments and errors are those of `w4a16_linear`."""
     group = check_weight(packed, scale)
     n, k = packed.shape[0], packed.shape[1] * 8
     m, _ = check_rows(grad, n, packed)
@@ -179,7 +178,7 @@ def w4a16_backward_input(
 
 
 def check_weight(packed: torch.Tensor, scale: torch.Tensor) -> int:
-    """The group size of `packed` [..., N, K/8] and `scale` [..., N, K/g]."""
+    """Return the group size of `packed` [..., N, K/8] and `scale` [..., N, K/g]. Raise ValueError if they don't fit."""
     require(packed.dtype == torch.int32 and packed.ndim >= 2, "weight_packed must be int32 [N, K/8]")
     require(scale.dtype == torch.bfloat16, f"weight_scale must be bfloat16, not {scale.dtype}")
     require(scale.shape[:-1] == packed.shape[:-1], "weight_packed and weight_scale have different channels")
@@ -193,7 +192,7 @@ def check_weight(packed: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 def check_rows(x: torch.Tensor, width: int, packed: torch.Tensor) -> torch.Size:
-    """The shape of x [M, width] BF16."""
+    """Return the shape of x. Raise ValueError if x is not BF16 [M, width] on the device of `packed`."""
     require(x.ndim == 2 and x.shape[1] == width, f"expected [M, {width}], got {list(x.shape)}")
     require(x.dtype == torch.bfloat16, f"expected bfloat16 rows, got {x.dtype}")
     require_device(x, packed)

@@ -169,7 +169,7 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         cause = error
     except Exception as error:  # which exception torch raises depends on where the file is damaged
         why, cause = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:300], error
-    fix = "copy the file again, or use another checkpoint"
+    fix = "copy the file again, or use a different checkpoint"
     raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from cause
 
 

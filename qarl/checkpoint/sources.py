@@ -118,7 +118,7 @@ def _local(folder: Path) -> Source:
 
 
 def _masters(checkpoint: Checkpoint) -> Stream:
-    """Yield the FP32 masters. Tensors without a master (frozen parameters, buffers) are upcast."""
+    """Return the stream of FP32 masters. Tensors without a master (frozen parameters, buffers) are upcast."""
     masters = dict(unstacked(checkpoint.optimizer(mmap=True)["masters"].items()))
     for name, shape in tensor_shapes(checkpoint.folder).items():
         if name in masters and tuple(masters[name].shape) != shape:

@@ -83,7 +83,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         raise StorageError(
             f"there is no room for {folder}",
             why=f"it takes {needed_bytes / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free",
-            fix="free some space, or write to another disk",
+            fix="free some space, or write to a different disk",
         )
 
 

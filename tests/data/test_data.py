@@ -118,7 +118,7 @@ def test_all_filtered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Non
     [
         (row(prompt="one"), ["row 1", "prompt", "str"]),
         (row(prompt=[]), ["row 1", "empty list"]),
-        (row(prompt=[{"role": "user"}]), ["row 1", "no content"]),
+        (row(prompt=[{"role": "user"}]), ["row 1", "role and content of every message"]),
         (row(prompt=[{"role": "user", "content": ["one"]}]), ["row 1", "text"]),
         (row(prompt=[{"role": "tool", "content": "one"}]), ["row 1", "no tools here"]),
         (row(reward_model={"style": "rule"}), ["row 1", "ground_truth"]),

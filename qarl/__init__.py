@@ -1,6 +1,6 @@
 """QaRL: reinforcement learning of language models with low-bit rollouts and a trainer aligned to them.
 
-Importing this package imports neither torch, vllm nor verl. Start with `python -m qarl.train config=quickstart.yaml`.
+Importing this package does not import torch, vllm or verl. Start with `python -m qarl.train config=quickstart.yaml`.
 """
 
 __version__ = "0.1.0"

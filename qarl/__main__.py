@@ -4,7 +4,7 @@ usage: qarl COMMAND [KEY=VALUE ...]
        qarl COMMAND --help
        qarl --version
 
-`python -m qarl` is the same command, and `python -m qarl.COMMAND` the same as qarl COMMAND.
+`python -m qarl` is the same as qarl, and `python -m qarl.COMMAND` is the same as qarl COMMAND.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ COMMANDS = {
     "export": ("qarl.export", "write a checkpoint of a run as a model folder that vLLM loads"),
     "bench": ("qarl.bench.__main__", "measure products, training steps, rollouts and publishes, or predict them"),
 }
-"""Name of a command -> its module, which has `main` and `describe` and imports nothing slow, and what it does."""
+"""Name of a command -> (its module, a summary). The module has `main` and `describe`, and imports nothing slow."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; returns the exit code."""
+    """Run the command that `argv` (default: the process's arguments) names. Return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -40,7 +40,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page and the shipped configs, or the help of the command that comes first in `topics`."""
+    """Return the help: this page and the shipped configs, or the help of the command `topics[0]`."""
     if topics:
         return str(_command(topics[0]).describe(topics[1:]))
     from qarl.config.help import columns, shipped
@@ -51,12 +51,12 @@ def describe(topics: list[str]) -> str:
 
 
 def _command(name: str) -> ModuleType:
-    """The module of a command; UserError if there is no such command."""
+    """Return the module of a command. Raise UserError if there is no such command."""
     if name in COMMANDS:
         return importlib.import_module(COMMANDS[name][0])
     listing = ", ".join(COMMANDS)
     if "=" in name:
-        raise UserError("no command is named", where="command line", fix=f"write qarl train {name} (or {listing})")
+        raise UserError("the command is missing", where="command line", fix=f"write qarl train {name} (or {listing})")
     from qarl.config.errors import nearest
 
     guess = nearest(name.lstrip("-"), [*COMMANDS, "help", "version"])

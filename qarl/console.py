@@ -1,8 +1,7 @@
-"""How every command of QaRL starts and ends: help and version first, then one message and an exit code.
+"""Run a command of QaRL: handle `--help`, `--version`, errors and Ctrl-C, and return an exit code.
 
-The streams may be a closed pipe or a full disk: the exit code still tells how the command ended. This module imports
-almost nothing, so that a command can call `run_command` before it imports anything slow: Ctrl-C is then handled from
-the first moment.
+The exit code is right even if a stream is a closed pipe or goes to a full disk. This module imports almost nothing. So
+a command can call `run_command` before it imports anything slow, and Ctrl-C is handled from the start.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import suppress
 from qarl import __version__
 from qarl.errors import UserError
 
-TYPE_CHECKING = False  # importing typing would take longer than all the rest
+TYPE_CHECKING = False  # importing typing would take longer than all other imports together
 if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
@@ -29,19 +28,19 @@ Describe = Callable[[list[str]], str]
 
 
 def say(text: str) -> None:
-    """Print to stderr, which may be closed or full: the exit code then has to do."""
+    """Print to stderr. If that fails (closed, disk full), ignore it, because the exit code still tells the result."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
-    """The exit code of `command` with `argv` (None: the process's own arguments).
+    """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    A `UserError` is printed as one message and gives 2, and so does a standard output that cannot be written. Ctrl-C
-    gives 130. None of them shows a traceback. With argv=None that also holds for Ctrl-C while the process ends.
+    A `UserError`, or a standard output that cannot be written, is printed as one message and gives 2. Ctrl-C gives 130.
+    In these cases no traceback is shown. With argv=None this also holds for Ctrl-C while the process ends.
 
     Args:
-        describe: gives the text for `--help`, from the arguments beside it that are not key=value.
+        describe: returns the text for `--help`, from the other arguments that are not key=value.
     """
     if argv is not None:
         return _written(command, list(argv), describe)
@@ -50,28 +49,28 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
         try:
             return _written(command, sys.argv[1:], describe)
         except BaseException:
-            # A library may turn KeyboardInterrupt into another error, above all while it is being imported.
+            # A library may turn KeyboardInterrupt into a different exception, especially during its import.
             if not interrupts.came:
                 raise
             say("interrupted")
             return INTERRUPTED
         finally:
             interrupts.leave_at_once()
-    except KeyboardInterrupt:  # a second one, while the first was dealt with
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being handled
         return INTERRUPTED
 
 
 class _Interrupts:
-    """Ctrl-C in a process that belongs to one command. It raises KeyboardInterrupt, as without this class.
+    """Handle Ctrl-C in a process that runs one command. It raises KeyboardInterrupt, as without this class.
 
-    Once the command has ended, nothing is left to clean up: `leave_at_once` makes Ctrl-C end the process there and
-    then, without the traceback of whatever Python is doing at its exit.
+    After the command has ended, nothing is left to clean up. Then `leave_at_once` makes Ctrl-C end the process
+    immediately, so that Python shows no traceback during its exit.
     """
 
     def __init__(self) -> None:
         self.came = False
         self.handles = False
-        # In a background job the shell has SIGINT ignored, and it stays so.
+        # In a background job the shell makes the process ignore SIGINT. Leave it so.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, self._interrupt)
@@ -88,7 +87,7 @@ class _Interrupts:
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):
-        os.write(2, b"interrupted\n")  # not print: it may be what was interrupted
+        os.write(2, b"interrupted\n")  # not print, because Ctrl-C may have interrupted a print
     os._exit(INTERRUPTED)
 
 
@@ -99,12 +98,12 @@ def _written(command: Command, arguments: list[str], describe: Describe) -> int:
         return code
     except OSError:
         try:
-            print(flush=True)  # is it standard output?
+            print(flush=True)  # find out whether standard output is the problem
         except OSError as lost:
-            # Python would flush once more at its end, and end with a code of no meaning.
+            # Otherwise Python would flush again at its exit, fail, and replace the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(lost, BrokenPipeError) and _wants_help(arguments):
-                return 0  # --help was piped into a pager, and its reader has read enough
+                return 0  # --help was piped into a pager, and the user has closed it
             say(f"error: standard output could not be written\n  why: {lost.strerror}")
             return 2
         raise

@@ -1,14 +1,14 @@
-"""The one exception for what a user can cause: bad config, bad data, an unusable machine.
+"""The exception for all problems that a user can cause: a bad config, bad data, an unusable machine.
 
-Each error says what is wrong, where, why, and what to do about it. The command line prints it without a traceback and
-exits with code 2; a library user catches `UserError`. Bugs of ours stay ordinary exceptions with their traceback.
+Each error says what is wrong, where, why, and how to fix it. The command line prints it without a traceback and exits
+with code 2. A library user catches `UserError`. Bugs of QaRL are ordinary exceptions with their traceback.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error that the user can fix: `what` is wrong and, optionally, `where`, `why` and `fix`, a line each."""
+    """An error that the user can fix. `what` says what is wrong. `where`, `why` and `fix` are optional lines."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix

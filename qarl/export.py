@@ -1,26 +1,26 @@
-"""Write a checkpoint of a run as a model folder that vLLM and transformers load.
+"""Write a checkpoint of a run as a model folder that vLLM and transformers can load.
 
 usage: qarl export run=runs/NAME output=DIR [KEY=VALUE ...]
 
 keys:
-  run=runs/NAME           the run's folder, of the local or the verl backend
-  output=DIR              the folder to write; missing or empty, unless overwrite=true
-  step=N                  the checkpoint of that step; default: the latest
-  format=quantized        compressed-tensors with the run's quant.scheme, group_size and ignore:
-                          the bytes that were published at that step; the default
+  run=runs/NAME           the folder of a run (local or verl backend)
+  output=DIR              the folder to write; must be missing or empty, unless overwrite=true
+  step=N                  the step of the checkpoint; default: the latest
+  format=quantized        compressed-tensors with the run's quant.scheme, group_size and ignore.
+                          These are the bytes that were published at that step. The default
   format=bf16             the weights that the forward used, as an ordinary checkpoint
   format=fp32             the optimizer's FP32 masters (needs optim.master_dtype=fp32)
-  max_shard_size=5GB      the largest file, in bytes or with KB, MB, GB; default: 5GB
+  max_shard_size=5GB      limit on the size of a file, in bytes or with KB, MB, GB; default: 5GB
   overwrite=true          replace an earlier export; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
-The checkpoint is checked by its digests or checksums, and only read. Tensors are streamed, a shard
-at a time. The folder appears complete or not at all: a full disk is an error and leaves nothing
-behind. `python -m qarl.export` is the same command.
+The checkpoint is checked by its digests or checksums, and never changed. Tensors are streamed, one
+shard at a time. The folder appears complete or not at all. If the disk is full, there is an error
+and no partial folder is left. `python -m qarl.export` is the same command.
 
 exit codes:
   0    the folder was written
-  2    the arguments, the checkpoint or the disk is unfit
+  2    the arguments, the checkpoint or the disk cannot be used; one message says why
   130  ended by Ctrl-C
 """
 
@@ -33,7 +33,7 @@ from qarl.console import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export as `argv` says; returns the exit code."""
+    """Export as `argv` says. Return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -45,7 +45,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page, which has every key."""
+    """Return the help: this page, which describes every key."""
     return (__doc__ or "").strip()
 
 

@@ -1,6 +1,6 @@
-"""Public names of a package that are imported when they are first used.
+"""Import the public names of a package only when they are first used.
 
-`from qarl.rollout import RolloutEngine` then reads as it should, and `import qarl.rollout.errors` loads no torch.
+So users can write `from qarl.rollout import RolloutEngine`, but importing a light submodule does not load torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def exporter(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`: `modules` maps each public name to the submodule that defines it."""
+    """Return a `__getattr__` for `package`. `modules` maps each public name to the submodule that defines it."""
 
     def get(name: str) -> Any:
         if name not in modules:

@@ -3,14 +3,14 @@
 usage: qarl train config=NAME.yaml [KEY=VALUE ...]
        qarl train --help [SECTION | SECTION.KEY ...]
 
-NAME is a path, or a file in ./configs or among the shipped configs. Each KEY=VALUE overrides the
-file; values are YAML. dry_run=true checks the config, prints it and stops. docs/configuration.md
-describes every key. `python -m qarl.train` is the same command.
+NAME is a path, or the name of a file in ./configs or of a shipped config. Each KEY=VALUE overrides
+the file; values are YAML. dry_run=true checks the config, prints it and stops.
+docs/configuration.md describes every key. `python -m qarl.train` is the same command.
 
 exit codes:
   0    the run ended
-  2    the config, the data or the machine is unfit: one message says why
-  130  ended by Ctrl-C, after the step it was in and with everything written
+  2    the config, the data or the machine cannot be used; one message says why
+  130  ended by Ctrl-C; the current step was finished, and everything was written
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STARTED = time.perf_counter()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the training that `argv` describes; returns the exit code."""
+    """Run the training that `argv` describes. Return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -45,20 +45,20 @@ def _main(argv: list[str]) -> int:
     if config.dry_run:
         dry_run(config)
         return 0
-    if config.backend == "local":  # verl's processes are not this one, see qarl.verl.process
+    if config.backend == "local":  # verl trains in other processes, see qarl.verl.process
         limit_threads(config.trainer.num_threads)
     return run(config)
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page and the config's sections, or the sections and keys in `topics`."""
+    """Return the help: this page and a list of the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
 
 
 def dry_run(config: Config) -> None:
-    """Print and write the config; UserError, as the last thing said, for what the backend could not run."""
+    """Print and write the config. Then raise UserError if the backend cannot run it."""
     from qarl.config import write_resolved
 
     path = config.run_dir / "dry_run.yaml"
@@ -77,7 +77,7 @@ def dry_run(config: Config) -> None:
 
 
 def run(config: Config) -> int:
-    """Train with the configured backend; returns the exit code."""
+    """Train with the configured backend. Return the exit code."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if config.backend == "verl":
         from qarl.verl.run import train as train_in_verl

@@ -1,4 +1,4 @@
-"""Everything a run writes to disk and reads again: checkpoints, exports, and folders that are whole or absent."""
+"""What a run writes to disk and reads again: checkpoints and exports, in folders that are either complete or absent."""
 
 from __future__ import annotations
 

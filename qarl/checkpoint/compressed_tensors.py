@@ -1,9 +1,9 @@
-"""Model folders as Hugging Face, transformers and vLLM load them, quantized (compressed-tensors) or not: one writer.
+"""Write and read model folders in Hugging Face's format, quantized (compressed-tensors) or not.
 
-Tensors are streamed: in memory are those of one shard. A model of one shard is `model.safetensors`, a larger one
-`model-00001-of-0000N.safetensors` with an index. What makes the low-bit tensors is the one quantizer, whether they come
-from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`): both give the bytes
-that were published.
+transformers and vLLM can load these folders. Tensors are streamed, so only one shard is in memory. A model with one
+shard is `model.safetensors`; a larger one is `model-00001-of-0000N.safetensors` with an index. The low-bit tensors come
+from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`). Both use the same
+quantizer, so both give the bytes that were published.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The contents of a model folder besides weights: Hugging Face's own objects."""
+    """The contents of a model folder without the weights, as objects of Hugging Face's libraries."""
 
     config: Any
     tokenizer: Any
@@ -53,7 +53,7 @@ class ModelFiles:
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         for name in ("tokenizer_config.json", "generation_config.json"):
-            if (folder / name).is_dir():  # transformers takes it for missing
+            if (folder / name).is_dir():  # transformers would treat the file as missing
                 raise IsADirectoryError(f"{folder / name} is a folder")
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else None
@@ -71,9 +71,10 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     needed_bytes: int = 0,
 ) -> Path:
-    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing what is there.
+    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`. An existing folder is replaced.
 
-    The folder appears whole or not at all. `needed_bytes` and the errors: see `qarl.checkpoint.storage.whole_folder`.
+    The folder appears complete or not at all. For `needed_bytes` and the errors see
+    `qarl.checkpoint.storage.whole_folder`.
     """
     with whole_folder(folder, needed_bytes=needed_bytes) as partial:
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
@@ -90,9 +91,9 @@ def write_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """As `save_model`, into a folder that exists. `dtype`: what config.json says, if it is not the model's own.
+    """Do the same as `save_model`, but write into an existing folder.
 
-    Raises OSError if the disk refuses.
+    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if the disk refuses.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:
@@ -101,14 +102,14 @@ def write_model(
     if scheme.quantized:
         _add_quantization_config(folder / "config.json", scheme.quantization_config(list(ignore)))
     if files.generation_config is not None:
-        # `save_pretrained` refuses what many public models have, such as a temperature beside do_sample=false.
+        # `save_pretrained` refuses settings that many public models have, such as do_sample=false with a temperature.
         files.generation_config.to_json_file(folder / "generation_config.json")
     _save_tokenizer(files.tokenizer, folder)
     _write_shards(folder, tensors, max_shard_bytes)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a model folder, one at a time. Raises UserError if the folder has no safetensors."""
+    """Yield every tensor of a model folder, one at a time. Raise UserError if the folder has no safetensors."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  safe_open is no mapping
@@ -116,12 +117,12 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a model folder; no weights are read."""
+    """Return names and shapes of the tensors in a model folder, without reading weights."""
     return header_shapes(weight_files(folder))
 
 
 def header_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in safetensors files, as their headers say."""
+    """Return names and shapes of the tensors in safetensors files, from their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -136,11 +137,11 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(shards))]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    raise UserError("the folder holds no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
+    raise UserError("the folder contains no weights", where=str(folder), why=f"it has neither {_SINGLE} nor {_INDEX}")
 
 
 def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensors`, by checkpoint name, with the weights of `linears` quantized, as they go over the wire."""
+    """Yield `tensors` with their checkpoint names, the weights of `linears` quantized, as in a publish."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and owner in linears:
@@ -150,7 +151,7 @@ def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> I
 
 
 def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
-    """Bytes of what `packed` gives of tensors of these shapes; what is not quantized is BF16."""
+    """Return the number of bytes that `packed` yields for tensors of these shapes. Unquantized tensors are BF16."""
     total = 0
     for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
@@ -161,14 +162,14 @@ def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears:
 
 
 def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
-    """Names of the linears that `scheme` quantizes in the model of `folder`'s config.json, each expert's among them."""
+    """Return the names of the linears that `scheme` quantizes in the model in `folder`, including each expert's."""
     if not scheme.quantized:
         return set()
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model of `folder`'s config.json on the meta device: names and shapes, no memory."""
+    """Build the model of `folder`'s config.json on the meta device: it has names and shapes, but needs no memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -176,7 +177,7 @@ def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def _write_shards(folder: Path, tensors: NamedTensors, max_shard_bytes: int) -> None:
-    """A shard is closed before the tensor that would make it larger than `max_shard_bytes`."""
+    """Write `tensors` in shards of at most `max_shard_bytes`. Only a shard of a single tensor may be larger."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     size = total = 0
@@ -205,7 +206,7 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) ->
         save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
     except SafetensorError as error:
         raise _as_os_error(error) from error
-    # safetensors makes files that only their owner may read; the model's other files say who may.
+    # safetensors makes files that only their owner may read. Use the permissions of the model's other files.
     shutil.copymode(folder / "config.json", folder / _shard_name(number))
     return list(tensors)
 
@@ -213,14 +214,14 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) ->
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises no class for it
+    except Exception as error:  # tokenizers has no exception class for errors of the disk
         if isinstance(error, OSError) or "os error" not in str(error):
             raise
         raise _as_os_error(error) from error
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """The operating system's error inside one of a Rust library, which has its number in the text alone."""
+    """Convert a Rust library's error to OSError. Its text is the only place that has the error number."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
@@ -230,7 +231,7 @@ def _shard_name(number: int) -> str:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous, as all of its storage: safetensors refuses two views of one memory."""
+    """Return `tensor` contiguous in a storage that holds nothing else, because safetensors refuses shared storages."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

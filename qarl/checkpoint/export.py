@@ -1,8 +1,8 @@
-"""A checkpoint of a run as a model folder, as `qarl export` and the end of a verl run write it.
+"""Write a checkpoint of a run as a model folder. `qarl export` and the end of a verl run use this.
 
-The run is one of the local or of the verl backend, whose ranks' files are put together. A checkpoint is checked by its
-digests or checksums, and only read. Tensors are streamed, a shard at a time. The folder appears whole or not at all; a
-full disk is an error with nothing left behind.
+The run may be of the local or the verl backend. For verl, the files of all ranks are merged. The checkpoint is checked
+by its digests or checksums, and never changed. Tensors are streamed, one shard at a time. The folder appears complete
+or not at all. If the disk is full, there is an error and no partial folder is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMATS = ("quantized", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The arguments of the command line; `step` None is the latest."""
+    """The arguments of the command line. `step`: None means the latest."""
 
     run: Path
     output: Path
@@ -39,10 +39,10 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> str:
-    """Write the model folder; returns a line that says what was written.
+    """Write the model folder. Return a line that says what was written.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged; the output is in the way; the disk has no room.
+        UserError: the checkpoint does not exist or is damaged, the output folder cannot be used, or the disk is full.
     """
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
     from qarl.checkpoint.sources import find_checkpoint, open_source, reading
@@ -93,7 +93,11 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
     """Raise UserError if writing to `output` would touch the source checkpoint or overwrite other files."""
     target, origin = output.resolve(), checkpoint.resolve()
     if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
-        raise UserError(f"output={output} would touch the checkpoints {checkpoint.parent}", fix="choose another folder")
+        raise UserError(
+            f"output={output} would overwrite checkpoints of the run",
+            where=str(checkpoint.parent),
+            fix="choose a different folder",
+        )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not output.is_dir():
@@ -103,13 +107,13 @@ def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
     if not (output / "config.json").is_file():
         raise UserError(
             f"output={output} is not a model folder",
-            why="overwrite=true replaces the whole folder, and this one has no config.json",
-            fix="choose another folder, or empty it yourself",
+            why="overwrite=true replaces only model folders, and this folder has no config.json",
+            fix="choose a different folder, or empty it yourself",
         )
 
 
 def read_request(arguments: Sequence[str]) -> ExportRequest:
-    """Parse `arguments`, each key=value. Raises UserError for the first one that is wrong."""
+    """Parse `arguments`, each of the form key=value. Raise UserError for the first invalid one."""
     values: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")

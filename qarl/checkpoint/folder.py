@@ -1,14 +1,15 @@
-"""Checkpoints that a run resumes from: on disk whole or not at all, and checked by digest before they are used.
+"""Checkpoints that a run resumes from. They are complete on disk or absent, and are checked by digest before use.
 
-`checkpoints/step_N/` is a Hugging Face folder with the BF16 weights the forward sees, loadable as it is, plus
+`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. It can be loaded as it is. It
+has three more files:
 
     optimizer.pt   FP32 masters if they exist, moments, generator of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
-    state.json     step, weight version, config, versions, data position, metrics of the step, digest of what was
-                   published, and size and SHA-256 of every other file; at its end a digest of itself
+    state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
+                   tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself
 
-TBPO has no state. verl deletes the oldest checkpoint before it writes the next one; here the next one is whole on disk
-before an older one goes.
+TBPO has no state. verl deletes the oldest checkpoint before it writes the next one. Here the next one is complete on
+disk before an older one is deleted.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _NAME = re.compile(r"step_([0-9]+)")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is incomplete, damaged or none at all."""
+    """A folder is not a usable checkpoint: it is missing, incomplete or damaged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were found whole; `state` is what its state.json holds."""
+    """A checkpoint whose files have been checked. `state`: the content of its state.json."""
 
     folder: Path
     state: dict[str, Any]
@@ -55,21 +56,21 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step after which it was written."""
+        """The metrics of the step after which the checkpoint was written."""
         return {name: float(value) for name, value in self.state["metrics"].items()}
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config, nested, in JSON types."""
+        """The resolved config of the run, nested, in JSON types."""
         config: dict[str, Any] = self.state["config"]
         return config
 
     def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
-        """`MasterOptimizer.state_dict()`; with `mmap` its tensors are read from disk when they are used."""
+        """Return the saved `MasterOptimizer.state_dict()`. With `mmap` its tensors are read from disk on first use."""
         return self._load(OPTIMIZER_FILE, mmap=mmap)
 
     def rng(self) -> dict[str, Any]:
-        """The generators, as `qarl.trainer.checkpoints.rng_state` gave them."""
+        """Return the saved state of the random generators (`qarl.trainer.checkpoints.rng_state`)."""
         return self._load(RNG_FILE)
 
     def _load(self, name: str, *, mmap: bool = False) -> dict[str, Any]:
@@ -80,12 +81,12 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Makes errors raised inside name this checkpoint and its file `name`."""
+        """Turn exceptions of the code inside into a CheckpointError that names this checkpoint and its file `name`."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # torch's and Python's own, by what is missing or of another type
+        except Exception as error:  # which exception torch or Python raises depends on what is wrong in the file
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise damaged(self.folder, f"{name} does not hold what was saved: {why}") from error
 
@@ -99,10 +100,11 @@ def save_checkpoint(
     rng: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> int:
-    """Write a checkpoint to `folder` and return its bytes. `state`: what state.json holds besides `format` and `files`.
+    """Write a checkpoint to `folder` and return its size in bytes.
 
+    `state`: the content of state.json without `format`, `files` and `digest`.
     Raises:
-        StorageError: the disk did not take it; `folder` is as it was before.
+        StorageError: the disk refused the checkpoint. `folder` is unchanged.
     """
     weights = list(weights)
     needed = sum(tensor.nbytes for _, tensor in weights) + _tensor_bytes(optimizer)
@@ -122,11 +124,11 @@ def save_checkpoint(
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, every byte of it read and compared with its digest.
+    """Return the checkpoint in `folder`, after comparing every byte of it with its digests.
 
     Raises:
-        CheckpointError: what is wrong with it.
-        UserError: it is of another format.
+        CheckpointError: the checkpoint is missing or damaged. The message says what is wrong.
+        UserError: the checkpoint has a format that this version does not read.
     """
     try:
         return _open(folder)
@@ -143,15 +145,15 @@ def _open(folder: Path) -> Checkpoint:
         if (size := path.stat().st_size) != part["bytes"]:
             raise damaged(folder, f"{name} has {size} bytes, {part['bytes']} were written")
         if file_sha256(path) != part["sha256"]:
-            raise damaged(folder, f"the bytes of {name} are not those that were written (SHA-256 differs)")
+            raise damaged(folder, f"the bytes of {name} differ from those that were written (by SHA-256)")
     return Checkpoint(folder, state)
 
 
 def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """A dict of tensors and plain values in a file of `torch.save`; nothing in it can run code.
+    """Read a dict of tensors and plain values from a file of `torch.save`, without running any code in the file.
 
     Raises:
-        UserError: the file cannot be read, holds something else, or something that only code could make.
+        UserError: the file cannot be read, holds no dict, or holds objects that need code to be loaded.
     """
     why = "holds no dict"
     cause: Exception | None = None
@@ -160,19 +162,19 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
     except pickle.UnpicklingError as error:
-        # The text of torch's recommends to load it all the same.
+        # torch's message is not shown, because it recommends loading the file anyway.
         name = re.search(r"GLOBAL (\S+)", str(error))
         named = f", such as {name[1].rstrip('.,')}" if name else ""
-        why = f"holds more than tensors and plain values{named}, which is not loaded: it could run any code"
+        why = f"holds more than tensors and plain values{named}; it is not loaded because it could run any code"
         cause = error
-    except Exception as error:  # what torch raises depends on where the file is damaged
+    except Exception as error:  # which exception torch raises depends on where the file is damaged
         why, cause = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:300], error
-    fix = "copy the file again, or use another checkpoint"
+    fix = "copy the file again, or use a different checkpoint"
     raise UserError(f"{path.name} cannot be used", where=str(path), why=why, fix=fix) from cause
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every `step_N` in `parent`, newest first; nothing is checked."""
+    """Return (step, folder) of every `step_N` in `parent`, newest first, without checking them."""
     found = []
     try:
         paths = list(parent.iterdir()) if parent.is_dir() else []
@@ -186,7 +188,7 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
-    """The newest checkpoint in `parent` that is whole, and what is wrong with each newer one."""
+    """Return the newest undamaged checkpoint in `parent`, and the error of each newer one."""
     problems: list[CheckpointError] = []
     for _, folder in list_checkpoints(parent):
         try:
@@ -206,7 +208,7 @@ def prune(parent: Path, keep: int | None) -> None:
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over names and `tensor_digest`s, in order of name."""
+    """Return the SHA-256 of all names and `tensor_digest`s, sorted by name."""
     whole = hashlib.sha256()
     for name, digest in sorted((name, tensor_digest(tensor)) for name, tensor in tensors):
         whole.update(f"{name}:{digest};".encode())
@@ -214,7 +216,7 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 over dtype, shape and bytes."""
+    """Return the SHA-256 of dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
     digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
@@ -226,7 +228,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no checkpoint in {folder}",
             why=f"it has no {STATE_FILE}" if folder.is_dir() else "there is no such folder",
-            fix="give a folder that trainer.save_freq wrote, OUTPUT_DIR/NAME/checkpoints/step_N",
+            fix="use a checkpoint folder of a run with trainer.save_freq: OUTPUT_DIR/NAME/checkpoints/step_N",
         )
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -235,14 +237,14 @@ def _read_state(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise damaged(folder, f"{STATE_FILE} is cut short or not JSON") from error
     if not whole:
-        raise damaged(folder, f"{STATE_FILE} is not as it was written (its digest differs)")
+        raise damaged(folder, f"{STATE_FILE} has changed since it was written (its digest differs)")
     if state.get("format") != FORMAT:
-        raise UserError(  # it is whole: no reason to pass it over
-            f"the checkpoint in {folder} has format {state.get('format')}, this version reads {FORMAT}",
+        raise UserError(  # not a CheckpointError: the checkpoint is undamaged, so it must not be skipped
+            f"the checkpoint in {folder} has format {state.get('format')}, but this version of QaRL reads {FORMAT}",
             fix="resume with the version of QaRL that wrote it; its versions are in state.json",
         )
     if wrong := [key for key, fits in _STATE.items() if not fits(state.get(key))]:
-        raise damaged(folder, f"{STATE_FILE} is not QaRL's: {', '.join(wrong)} missing or of another type")
+        raise damaged(folder, f"{STATE_FILE} is not QaRL's: {', '.join(wrong)} missing or of the wrong type")
     return dict(state)
 
 
@@ -286,12 +288,12 @@ _STATE: dict[str, Callable[[Any], bool]] = {
         and all(_is_file(*item) for item in value.items())
     ),
 }
-"""Every key of state.json, and whether a value is of its type."""
+"""Every key of state.json, with a function that returns whether a value has the right type."""
 
 
 def damaged(folder: Path, why: str) -> CheckpointError:
-    """The error of a checkpoint that cannot be used."""
-    fix = "use an earlier checkpoint (trainer.resume_mode=auto does so by itself), or copy this one again"
+    """Return the error for a damaged checkpoint. `why`: what is wrong with it."""
+    fix = "use an earlier checkpoint (trainer.resume_mode=auto does so automatically), or copy this one again"
     return CheckpointError(f"the checkpoint in {folder} is damaged", why=why, fix=fix)
 
 
@@ -300,7 +302,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _save(path: Path, content: Any) -> None:
-    """`torch.save`, with the operating system's own error if the disk refuses; torch hides it in a RuntimeError."""
+    """Call `torch.save`. If the disk refuses, raise the OSError that torch hides in a RuntimeError."""
     with path.open("wb") as file:
         try:
             torch.save(content, file)

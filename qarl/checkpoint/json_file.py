@@ -1,4 +1,4 @@
-"""JSON files that appear whole or not at all, with numbers that JSON knows."""
+"""Write JSON files that appear complete or not at all, and convert values that JSON lacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qarl.checkpoint.storage import write_text
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file completely or not at all. Raises StorageError if the disk refuses it."""
+    """Write a JSON file completely or not at all. Raise StorageError if the disk refuses it."""
     write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with what JSON cannot say made sayable: non-finite floats, tensors and NumPy scalars, paths."""
+    """Convert `value` to JSON types. Paths and non-finite floats become text; tensors and NumPy scalars numbers."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

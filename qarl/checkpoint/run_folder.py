@@ -1,4 +1,4 @@
-"""The folder of a run: whether it holds one, and how an earlier one makes room."""
+"""The folder of a run: find out whether it holds an earlier run, and move that aside."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qarl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 EXPORT = "export"
-"""Folder of the final model in the run folder."""
+"""Name of the final model's folder in the run folder."""
 
 
 def fresh_run_dir(run_dir: Path) -> None:
-    """Move an earlier run out of the way, to `NAME.1`, `NAME.2`, ...: two runs never share a metrics file.
+    """Move an earlier run aside, to `NAME.1`, `NAME.2`, ..., so that two runs never share a metrics file.
 
-    A folder without metrics (of a dry run, or a run that was refused) is used as it is.
+    A folder without metrics and checkpoints (of a dry run, or of a run that was refused) stays.
     """
     if not holds_a_run(run_dir):
         return
@@ -31,7 +31,7 @@ def fresh_run_dir(run_dir: Path) -> None:
             f"the earlier run in {run_dir} cannot be moved to {target}",
             where="output_dir, name",
             why=error.strerror,
-            fix="choose another name=... or output_dir=...",
+            fix="choose a different name=... or output_dir=...",
         ) from error
     print(f"note: {run_dir} held an earlier run, which is now in {target}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The input of `qarl.export`: a checkpoint of a local or verl run, as streams of BF16 weights or FP32 masters."""
+"""Read a checkpoint of a local or verl run as a stream of BF16 weights or FP32 masters. The input of `qarl.export`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Stream = Iterator[tuple[str, torch.Tensor]]
 class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
-    `model_folder` holds config.json and tokenizer. `bf16`: the weights the forward saw. `fp32`: the masters, or
-    the upcast weight if a tensor has no master; it raises UserError if the run has no FP32 masters.
+    `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
+    the masters, or the weight upcast if a tensor has no master. It raises UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -42,34 +42,36 @@ class Source:
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
-    """The checkpoint of `step` (None: the latest) of the run folder `run`.
+    """Return the folder of the checkpoint of `step` (None: the latest) in the run folder `run`.
 
     Raises:
-        UserError: there is none, and the message lists what there is; or it is not whole, and the message says why.
+        UserError: there is no such checkpoint, or it is incomplete. The message lists the existing ones, or says what
+            is missing.
     """
     if not run.is_dir():
-        raise UserError(f"there is no run {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
+        raise UserError(f"there is no run folder {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
     checkpoints = run / "checkpoints"
     local = list_checkpoints(checkpoints)
     found, torn = dict(local or list_whole(checkpoints)), {} if local else list_torn(checkpoints)
     wanted = max(torn, default=0) if step is None and not found else step
     if wanted in torn:
         raise UserError(
-            f"the checkpoint of step {wanted} is not whole",
+            f"the checkpoint of step {wanted} is incomplete",
             where=str(checkpoints / f"global_step_{wanted}"),
             why=torn[wanted],
-            fix="run python -m qarl.export where the files of all ranks are, or with another step",
+            fix="run qarl export on a machine that has the files of all ranks, or choose a different step",
         )
     if not found:
         raise UserError(
             f"the run {run} has no checkpoints",
-            why="trainer.save_freq writes them, and is -1 (never) by default",
-            fix="train with trainer.save_freq=N; the model of the run's end is in its export folder",
+            why="checkpoints are written only with trainer.save_freq=N, and its default is -1 (never)",
+            fix="train with trainer.save_freq=N; the run's final model is in its export folder",
         )
     chosen = max(found) if step is None else step
     if step is None and max(torn, default=0) > chosen:
         newest = max(torn)
-        print(f"note: the checkpoint of step {newest} is not whole: {torn[newest]}; step {chosen} is", file=sys.stderr)
+        note = f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {chosen} is used instead"
+        print(f"note: {note}", file=sys.stderr)
     if chosen not in found:
         there = ", ".join(f"step={step}" for step in sorted(found))
         raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")
@@ -77,10 +79,10 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """The checkpoint in `folder`. A local one is checked here, by digest; the tensors of verl's as they are read.
+    """Open the checkpoint in `folder`. A local one is checked here, by digest; verl's tensors when they are read.
 
     Raises:
-        UserError: it is damaged, or its files cannot be read.
+        UserError: the checkpoint is damaged, or its files cannot be read.
     """
     with reading(folder):
         return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
@@ -88,16 +90,16 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Errors raised inside name `folder`, which is read, not the folder that is written.
+    """Turn errors of the code inside into a UserError that names `folder`, the checkpoint that is read.
 
-    What a reader raises depends on the file and on what is wrong with it.
+    There are many exception classes, because each reader has its own for each kind of damage.
     """
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        fix = "look at the disk it is on, or export another step"
+        fix = "check the disk it is on, or export a different step"
         if "trust_remote_code" in str(error):
-            fix = "read the code that its model brings along, and add trust_remote_code=true"
+            fix = "read the code in the model's folder, then add trust_remote_code=true"
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise UserError("the checkpoint cannot be read", where=str(folder), why=why, fix=fix) from error
 
@@ -116,17 +118,17 @@ def _local(folder: Path) -> Source:
 
 
 def _masters(checkpoint: Checkpoint) -> Stream:
-    """The masters, and tensors without one (frozen parameters, buffers) upcast."""
+    """Return the stream of FP32 masters. Tensors without a master (frozen parameters, buffers) are upcast."""
     masters = dict(unstacked(checkpoint.optimizer(mmap=True)["masters"].items()))
     for name, shape in tensor_shapes(checkpoint.folder).items():
         if name in masters and tuple(masters[name].shape) != shape:
-            raise damaged(checkpoint.folder, f"the master of {name} has another shape than its weight")
+            raise damaged(checkpoint.folder, f"the master of {name} does not have the shape of its weight")
     if not masters:
         raise UserError(
             "the checkpoint has no FP32 masters",
             where=str(checkpoint.folder),
             why=f"the run has optim.master_dtype={checkpoint.config['optim']['master_dtype']}",
-            fix="use format=bf16: the BF16 weights are the masters",
+            fix="use format=bf16, because the BF16 weights are the masters",
         )
     return ((name, _fp32(masters.get(name, tensor))) for name, tensor in read_tensors(checkpoint.folder))
 
@@ -136,7 +138,7 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The config that a run wrote. UserError if it is not one."""
+    """Read the config that a run wrote. Raise UserError if the file is not such a config."""
     why = "it has no section quant"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -150,7 +152,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """The forward of verl's FSDP2 engine sees the BF16 cast of its FP32 masters."""
+    """Open a checkpoint of verl, whose FSDP2 engine uses the FP32 masters, cast to BF16, in the forward."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))

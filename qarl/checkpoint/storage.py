@@ -1,16 +1,16 @@
-"""Folders on disk that appear whole or not at all, and what is left over of those that did not.
+"""Write folders on disk that appear complete or not at all, and clean up after killed processes.
 
-A folder is written beside its place as `NAME.partial-PID`, every file and the folder itself are forced to disk, and
-then it is renamed: a kill or a power cut at any moment leaves the whole folder or none. Replacing and removing go
-through a rename too (`NAME.old-PID`), so that nothing half removed carries the name. `recover` puts in order what a
-killed process left behind; it leaves alone what belongs to a process that is still running. A link is followed: what it
-points to is replaced.
+A folder is first written as `NAME.partial-PID` beside its final place. Every file and the folder are synced to disk,
+then the folder is renamed. So a kill or a power cut at any moment leaves the complete folder or none. Replacing and
+removing also use a rename (to `NAME.old-PID`), so a half-removed folder never has the final name. `recover` cleans up
+what killed processes left, but does not touch folders of running processes. If the final place is a link, the link's
+target is replaced.
 
-Whatever the disk refuses (full, quota, file size limit, read-only) is a `StorageError`, with nothing left behind.
+If the disk refuses (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder is left.
 
-A folder to remove may be a link. If it points to a folder of the same name, somebody moved the folder (to a larger
-disk, say), and the moved folder is removed too, to free its space. Any other target stays: a folder of another name,
-or a checkpoint of another run.
+A folder to remove may be a link. If it points to a folder of the same name, somebody has moved the folder, for example
+to a larger disk. Then the moved folder is removed too, to free its space. Any other target stays: a folder with a
+different name, or a checkpoint of a different run.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from qarl.errors import UserError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
 CHECKPOINTS = "checkpoints"
-"""Name of the folder of a run that its checkpoints are in."""
+"""Name of the folder in a run folder that holds the checkpoints."""
 _CLOCK_ERROR = 2.0
-"""Seconds: the time of the boot is known to the second."""
+"""Seconds. The time of the boot is known only to the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StorageError(UserError):
-    """The disk did not take what was written; what was there before is untouched."""
+    """The disk refused to write. Existing files and folders are unchanged."""
 
 
 @contextmanager
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """Yields an empty folder to write to, which becomes `folder` at the end, replacing what is there.
+    """Yield an empty folder to write to. At the end it becomes `folder` and replaces an existing one.
 
-    `needed_bytes`: checked before anything is written. After any exception `folder` is as
-    it was and nothing is left of the new one.
+    `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
+    and nothing is left of the new one.
 
     Raises:
-        StorageError: the disk has no room, or writing failed.
+        StorageError: the disk has too little space, or writing failed.
     """
     folder = folder.resolve()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -66,7 +66,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the disk inside into a `StorageError` that names `path`."""
+    """Turn an OSError of the code inside into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """StorageError if the disk of `folder`, which need not exist, has less than `needed_bytes` free."""
+    """Raise StorageError if the disk of `folder` has less than `needed_bytes` free. `folder` need not exist."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -82,13 +82,13 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise StorageError(
             f"there is no room for {folder}",
-            why=f"it takes {needed_bytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-            fix="free some space, or write to another disk",
+            why=f"it takes {needed_bytes / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free",
+            fix="free some space, or write to a different disk",
         )
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`; what was there is moved aside first and removed last, or comes back on an error."""
+    """Rename `new` to `folder`. An existing folder is moved aside first, and removed last or put back on an error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -105,7 +105,7 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove `folder` so that a kill halfway leaves none of that name: `recover` would remove the rest.
+    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest.
 
     Raises OSError if something is left.
     """
@@ -115,7 +115,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder or a file. Of a link also what it points to, if that is the moved folder `name`."""
+    """Remove a folder, a file or a link. Also remove the link's target if it is the moved folder `name`."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return
@@ -126,12 +126,13 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
-    """Put in order what killed processes left in `parent` (of the folder `name` only, if given); says what was done.
+    """Clean up what killed processes left in `parent`. Return a line for each thing done.
 
-    `alone`: no other process works in `parent`, by a lock; else what a running process may have made is left alone.
+    Half-written folders are removed. If a folder was moved aside but its replacement never appeared, it gets its name
+    back.
 
-    Half-written folders are removed. A folder that was moved aside to be replaced, and whose successor never came, gets
-    its name back.
+    `name`: clean up only after this folder. `alone`: a lock guarantees that no other process works in `parent`. Without
+    it, folders that a running process may have made are left alone.
     """
     done = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -143,18 +144,18 @@ def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> li
         if match["kind"] == "old" and not (parent / match["name"]).exists():
             with writing(path):
                 path.rename(parent / match["name"])
-            done.append(f"{parent / match['name']} was being replaced when the process ended, and is as it was")
+            done.append(f"restored {parent / match['name']}, whose replacement a killed process did not finish")
             continue
         try:
             _remove(path, match["name"])
-            done.append(f"removed {path}, left half-written by a process that ended")
+            done.append(f"removed {path}, which a killed process left incomplete")
         except OSError as error:
-            done.append(f"{path}, left half-written by a process that ended, cannot be removed: {error.strerror}")
+            done.append(f"{path}, which a killed process left incomplete, cannot be removed: {error.strerror}")
     return done
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
-    """Rename `folder` to `FOLDER.SUFFIX`, in place of an earlier one of that name; returns the new path."""
+    """Rename `folder` to `FOLDER.SUFFIX`, replacing an earlier folder of that name. Return the new path."""
     target = folder.with_name(f"{folder.name}.{suffix}")
     with writing(target):
         replace_folder(target, folder)
@@ -162,10 +163,12 @@ def set_aside(folder: Path, suffix: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: to a temporary file beside it, then renamed. Missing folders are made.
+    """Write a file completely or not at all: write a temporary file beside it, then rename that.
+
+    Missing parent folders are made.
 
     Raises:
-        StorageError: the disk did not take it; what was there is untouched.
+        StorageError: the disk refused to write. An existing file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -184,9 +187,10 @@ def file_sha256(path: Path) -> str:
 
 
 def _in_use(path: Path, pid: int) -> bool:
-    """Whether `path` may be another process's: one of that number runs, and did when the folder was changed last.
+    """Return whether `path` may belong to a running process other than this one.
 
-    Numbers are used again, in containers soon: a process that started later did not make the folder.
+    It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
+    not make the folder, because process numbers are reused, in containers soon.
     """
     if pid == os.getpid():
         return False
@@ -194,14 +198,16 @@ def _in_use(path: Path, pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # the process belongs to a different user
         pass
     started = _started(pid)
     return started is None or path.lstat().st_ctime > started - _CLOCK_ERROR
 
 
 def _started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None if the system does not say. It counts from the boot."""
+    """Return when a process started, in seconds since 1970, or None if the system does not tell.
+
+    Linux gives the start in ticks since the boot."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

@@ -1,11 +1,11 @@
-"""verl's checkpoints on disk: which are whole, and their weights, without verl, Ray or a process group.
+"""Find verl's complete checkpoints on disk and read their weights, without verl, Ray or a process group.
 
 verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with its
-rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger` does
-the same for whole models in memory and rounds to BF16; here the files are mapped, and one tensor at a time is put
-together, in FP32, and compared with the checksums that QaRL's engine records beside the files.
+rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
+needs memory for the whole model and rounds to BF16. Here the files are memory-mapped. Each tensor is assembled alone,
+in FP32, and compared with the checksums that QaRL's engine records beside the files.
 
-verl itself unpickles whatever a file holds. `refuse_code` looks first.
+verl unpickles these files without restrictions. So `refuse_code` checks them before verl loads them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from qarl.rollout.publish.checksum import checksums
 CONFIG_FOLDER = "huggingface"
 _FOLDER = re.compile(r"global_step_(\d+)")
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_WHY = "verl's FSDP engine shards along one dimension; tensor-parallel trainers are not read here"
+_WHY = "verl's FSDP engine shards along one dimension; checkpoints of tensor-parallel trainers are not supported"
 
 
 def step_of(folder: Path) -> int:
-    """N of a folder global_step_N; 0 for one of another name."""
+    """Return N of a folder global_step_N, or 0 if the folder has a different name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else 0
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Why `folder` is not a complete checkpoint of verl's; None if it is one.
+    """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
 
-    Files of torch.save are zip archives, whose directory is written last: one that was cut short has none.
+    Files of torch.save are zip archives. An archive's directory is written last, so a truncated file does not have it.
     """
     if not folder.is_dir() or not step_of(folder):
-        return "there is no folder global_step_N of this name"
+        return "there is no such folder, or its name is not global_step_N"
     if not zipfile.is_zipfile(folder / "data.pt"):
         return "data.pt, the position in the data, is missing or cut short"
     shards = {file: match for file in folder.glob("actor/*.pt") if (match := _SHARD.fullmatch(file.name))}
@@ -58,22 +58,22 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def list_whole(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every whole checkpoint, newest first."""
+    """Return (step, folder) of every complete checkpoint, newest first."""
     folders = [folder for folder in checkpoints.glob("global_step_*") if what_is_missing(folder) is None]
     return sorted(((step_of(folder), folder) for folder in folders), reverse=True)
 
 
 def list_torn(checkpoints: Path) -> dict[int, str]:
-    """For each incomplete checkpoint, by step: what it lacks."""
+    """Return what each incomplete checkpoint lacks, by step."""
     found = {step_of(folder): what_is_missing(folder) for folder in checkpoints.glob("global_step_*")}
     return {step: problem for step, problem in found.items() if step and problem is not None}
 
 
 def load_part(file: Path) -> dict[str, Any]:
-    """The content of one of verl's files, tensors mapped; no code is run. Errors: as `load_dict` of a checkpoint."""
+    """Load one of verl's files with memory-mapped tensors, without running code in it. Errors as in `load_dict`."""
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
-    log.setLevel(logging.ERROR)  # it warns that there is no process group, and none is needed
+    log.setLevel(logging.ERROR)  # it warns about a missing process group, but none is needed here
     try:
         with torch.serialization.safe_globals(_numpy_arrays()):
             return load_dict(file, mmap=True)
@@ -82,30 +82,30 @@ def load_part(file: Path) -> dict[str, Any]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """Classes that NumPy's random-number state is pickled with: plain arrays, under the names of NumPy 1 and 2."""
+    """Return the classes in a pickle of NumPy's random state: those of plain arrays, as NumPy 1 and 2 name them."""
     make = np.ndarray((0,)).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
 
 
 def refuse_code(files: Iterable[Path]) -> None:
-    """UserError that names the first of verl's files that holds more than tensors and plain values."""
+    """Raise UserError for the first of verl's files that holds more than tensors and plain values."""
     for file in files:
         try:
             load_part(file)
         except UserError as error:
             raise UserError(
-                "a file of the checkpoint cannot be used, and verl would run whatever is in it",
+                "a file of the checkpoint cannot be used, because verl would run any code in it",
                 where=str(file),
                 why=error.why,
-                fix="copy the checkpoint again from where it was made, or resume from another one "
+                fix="copy the checkpoint again from the machine that wrote it, or resume from a different one "
                 "(trainer.resume_mode=resume_path)",
             ) from error
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's tensors and, if QaRL's engine wrote it, the record of their checksums."""
+    """One rank's tensors, and the record of their checksums (empty if QaRL's engine did not write one)."""
 
     file: Path
     tensors: Mapping[str, torch.Tensor]
@@ -122,13 +122,13 @@ class Rank:
                 "the weights of a rank cannot be read",
                 where=str(file),
                 why=f"{file.name} {error.why}",
-                fix="copy the file again, or export another step",
+                fix="copy the file again, or export a different step",
             ) from error
         record = file.with_name(file.name.replace("model_", "qarl_state_", 1)).with_suffix(".json")
         return cls(file, tensors, _read_record(record))
 
     def part(self, name: str) -> torch.Tensor:
-        """This rank's part of a tensor. UserError if it is not what was saved."""
+        """Return this rank's part of a tensor. Raise UserError if it differs from what was saved."""
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
@@ -137,15 +137,15 @@ class Rank:
                 f"{name} is not what was saved",
                 where=str(self.file),
                 why="its checksum is not the one recorded when the checkpoint was written",
-                fix="export another step",
+                fix="export a different step",
             )
         return local
 
 
 def _read_record(file: Path) -> Mapping[str, str]:
-    """Checksums by name; none, and a note, if there is no record."""
+    """Return the checksums by name. If there is no record, print a note and return {}."""
     if not file.is_file():
-        print(f"note: there is no {file}: the weights of this rank are read unchecked", file=sys.stderr)
+        print(f"note: there is no {file}, so the weights of this rank are read unchecked", file=sys.stderr)
         return {}
     why = "it is not a table of checksums by name"
     try:
@@ -158,23 +158,23 @@ def _read_record(file: Path) -> Mapping[str, str]:
         "the checksums of a rank cannot be read",
         where=str(file),
         why=why,
-        fix="export another step; without the file the weights are read unchecked",
+        fix="export a different step, or delete the file to read the weights unchecked",
     )
 
 
 @dataclass(frozen=True)
 class VerlWeights:
-    """The ranks that hold different parts of the weights."""
+    """The weights of a checkpoint, from all ranks that hold different parts of them."""
 
     folder: Path
     ranks: list[Rank]
 
     @classmethod
     def open(cls, folder: Path) -> VerlWeights:
-        """Map the files of `folder` (`global_step_N/actor`). UserError if they are not a whole FSDP checkpoint."""
+        """Map the files of `folder` (`global_step_N/actor`). Raise UserError if the FSDP checkpoint is incomplete."""
         files = {int(match[2]): file for file in folder.glob("*.pt") if (match := _SHARD.fullmatch(file.name))}
         if 0 not in files:
-            raise UserError("the checkpoint holds no weights", where=str(folder), why="there is no file of rank 0")
+            raise UserError("the checkpoint has no weights", where=str(folder), why="there is no file of rank 0")
         first = Rank.open(files[0])
         sharded = (tensor for tensor in first.tensors.values() if isinstance(tensor, DTensor))
         parts = next((tensor.device_mesh.shape[-1] for tensor in sharded), 1)
@@ -187,7 +187,7 @@ class VerlWeights:
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, floating-point ones cast to `dtype` (None: as they are stored); checked as they are read."""
+        """Yield whole tensors, each checked when it is read. Floating-point ones are cast to `dtype` (None: not)."""
         for name, first in self.ranks[0].tensors.items():
             tensor = self._whole(name, first)
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -197,13 +197,13 @@ class VerlWeights:
             return self.ranks[0].part(name)
         placement = first.placements[-1]
         if any(not place.is_replicate() for place in first.placements[:-1]):
-            raise UserError(f"{name} is sharded in more than one way", where=str(self.folder), why=_WHY)
+            raise UserError(f"{name} is sharded along more than one dimension", where=str(self.folder), why=_WHY)
         if not isinstance(placement, Shard):
             return self.ranks[0].part(name)
         whole = torch.cat([rank.part(name) for rank in self.ranks], dim=placement.dim)
         if whole.shape != first.shape:
             raise UserError(
-                f"the parts of {name} make {list(whole.shape)}, and the tensor is {list(first.shape)}",
+                f"the parts of {name} have the shape {list(whole.shape)} together, not {list(first.shape)}",
                 where=str(self.folder),
                 why="files of different runs are mixed",
             )

@@ -1,4 +1,4 @@
-"""Prompts and rewards: what a run learns from."""
+"""The prompts and rewards that a run learns from."""
 
 from __future__ import annotations
 

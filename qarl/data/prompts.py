@@ -1,12 +1,11 @@
-"""Prompts: read, checked and tokenized once, before any work; and the order in which training visits them.
+"""Read, check and tokenize all prompts before training, and choose the order in which training visits them.
 
-Files are in verl's schema, so one file serves both backends: `data_source`, `prompt` (a list of `{role, content}`),
-`reward_model.ground_truth`, and optionally `extra_info`. They are read through `datasets` into memory, without its
-cache of files on disk.
+Files use verl's schema, so one file works with both backends: `data_source`, `prompt` (a list of `{role, content}`),
+`reward_model.ground_truth`, and optionally `extra_info`. `datasets` reads them into memory, without its cache on disk.
 
-Departures from verl's `RLHFDataset`: a row that cannot be used is an error that names its row, where verl counts it as
-too long and drops it (its filter catches every exception); and `filter_overlong_prompts` is off by default, so that
-nothing is left out unasked. As in verl, the last incomplete batch of an epoch is dropped.
+There are two departures from verl's `RLHFDataset`. A row that cannot be used is an error that names the row; verl
+treats it as too long and drops it, because its filter catches every exception. And `filter_overlong_prompts` is off by
+default, so that no prompt is dropped unless asked. As in verl, the last incomplete batch of an epoch is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY = 900
-"""Brackets that a value may open before its depth is looked at: fewer than Python's limit of recursion."""
+"""A value with more opening brackets than this is checked for depth. The number is below Python's recursion limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
@@ -35,21 +34,21 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the rollout sees it (`prompt_token_ids`) and what its reward needs."""
+    """One prompt: the tokens that the rollout gets (`prompt_token_ids`), and the values that its reward needs."""
 
     index: int
-    """Row number in the files taken one after another, from 0; filtering does not renumber."""
+    """Row number from 0, counted through all files. Filtering does not change it."""
     data_source: str
     messages: list[Message]
     prompt_token_ids: list[int]
-    """The rendered chat template with the generation prompt at its end."""
+    """The tokens of the rendered chat template, including the generation prompt at its end."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PromptDataset(Sequence[Prompt]):
-    """The prompts in file order. `num_filtered`: how many overlong ones were left out."""
+    """The prompts in file order. `num_filtered`: number of overlong prompts that were left out."""
 
     prompts: list[Prompt]
     num_filtered: int = 0
@@ -74,14 +73,14 @@ def load_prompts(
     filter_overlong_prompts: bool = False,
     limit: int | None = None,
 ) -> PromptDataset:
-    """Reads `files` (.parquet, .jsonl, .json) and tokenizes their prompts; the first `limit` usable ones, if given.
+    """Read `files` (.parquet, .jsonl, .json) and tokenize their prompts. Every row that is read is checked.
 
-    `max_prompt_length` is in tokens. Every row up to the last one used is checked.
+    `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts.
 
     Raises:
         UserError: a file is missing, unreadable or empty; a column is missing; a row's prompt is not a list of
-            `{role, content}` or its ground truth is missing; a prompt is too long and `filter_overlong_prompts` is off;
-            nothing is left; the tokenizer has no chat template.
+            `{role, content}`, or it has no ground truth; a prompt is too long and `filter_overlong_prompts` is off; all
+            prompts are too long; the tokenizer has no chat template.
     """
     files = [files] if isinstance(files, str) else list(files)
     if not files:
@@ -90,7 +89,7 @@ def load_prompts(
         raise UserError(
             "the tokenizer has no chat template",
             where=str(getattr(tokenizer, "name_or_path", "")) or None,
-            why="prompts are lists of messages, and only a chat template turns those into text",
+            why="prompts are lists of messages, and a chat template is needed to turn them into text",
             fix="use an instruction-tuned model, or put a chat_template.jinja into the model's folder",
         )
     prompts: list[Prompt] = []
@@ -112,7 +111,7 @@ def load_prompts(
         raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
     if not prompts:
         raise UserError(
-            f"no prompt is left of {len(overlong)}",
+            f"none of the {len(overlong)} prompts can be used",
             where=", ".join(files),
             why=f"all are longer than max_prompt_length={max_prompt_length} tokens "
             f"(shortest: {min((length for _, length in overlong), default=0)})",
@@ -130,7 +129,7 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
         raise UserError(
             f"unknown kind of data file: {file}",
             why=f"the name must end in one of {', '.join(_FORMATS)}",
-            fix="convert it, or rename it if it is one of these",
+            fix="convert the file; or rename it, if only its name is wrong",
         )
     rows = _read_rows(file)
     if not len(rows):
@@ -142,7 +141,7 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
             f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
             where=file,
             why=f"the file has: {', '.join(rows.column_names)}",
-            fix="bring it into verl's schema, or set data.prompt_key to the column of the prompts",
+            fix="convert the file to verl's schema, or set data.prompt_key to the name of the column with the prompts",
         )
     return rows
 
@@ -156,19 +155,19 @@ def _read_rows(file: str) -> datasets.Dataset:
             _check_json(Path(file))
         elif not pyarrow.parquet.ParquetFile(file).metadata.num_rows:
             raise StopIteration
-        # A separate cache: the user's would keep a copy of every version of every file.
+        # A temporary cache, because the user's cache would keep a copy of every version of every file.
         with tempfile.TemporaryDirectory() as cache_dir:
             return datasets.load_dataset(
                 _FORMATS[Path(file).suffix], data_files=file, split="train", cache_dir=cache_dir, keep_in_memory=True
             )
-    except Exception as error:  # what `datasets` raises depends on the format and its reader
+    except Exception as error:  # which exception `datasets` raises depends on the format and its reader
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise _no_rows(file) from error
         raise _unreadable(file, error) from error
 
 
 def _check_json(path: Path) -> None:
-    """Refuse what pyarrow's reader would end the process at: a first value of null, and values nested very deep.
+    """Refuse files at which pyarrow's reader would crash the process: the first value is null, or the nesting is deep.
 
     Raises ValueError or RecursionError.
     """
@@ -178,19 +177,19 @@ def _check_json(path: Path) -> None:
             first = first or line.strip()[:1]
             _try_deep(line)
     if first and first not in b"[{":
-        raise ValueError(f"a row is a JSON object, {{...}}, and the file begins with {first!r}")
+        raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
     if path.suffix == ".json":  # one value over all lines
         _try_deep(path.read_bytes())
 
 
 def _try_deep(value: bytes) -> None:
     if value.count(b"[") + value.count(b"{") > _MANY:
-        with suppress(ValueError):  # whatever else is wrong is the reader's to say
+        with suppress(ValueError):  # pyarrow's reader will report all other problems
             json.loads(value)
 
 
 def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """The rows, which are decoded as they are read."""
+    """Yield the rows. They are decoded when they are read, so a damaged one raises here."""
     iterator = iter(rows)
     while True:
         try:
@@ -211,7 +210,7 @@ def _unreadable(file: str, error: Exception) -> UserError:
     return UserError(
         f"cannot read the data file {file}",
         why=f"{type(cause).__name__}: {_shortened((str(cause).splitlines() or [''])[0])}",
-        fix="write it again; it may be cut short or of another format than its name says",
+        fix="write it again; it may be truncated, or not in the format that its name says",
     )
 
 
@@ -233,7 +232,7 @@ def _to_prompt(
         raise UserError(
             "missing reward_model.ground_truth",
             where=where,
-            why=f"reward_model is {_shortened(reward_model)}, and answers are compared with its ground_truth",
+            why=f"reward_model is {_shortened(reward_model)}, but the reward compares answers with its ground_truth",
             fix='give each row a reward_model like {"style": "rule", "ground_truth": "42"}',
         )
     extra_info = row.get("extra_info")
@@ -241,7 +240,7 @@ def _to_prompt(
         raise UserError(
             f"extra_info is {_shortened(extra_info)}",
             where=where,
-            why=f"it is a {type(extra_info).__name__}, and the reward function gets a dict",
+            why=f"it is a {type(extra_info).__name__}, but the reward function needs a dict",
             fix='write extra_info as {"key": value}, or leave the column out',
         )
     try:
@@ -253,7 +252,7 @@ def _to_prompt(
             "the tokenizer's chat template refuses a prompt",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix="correct the row's messages (roles, order), or use another chat template",
+            fix="correct the row's messages (roles, order), or use a different chat template",
         ) from error
     return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(extra_info or {}))
 
@@ -267,7 +266,7 @@ def _to_messages(value: Any, where: str) -> list[Message]:
         role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(
-                "a message of the prompt has no role or no content that is text",
+                "role and content of every message must be text",
                 where=where,
                 why=_shortened(message),
                 fix=fix,
@@ -287,26 +286,26 @@ def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_
         f"a prompt has {length} tokens, more than max_prompt_length={max_prompt_length}",
         where=where,
         why=f"{len(overlong)} of {total} prompts are too long, the longest has {longest} tokens; "
-        "cutting one would change its question",
+        "cutting a prompt would change its question",
         fix=f"set data.max_prompt_length={longest}, or data.filter_overlong_prompts=true to leave them out",
     )
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
-    """How many prompts of `val` are in `train` too, compared by their tokens; 0 is what an honest evaluation needs."""
+    """Return how many prompts of `val` are also in `train`, by their tokens. An honest evaluation needs 0."""
     seen = {tuple(prompt.prompt_token_ids) for prompt in train}
     return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0) -> int:
-    """The number of ids that the model has and the tokenizer has not; an error above `max_unused`.
+    """Return the number of token ids that the model has but the tokenizer lacks.
 
-    `vocab_size` is the model's. The ids beyond the tokenizer's take probability wherever they are not masked, and verl
-    masks them in vLLM but not in its trainer: with 64 logits for 48 tokens and a fresh model, log-probs of rollout and
-    trainer lie ln(64/48) apart. A trained model gives such ids almost none, so a caller may allow a padded tail.
+    `vocab_size`: the model's. Unless they are masked, the extra ids get some of the probability. verl masks them in
+    vLLM but not in its trainer. For example, with 64 logits for 48 tokens and a fresh model, the log-probs of rollout
+    and trainer differ by ln(64/48). A trained model gives extra ids almost no probability, so a caller may allow some.
 
     Raises:
-        UserError: also whenever the tokenizer has more ids than the model, whatever `max_unused`.
+        UserError: there are more than `max_unused` extra ids, or the tokenizer has more ids than the model.
     """
     unused = vocab_size - len(tokenizer)
     if 0 <= unused <= max_unused:
@@ -320,17 +319,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
         )
     raise UserError(
         sizes,
-        why=f"the {unused} ids in between are masked in the rollout and not in the trainer, which shifts the trainer's "
-        "log-probs and looks like a mismatch of the quantization",
+        why=f"the {unused} ids in between are masked in the rollout but not in the trainer; this shifts the trainer's "
+        "log-probs and looks like a mismatch caused by quantization",
         fix="resize the model's embeddings to the tokenizer, or add tokens to the tokenizer until both agree",
     )
 
 
 class PromptSampler(Iterator[list[int]]):
-    """Batches of `batch_size` distinct indices below `num_prompts`, forever, a fresh permutation every epoch.
+    """Endless batches of `batch_size` distinct indices below `num_prompts`, in a new permutation every epoch.
 
-    The permutation depends on `seed` and the epoch only, so a resumed run sees the batches that it would have seen.
-    Without `shuffle` every epoch goes in order. What does not fill a batch at the end of an epoch is dropped, as in
+    The permutation depends only on `seed` and the epoch, so a resumed run gets the same batches as an uninterrupted
+    one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is dropped, as in
     verl.
 
     Raises:
@@ -342,7 +341,7 @@ class PromptSampler(Iterator[list[int]]):
             raise UserError(
                 f"cannot draw batches of {batch_size} from {num_prompts} prompts",
                 where="data.train_batch_size",
-                why="a batch holds distinct prompts, and at least one",
+                why="a batch must have at least one prompt, and its prompts must be distinct",
                 fix=f"set data.train_batch_size between 1 and {num_prompts}, or give more prompts",
             )
         self.num_prompts, self.batch_size, self.seed, self.shuffle = num_prompts, batch_size, seed, shuffle
@@ -367,21 +366,24 @@ class PromptSampler(Iterator[list[int]]):
         return settings | {"batches_drawn": self.batches_drawn}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continues where `state` was taken.
+        """Continue from the position in `state`.
 
         Raises:
-            UserError: `state` belongs to other data, another batch size, seed or order.
+            UserError: `state` was saved with a different number of prompts, batch size, seed or `shuffle`.
         """
         for key in self._SETTINGS:
             if state.get(key) != getattr(self, key):
                 raise UserError(
-                    f"the checkpoint was made with {key}={state.get(key)}, this run has {key}={getattr(self, key)}",
+                    f"the checkpoint was written with {key}={state.get(key)}, this run has {key}={getattr(self, key)}",
                     why="the order of the prompts would not continue where it stopped",
                     fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
                 )
         drawn = state.get("batches_drawn")
         if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
-            raise UserError(f"the checkpoint's position in the data is {drawn!r}", fix="use another checkpoint")
+            raise UserError(
+                f"the checkpoint's position in the data, {drawn!r}, is not a number of batches",
+                fix="use a different checkpoint",
+            )
         self.batches_drawn = drawn
 
     _SETTINGS = ("num_prompts", "batch_size", "seed", "shuffle")

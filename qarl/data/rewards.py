@@ -1,17 +1,18 @@
-"""Reward functions: the built-in ones, the user's, and the checks around both.
+"""Reward functions: the built-in ones, the user's, and the checks of both.
 
-A reward function has the signature of verl's custom rewards, so one function serves both backends:
+A reward function has the signature of verl's custom rewards, so one function works with both backends:
 
     def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> float
 
-A dict with the number under "score" is accepted too.
+It may also return a dict with the number under "score".
 
-It is named in the config by `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It is
-called with keyword arguments, as verl calls it.
+The config names it as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It gets
+keyword arguments, as in verl.
 
-A reward that raises, is not a finite number or takes longer than `reward.timeout_s` stops the run with the row at
-fault. Scored as 0 it would teach the model whatever avoids the bug, and a time limit that gives 0 would make the
-rewards depend on how busy the machine is. `SystemExit` is an exception like the others; Ctrl-C is not.
+If the function raises, returns anything but a finite number, or takes longer than `reward.timeout_s`, the run stops
+with an error that names the row. A score of 0 instead would teach the model to avoid the bug. After a timeout, a score
+of 0 would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function,
+Ctrl-C does not.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ from qarl.errors import UserError
 RewardFn = Callable[..., Any]
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-# A sign belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
+# A minus belongs to a number only if it cannot be a subtraction: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?\d+(?:\.\d+)?", flags=re.ASCII)
 
 
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 if the last number of the response is the integer `ground_truth`, else 0.0.
+    """Return 1.0 if the last number of the response is the integer `ground_truth`, else 0.0.
 
-    Leading zeros do not count; a number with decimals is not an integer; thousands separators are not understood.
+    Leading zeros are ignored. A number with decimals is not an integer. Thousands separators are not recognized.
     """
     numbers = _NUMBER.findall(solution_str)
     return float(bool(numbers) and _canonical(numbers[-1]) == _canonical(str(ground_truth).strip()))
 
 
 def _canonical(number: str) -> str:
-    """`number` without leading zeros; text, because `int` refuses thousands of digits and a model can write them."""
+    """Return `number` without leading zeros, as text. `int` refuses thousands of digits, but a model can write them."""
     magnitude = number.removeprefix("-").lstrip("0") or "0"
     return f"-{magnitude}" if number.startswith("-") and magnitude != "0" else magnitude
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 if an answer in the response equals `ground_truth` mathematically (LaTeX, boxed or plain), else 0.0.
+    """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. Its time limit (5 seconds to parse,
-    5 to compare) is an alarm signal, which only a main thread can take: from any other thread the work goes to another
-    process, as in verl. In a main thread an alarm of the caller's counts on between two answers, and afterwards.
+    5 to compare) uses an alarm signal, which only works in the main thread. In other threads a separate process does
+    the work, as in verl. In the main thread the caller's own alarm keeps its time, but can fire only between answers.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))
@@ -73,7 +74,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """`math_verify` with another time limit, for data preparation; in a main thread only."""
+    """Do the same as `math_verify` with a time limit of `seconds`, for data preparation. Only for the main thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 
@@ -93,7 +94,7 @@ def _math_verify(solution_str: str, ground_truth: str, seconds: int = 5) -> floa
 
 @lru_cache(maxsize=1)
 def _process_pool() -> ProcessPoolExecutor:
-    # "spawn": a fork of a process with CUDA or several threads is not safe.
+    # "spawn", because it is not safe to fork a process with CUDA or several threads.
     return ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1), mp_context=get_context("spawn"))
 
 
@@ -101,10 +102,10 @@ BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_ve
 
 
 def get_reward_fn(spec: str) -> RewardFn:
-    """The reward function that `spec` names.
+    """Return the reward function that `spec` names.
 
     Raises:
-        UserError: no such built-in name, module, file or attribute; what is there is not a function, or does not take
+        UserError: there is no such built-in name, module, file or attribute; it is not callable; or it does not take
             the four arguments.
     """
     if spec in BUILTIN:
@@ -138,12 +139,12 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the user's module runs on import and may raise anything, SystemExit too
+    except BaseException as error:  # the user's module runs on import and may raise anything, even SystemExit
         raise UserError(
             f"cannot import the module {name!r}",
             where="reward.function",
             why=_in_words(error),
-            fix="install it or start from its folder; a file is named by its path, path/to/file.py:function",
+            fix="install the module, or start from its folder; for a file write its path, path/to/file.py:function",
         ) from error
 
 
@@ -170,7 +171,7 @@ def _load_file(path: Path) -> ModuleType:
             f"cannot load {path}",
             where="reward.function",
             why=_in_words(error),
-            fix="correct the file, or install what it imports",
+            fix="correct the file, or install the packages that it imports",
         ) from error
     return module
 
@@ -186,7 +187,7 @@ def _check_signature(fn: Any, spec: str) -> None:
         )
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # built in C: the call itself will tell
+    except ValueError:  # a function in C has no signature; the first call will show whether it works
         return
     try:
         signature.bind(**dict.fromkeys(_ARGUMENTS))
@@ -202,11 +203,11 @@ def _check_signature(fn: Any, spec: str) -> None:
 def score_responses(
     fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
 ) -> list[float]:
-    """The score of `responses[i]`, an answer to `prompts[i]`, for every i; `timeout_s`: seconds for each, None any.
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`. `timeout_s`: seconds per response, None: any.
 
     Raises:
-        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned something else than
-            a finite number or a dict with one under "score".
+        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned neither a finite
+            number nor a dict with one under "score".
     """
     return [_score(fn, prompt, response, timeout_s) for prompt, response in zip(prompts, responses, strict=True)]
 
@@ -223,8 +224,9 @@ def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None)
 
 
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
-    """The result of `fn` for the four `arguments`. UserError if it raises or takes too long; `where` precedes the
-    data source."""
+    """Return the result of `fn` for the four `arguments`. Raise UserError if it raises or takes too long.
+
+    `where`: text that the error shows before the data source."""
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
     response = _shortened(arguments["solution_str"])
     try:
@@ -243,26 +245,26 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
             f"the reward function {name} raised {type(error).__name__}",
             where=place,
             why=f"{_in_words(error).partition(': ')[2]} (response: {response})",
-            fix="make it return a score for any response, an empty or a garbled one too",
+            fix="make it return a score for every response, even an empty or garbled one",
         ) from error
 
 
 def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:
-    """The number in what a reward function returned. UserError if it is not a finite one."""
+    """Return the number in the `result` of a reward function. Raise UserError if there is no finite number."""
     try:
         score: Any = result.get("score") if isinstance(result, Mapping) else result
         if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
             score = score.item()
         number = float(score) if isinstance(score, Real) else math.nan
-    except Exception:  # no number: a tensor of several elements, an integer too large for a float
+    except Exception:  # not a number, for example a tensor of several elements, or an integer too large for a float
         number = math.nan
     if not math.isfinite(number):
         response = _shortened(arguments["solution_str"])
         raise UserError(
             f"the reward function {_name(fn)} returned {_shortened(result)}",
             where=f"{where}data_source {arguments['data_source']!r}",
-            why=f"a reward is a finite number or a dict with one under 'score' (response: {response})",
-            fix="make it return a number for any response, an empty or a garbled one too",
+            why=f"a reward must be a finite number, or a dict with one under 'score' (response: {response})",
+            fix="make it return a number for every response, even an empty or garbled one",
         )
     return number
 
@@ -272,7 +274,7 @@ def _name(fn: RewardFn) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    """Class and message of an exception, whose own `__str__` may be broken."""
+    """Return class and message of an exception. Its `__str__` may be broken."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -288,9 +290,9 @@ def _shortened(value: Any, length: int = 200) -> str:
 
 
 def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
-    """Calls `fn` once, on the first prompt with an empty response, so that a broken one stops before the work starts.
+    """Call `fn` once, on the first prompt with an empty response, to find a broken one before the training starts.
 
     Raises:
-        UserError: as `score_responses`.
+        UserError: as in `score_responses`.
     """
     score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The prompts that a config names, and the order that training takes them in."""
+"""Load the prompts that a config names, and choose the order in which training visits them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
 
 
 def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
-    """The held-out prompts; none if nothing is ever evaluated. verl reads the files even then, and all of them."""
+    """Load the held-out prompts, or [] if the run never evaluates. With backend verl always load all of them, because
+    verl reads the files in any case."""
     files, limit = config.data.val_files, config.trainer.val_max_prompts
     if config.backend == "verl":
         return load_prompts(files, **prompt_options(config, tokenizer)) if files else []
@@ -24,7 +25,7 @@ def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any
 
 
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of `load_prompts` that training and evaluation share."""
+    """Return the arguments of `load_prompts` that training and evaluation share."""
     return {
         "tokenizer": tokenizer,
         "prompt_key": config.data.prompt_key,
@@ -38,10 +39,10 @@ def prompt_sampler(config: Config, prompts: PromptDataset) -> PromptSampler:
 
 
 def report_data(train_prompts: PromptDataset, val_prompts: PromptDataset | list[Any]) -> None:
-    """Say on stderr what was filtered out, and whether held-out prompts are trained on."""
+    """Print on stderr how many prompts were filtered out, and how many held-out prompts are in the training data."""
     if train_prompts.num_filtered:
         left_out = f"{train_prompts.num_filtered} training prompts over data.max_prompt_length are left out"
         print(f"note: {left_out}", file=sys.stderr)
     shared = check_disjoint(train_prompts, val_prompts)
     if shared:
-        print(f"warning: {shared} of the held-out prompts are in the training data too", file=sys.stderr)
+        print(f"warning: {shared} of the held-out prompts are also in the training data", file=sys.stderr)

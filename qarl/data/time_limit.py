@@ -1,14 +1,14 @@
-"""A time limit on somebody else's function, such as a reward: `call_within`.
+"""Call a user's function, such as a reward, with a time limit: `call_within`.
 
-In the main thread it is a timer signal whose handler raises: that ends endless loops, sleeping, waiting for a socket
-and regular expressions that backtrack for ever. It fires again every second, should the function swallow it. A timer
-of the caller's is put back afterwards. A function that takes the alarm for itself (`signal.alarm`) ends ours: then its
-running time is judged when it returns.
+In the main thread the limit is a timer signal whose handler raises. It interrupts endless loops, sleeps, waiting for a
+socket, and regular expressions that backtrack forever. The timer fires again every second, in case the function
+catches the exception. The caller's own timer is restored afterwards. If the function sets an alarm itself
+(`signal.alarm`), that replaces our timer, and the running time is checked only when the function returns.
 
-Elsewhere (verl scores responses in threads of a Ray worker) Python delivers no signal. The function runs in a thread
-that is waited for no longer than the limit: the caller gets its error in time, whatever the function does. The thread
-is told to stop, which ends it at its next line of Python; one that stays inside a C function is left behind, as a
-daemon thread that does not keep the process alive. Only C code that never gives Python's lock back delays the error.
+In other threads Python delivers no signals (verl scores responses in threads of a Ray worker). There the function runs
+in a new thread, and the caller waits for it only until the limit. So the caller gets its error in time. The thread is
+told to stop, and ends at its next line of Python. If it stays inside a C function, it is left behind as a daemon
+thread, which does not keep the process alive. Only C code that never releases Python's lock delays the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _AGAIN = 1.0
-"""Seconds until the timer fires once more."""
+"""Seconds until the timer fires again."""
 
 
 class OutOfTimeError(Exception):
@@ -32,14 +32,14 @@ class OutOfTimeError(Exception):
 
 
 class _Stop(BaseException):
-    """Raised inside the function; no `except Exception` of the function's holds it up."""
+    """Raised inside the function to end it. `except Exception` in the function does not catch it."""
 
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
-    """`function()`, for at most `seconds`; None: without a limit. Whatever the function raises comes out as it is.
+    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function pass through.
 
     Raises:
-        OutOfTimeError: the function took longer, or returned too late.
+        OutOfTimeError: the function was stopped, or returned too late.
     """
     if seconds is None:
         return function()
@@ -58,9 +58,9 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 
 @contextmanager
 def preserved_alarm() -> Iterator[None]:
-    """Lends the alarm to the code inside; the caller's timer resumes afterwards, less the time that took.
+    """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Main thread only. A timer that would have run out meanwhile does so at once.
+    Only for the main thread. If the caller's timer would have fired meanwhile, it fires immediately afterwards.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()

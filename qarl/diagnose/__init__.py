@@ -1,1 +1,1 @@
-"""`python -m qarl.diagnose`: how far trainer and rollout differ, and why."""
+"""`python -m qarl.diagnose`: measure how far trainer and rollout differ, and find out why."""

@@ -3,13 +3,13 @@
 usage: qarl diagnose config=NAME.yaml [KEY=VALUE ...]
        qarl diagnose --help [SECTION | SECTION.KEY ...]
 
-Takes the arguments of qarl train. Samples one batch as the first step of that run would, trains
-nothing, and prints a response token by token and the mismatch split by cause.
-`python -m qarl.diagnose` is the same command.
+The arguments are those of qarl train. The command samples one batch, as in the first step of that
+run, but does not train the model. It prints one response token by token, and the mismatch split by
+cause. `python -m qarl.diagnose` is the same command.
 
 exit codes:
   0    the mismatch was measured
-  2    the config, the data or the machine is unfit: one message says why
+  2    the config, the data or the machine cannot be used; one message says why
   130  ended by Ctrl-C
 """
 
@@ -22,7 +22,7 @@ from qarl.console import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Diagnose the config that `argv` describes; returns the exit code."""
+    """Diagnose the config that `argv` describes. Return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -39,7 +39,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page and the config's sections, or the sections and keys in `topics`."""
+    """Return the help: this page and a list of the config's sections, or help on the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)

@@ -1,16 +1,18 @@
-"""Trainer against rollout, and what makes the difference: the report of `python -m qarl.diagnose`.
+"""Compare trainer and rollout, and split the difference by cause: the report of `python -m qarl.diagnose`.
 
-One batch is sampled exactly as in training from the weights in `model.path`, and its log-probs are computed under
-several trainers; δ is a token's log_prob less its rollout_log_prob. The split switches one cause on at a time,
-everything else following the engine as closely as is built:
+One batch is sampled exactly as in training, from the weights in `model.path`. Then several trainers compute its
+log-probs. δ is a token's log_prob minus its rollout_log_prob. Each row of the split has only one cause of a difference.
+Everything else follows the engine as closely as this code can:
 
     quantization   the trainer's linears are BF16, the engine's low-bit
-    kernel floor   linears as the engine's; norms, rotary embedding and attention as transformers computes them
-    staleness      the trainer is one update ahead of the engine (none where the schedule's first rate is 0)
-    none           nothing: what is left at the closest level
+    kernel floor   the trainer's linears are as in the engine; it computes the rest (norms, rotary embedding, attention)
+                   as transformers does
+    staleness      the trainer is one update ahead of the engine (no difference if the first learning rate is 0)
+    none           no cause is switched on; this is the difference that is left at the closest level, `exact`
 
-The causes do not add up: activations quantized per token amplify what happens before them. The table for one response
-marks tokens where the two sides' most likely token differs (as table 1 of arXiv 2605.14220 does).
+The causes do not add up, because activations that are quantized per token amplify earlier differences. The table for
+one response marks tokens for which the most likely token differs between the two sides (as table 1 of arXiv 2605.14220
+does).
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One trainer against the rollout: `log_probs` FP32 [B, R]; `top` int64 [B, R], its most likely tokens."""
+    """One trainer compared with the rollout.
+
+    `log_probs`: FP32 [B, R], of this trainer. `top`: int64 [B, R], its most likely tokens."""
 
     name: str
     level: str
@@ -54,8 +58,10 @@ class Comparison:
 
 
 def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparison:
-    """Log-probs of `batch` under `policy`, and the mismatch metrics; the flip rate is the share of tokens whose argmax
-    differs from the engine's. With top-p or top-k each policy finds what it keeps."""
+    """Compute the log-probs of `batch` under `policy`, and the mismatch metrics.
+
+    The flip rate is the share of tokens whose argmax differs from the engine's. With top-p or top-k each policy chooses
+    the tokens to keep by itself."""
     size = config.actor.log_prob_micro_batch_size_per_gpu
     how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
     with torch.no_grad():
@@ -69,12 +75,12 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
 
 
 def with_quant(config: Config, **changes: str) -> Config:
-    """`config` with other `quant` keys."""
+    """Return `config` with changed `quant` keys."""
     return config.model_copy(update={"quant": config.quant.model_copy(update=changes)})
 
 
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
-    """The configured trainer, and one comparison a cause."""
+    """Compare the configured trainer with the rollout, and one trainer for each cause."""
     config = trainer.config
     plain = Policy.load(with_quant(config, scheme="bf16", align="exact"))
     linears = Policy.load(with_quant(config, align="linears"))
@@ -90,7 +96,7 @@ def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
 
 
 def summary_table(comparisons: Sequence[Comparison]) -> str:
-    """The comparisons as a Markdown table, one row each."""
+    """Return the comparisons as a Markdown table with one row each."""
     lines = ["| differs | level | " + " | ".join(_COLUMNS) + " | argmax flips |", "|---" * (len(_COLUMNS) + 3) + "|"]
     for one in comparisons:
         cells = [f"{one.metrics[key]:.3g}" for key in _COLUMNS.values()]
@@ -101,7 +107,7 @@ def summary_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def response_table(one: Comparison, batch: Batch, row: int, tokenizer: Any) -> str:
-    """Token by token: rollout and trainer log-prob, δ, and `*` where the most likely token differs."""
+    """Return a table, one line per token: rollout and trainer log-prob, δ, and `*` if the most likely tokens differ."""
     lines = [f"{'token':>12}  {'rollout':>10}  {'trainer':>10}  {'δ':>10}"]
     for t in batch.response_mask[row].nonzero()[:, 0].tolist():
         token = repr(tokenizer.decode([int(batch.responses[row, t])]))
@@ -112,7 +118,7 @@ def response_table(one: Comparison, batch: Batch, row: int, tokenizer: Any) -> s
 
 
 def diagnose(config: Config) -> dict[str, Any]:
-    """Sample one training batch, compare, print, and write `diagnose.json` to the run directory."""
+    """Sample one training batch, compare, print, and write `diagnose.json` to the run directory. Return its content."""
     parts = prepare_run(config)
     trainer = LocalTrainer(config, parts)
     with trainer.engine:

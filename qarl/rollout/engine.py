@@ -99,10 +99,10 @@ class RolloutEngine:
         configure_vllm_process()
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise UserError(
-                "the local backend runs vLLM in the trainer's process",
+                "the local backend needs vLLM in the trainer's process",
                 where="environment variable VLLM_ENABLE_V1_MULTIPROCESSING",
-                why="a publish hands tensors over within the process",
-                fix="unset it",
+                why="the variable puts vLLM into a separate process, which a publish cannot reach",
+                fix="unset the variable",
             )
         check_served(config.scheme.name)
         _check_plugin(config)

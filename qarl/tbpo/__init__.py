@@ -1,7 +1,7 @@
-"""TBPO, the trust-band policy optimization loss of QaRL (arXiv 2604.07853), as a drop-in that depends on torch alone.
+"""TBPO, the trust-band policy optimization loss of QaRL (arXiv 2604.07853). It depends only on torch.
 
-Read `ratios.py` first (what is compared with what), then `loss.py` (what is done with it). The keys are in `config.py`,
-which needs no torch: the loss itself is imported when it is first used.
+Read `ratios.py` first (the ratios and their bands), then `loss.py` (the loss). The keys are in `config.py`, which does
+not import torch. So the loss is imported only when it is first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The keys of TBPO with the paper's values (arXiv 2604.07853, appendix B): their one definition.
+"""The keys of TBPO. The defaults are the paper's values (arXiv 2604.07853, appendix B).
 
-No torch: the run's config and verl's take their defaults from here.
+This is their only definition; the run's config and verl's config take the defaults from here. It does not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ PositiveBand = Literal["upper", "two_sided"]
 
 @dataclass(frozen=True)
 class TBPOConfig:
-    """Bands and cap, the defaults being the paper's.
+    """Bands and cap of TBPO, all dimensionless.
 
-    All are dimensionless: `seq_clip_ratio_*` are distances of the ratio r from 1, for A > 0 and, with `neg_`, for
-    A < 0; `seq_tis_imp_ratio_cap` is C, the largest mismatch weight, 1/C the smallest. A geometric mean over T tokens
-    spreads like 1/sqrt(T), and the paper's bands belong to responses of up to 16384 tokens: short ones need wider.
+    `seq_clip_ratio_*`: distances of the ratio r from 1, for A > 0. `neg_seq_clip_ratio_*`: the same for A < 0.
+    `seq_tis_imp_ratio_cap`: C, the largest mismatch weight; the smallest is 1/C. A geometric mean over T tokens has a
+    spread of about 1/sqrt(T), and the paper's bands are for responses of up to 16384 tokens. So short responses need
+    wider bands.
 
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """
@@ -58,6 +59,6 @@ class TBPOConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
-                f"loss_agg_mode must be 'seq-mean-token-mean', TBPO's ratio belongs to the whole response; "
+                f"loss_agg_mode must be 'seq-mean-token-mean', because TBPO has one ratio per response; "
                 f"got {self.loss_agg_mode!r}"
             )

@@ -2,25 +2,27 @@
 
 For response i with advantage A_i, over its valid tokens t:
 
-    r_i = exp mean_t(log_prob - old_log_prob)              how far the policy moved since the old log-probs
+    r_i = exp mean_t(log_prob - old_log_prob)              how far the policy has moved since the old log-probs
     w_i = exp mean_t(old_log_prob - rollout_log_prob)      how far the trainer is from the engine that sampled
     loss = - mean_i  clip(w_i, 1/C, C) * clip_band(r_i) * A_i        no gradient through w_i
 
     A_i > 0   band (-inf, 1 + seq_clip_ratio_high]: PPO's bound
     A_i < 0   band [1 - neg_seq_clip_ratio_low, 1 + neg_seq_clip_ratio_high]
 
-Inside its band a response contributes the gradient -clip(w_i) * r_i * A_i / T_i per token; outside it contributes none.
-This differs from PPO and GSPO (verl's `compute_policy_loss_gspo`). They take the larger of clipped and unclipped loss,
-which still pushes down a negative sample whose ratio is above the band, and harder the larger the ratio.
+Inside its band a response contributes the gradient -clip(w_i) * r_i * A_i / T_i per token. Outside it contributes zero.
+This differs from PPO and GSPO (verl's `compute_policy_loss_gspo`), which take the larger of clipped and unclipped loss.
+They still push down a negative sample whose ratio is above the band, and the larger the ratio, the harder they push.
 
-The bands are for the paper's "error tokens" (section 3.2): repetitive, garbled tokens of quantized rollouts, mostly in
-negative samples and of very low probability, so that their ratios become extreme.
+The bands are for the paper's "error tokens" (section 3.2). These are repetitive, garbled tokens of quantized rollouts,
+mostly in negative samples. Their probability is very low, so their ratios become extreme.
 
-Two places of the paper can be read in two ways, and both are options with the first as the default.
-`mismatch_outside_cap`: a w_i beyond the cap is cut to it ("truncate", section 3.2), or the response is left out
-("drop", as the introduction says of both ratios); that the cap's lower side is 1/C is our reading of its "two-sided
-cap". `positive_band`: only the upper edge binds positive samples ("upper", the "standard PPO-style bound" of section
-3.2), or `seq_clip_ratio_low` does too ("two_sided"): the table of appendix B gives it a value, 3e-4.
+The paper is ambiguous in two places. Each is an option here:
+
+- `mismatch_outside_cap`: "truncate" (default) clips a w_i beyond the cap to the cap, as in section 3.2. "drop" leaves
+  the response out of the loss, as the introduction says of both ratios. The paper says "two-sided cap"; we read its
+  lower side as 1/C.
+- `positive_band`: "upper" (default) limits positive samples only by the upper edge, the "standard PPO-style bound" of
+  section 3.2. "two_sided" uses `seq_clip_ratio_low` too, because the table of appendix B gives it a value, 3e-4.
 
 Legend: B responses, T token positions (response_length).
 """
@@ -46,24 +48,26 @@ def tbpo_loss(
     *,
     global_batch_size: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The TBPO loss of one (micro-)batch: a differentiable FP32 scalar and the statistics for `reduce_metrics`.
+    """Return the TBPO loss of one (micro-)batch, a differentiable FP32 scalar, and statistics for `reduce_metrics`.
 
     Args:
-        log_prob: [B, T], the policy being trained; any float dtype. The only argument that receives a gradient.
-        old_log_prob: [B, T], the trainer's log-probs before this update, from the same kernels as `log_prob`: the bands
-            are narrower than the noise between two kernel paths.
+        log_prob: [B, T], of the policy being trained; any float dtype. Only this argument receives a gradient.
+        old_log_prob: [B, T], the trainer's log-probs before this update. They must come from the same kernels as
+            `log_prob`, because the bands are narrower than the noise between different kernels.
         rollout_log_prob: [B, T], as reported by the engine that sampled the responses.
         advantages: [B], or [B, T] constant over the valid tokens of each row.
-        response_mask: [B, T], bool or 0/1: 1 on the response's tokens. Values elsewhere are ignored, NaN included.
-        global_batch_size: non-empty responses of the whole mini-batch, over all its micro-batches and ranks, so that
-            the losses of its parts sum to the loss of the whole; default: those of this call. If gradients are
-            averaged over ranks, multiply the loss by their number, as verl's `agg_loss` does.
+        response_mask: [B, T], bool or 0/1: 1 on the response's tokens. All values at other positions are ignored, even
+            NaN.
+        global_batch_size: number of non-empty responses in the whole mini-batch, over all micro-batches and ranks. With
+            it the losses of the parts add up to the loss of the whole. Default: the number in this call. If gradients
+            are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
 
-    A response with an empty mask counts nowhere; one with A = 0 has no loss but stays in the denominator, as does one
-    left out by `mismatch_outside_cap="drop"`. Without any valid token the loss is 0 and still part of the graph.
+    A response with an empty mask does not count at all. A response with A = 0, or dropped by
+    `mismatch_outside_cap="drop"`, has no loss but counts in the denominator. Without any valid token the loss is 0, and
+    still part of the graph.
 
-    Raises ValueError on a missing `rollout_log_prob`, shapes that differ, a mask that is not 0/1, NaN or Inf at a valid
-    position, advantages that vary within a response, and a `global_batch_size` below the responses at hand.
+    Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
+    Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
     """
     _check_shapes(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask)
     valid = response_mask != 0
@@ -95,21 +99,23 @@ def tbpo_loss(
 
 
 def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from the statistics of its `tbpo_loss` calls, micro-batches and ranks alike.
+    """Return the metrics of a step from the statistics of all its `tbpo_loss` calls (micro-batches and ranks).
 
-    A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`: how it combines. A metric over nothing (the share of
-    A < 0 responses outside their band if there is none) is left out rather than given as NaN.
+    A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`. The prefix says how values are combined. A metric without
+    any response (such as neg_outside_band_frac without negative samples) is left out, not returned as NaN.
 
-    Metrics, all of responses, none of tokens:
-        actor/pos_outside_band_frac, actor/neg_outside_band_frac: of those with A > 0, A < 0; near 1 nothing is learned
-        actor/inside_band_frac: of those with A != 0
-        actor/zero_advantage_frac
-        actor/seq_ratio_mean, _min, _max, and actor/seq_ratio_abs_dev_max, the largest |r - 1|
+    All metrics are over responses, not tokens:
+        actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
+            outside their band; near 1 almost nothing is learned
+        actor/inside_band_frac: share of the responses with A != 0 that are inside their band
+        actor/zero_advantage_frac: share of all responses that have A = 0
+        actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
-        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: w > C, w < 1/C
-        actor/zero_centred_loss_pos, _neg: C(r) = -(r - 1) A summed over one sign of A, divided by all responses, so
-            that the two add up to the mean; near 0 while the policy is near the old one (arXiv 2605.14220, eq. 5)
-        actor/rollout_zero_centred_loss_pos, _neg: the same for the ratio r * w to the rollout policy
+        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C, w < 1/C
+        actor/zero_centred_loss_pos, _neg: C(r) = -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided
+            by the number of all responses, so that the two add up to the mean. Near 0 while the policy is near the old
+            one (arXiv 2605.14220, eq. 5)
+        actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, for r
     """
     combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
     collected: dict[str, list[float]] = {}
@@ -149,7 +155,7 @@ _MEANS = {
 
 
 def _band(advantage: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lower and upper edge of each response's band, as distances of the ratio from 1: two [B]."""
+    """Return the lower and the upper edge of each response's band, as distances of the ratio from 1: two [B]."""
     positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
     positive = advantage > 0
     lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)
@@ -166,7 +172,7 @@ def _statistics(
     in_band: torch.Tensor,
     nonempty: torch.Tensor,
 ) -> dict[str, float]:
-    """Sums and extremes over the non-empty responses, in one transfer from the device."""
+    """Return sums and extremes over the non-empty responses, with one transfer from the device."""
     pos, neg = advantage > 0, advantage < 0
     centred = -deviation * advantage
     rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
@@ -201,13 +207,13 @@ def _denominator(count: int, global_batch_size: int | None) -> int:
     if global_batch_size < count:
         raise ValueError(
             f"global_batch_size is {global_batch_size} but this call alone has {count} non-empty responses; "
-            "it counts the non-empty responses of the whole mini-batch"
+            "global_batch_size must be the number of non-empty responses in the whole mini-batch"
         )
     return max(global_batch_size, 1)
 
 
 def _advantage_per_response(advantages: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The advantage at each response's first valid token: [B], FP32, 0 for an empty response."""
+    """Return the advantage at each response's first valid token: [B], FP32, 0 for an empty response."""
     if advantages.dim() == 2:
         first = valid.int().argmax(dim=-1, keepdim=True)
         advantages = advantages.gather(1, first).squeeze(1)
@@ -223,8 +229,8 @@ def _check_shapes(
 ) -> None:
     if rollout_log_prob is None:
         raise ValueError(
-            "rollout_log_prob is missing: TBPO weighs each response by old_log_prob against the log-probs of the "
-            "engine that sampled it, and taking that weight as 1 would hide a mismatch. Have the rollout return its "
+            "rollout_log_prob is missing: TBPO weighs each response by the ratio of old_log_prob to the log-probs of "
+            "the engine that sampled it, and a weight of 1 instead would hide a mismatch. Let the rollout return its "
             "log-probs (in verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
         )
     if log_prob.dim() != 2 or not log_prob.numel():
@@ -250,7 +256,9 @@ def _check_values(
     response_mask: torch.Tensor,
     valid: torch.Tensor,
 ) -> int:
-    """The number of non-empty responses. Raises ValueError for the first bad value; one transfer if all are good."""
+    """Return the number of non-empty responses. Raise ValueError for the first bad value.
+
+    If all values are good, there is one transfer from the device."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,

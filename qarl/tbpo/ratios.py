@@ -1,8 +1,8 @@
-"""Sequence-level ratios and the band they are held to.
+"""Sequence-level ratios, and clipping them to a band.
 
-A ratio here is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071): one number a response,
-shared by all its tokens. It is carried as its deviation from 1 because the paper's bands are 3e-4 to 7e-4 wide: near 1
-FP32 resolves a ratio to 1e-7 only, but its deviation to a relative 1e-7.
+A ratio here is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). It is one number per
+response, shared by all its tokens. The code computes its deviation from 1, because the paper's bands are only 3e-4 to
+7e-4 wide. Near 1, FP32 has an absolute precision of 1e-7 for a ratio, but a relative precision of 1e-7 for a deviation.
 
 Legend: B responses, T token positions (response_length).
 """
@@ -12,40 +12,40 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are cut here before the exponential, so that no ratio exceeds e^20 = 4.9e8. Only the upper side can
-overflow; below, the exponential goes to 0 smoothly and value and gradient stay exact."""
+"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. There is no
+minimum, because only large values can overflow. For small ones value and gradient go to 0 and stay exact."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of [B, T] values over the positions of each row where the boolean mask is true: [B], 0 for an empty row.
+    """Return the mean of each row of `values` [B, T] over the positions where `mask` is true: [B], 0 for an empty row.
 
-    Masked values are replaced, not multiplied by zero: a NaN among them reaches neither the mean nor its gradient.
+    Masked values are replaced, not multiplied by zero, so a NaN among them affects neither the mean nor its gradient.
     """
     return torch.where(mask, values, 0.0).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
 
 def sequence_log_ratio(log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """mean_t(log_prob - reference_log_prob) over the valid tokens of each response: [B], FP32, 0 for an empty response.
+    """Return mean_t(log_prob - reference_log_prob) over each response's valid tokens: [B], FP32, 0 for an empty one.
 
-    Both, [B, T], are upcast before the subtraction: in BF16 the difference of two log-probs near -1 would come in steps
-    of 4e-3, ten times the width of a band.
+    Both inputs, [B, T], are upcast to FP32 before the subtraction. In BF16 the difference of two log-probs near -1
+    would have steps of 4e-3, ten times the width of a band.
     """
     return masked_mean(log_prob.float() - reference_log_prob.float(), mask)
 
 
 def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio) - 1, same shape; never Inf, see `MAX_LOG_RATIO`."""
+    """Return exp(log_ratio) - 1 in the same shape. It is never Inf, see `MAX_LOG_RATIO`."""
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
 def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """Whether a deviation lies in its band, edges included: boolean, same shape."""
+    """Return whether each deviation is in its band, edges included: boolean, same shape."""
     return (deviation >= lower) & (deviation <= upper)
 
 
 def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
-    """The ratio held to [1 + lower, 1 + upper], differentiable only where `learns`; elsewhere a constant.
+    """Return the ratio clipped to [1 + lower, 1 + upper]. It is differentiable where `learns` is true, else constant.
 
-    `torch.where` rather than the gradient of `clamp`, so that what does not learn has a gradient of exactly +0.
+    This uses `torch.where`, not the gradient of `clamp`, so that the gradient is exactly +0 where `learns` is false.
     """
     return torch.where(learns, ratio, ratio.detach().clamp(1 + lower, 1 + upper))

@@ -99,7 +99,7 @@ DAMAGE = {
     "cut": f"{WEIGHTS} has .* bytes, .* were written",
     "missing": "tokenizer.json is missing",
     "state cut": "state.json is cut short",
-    "state edited": "state.json is not as it was written",
+    "state edited": "state.json has changed since it was written",
     "state a list": "state.json is cut short or not JSON",
     "state unreadable": "cannot be read",
 }

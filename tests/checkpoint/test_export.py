@@ -194,7 +194,7 @@ def test_an_output_in_the_way_is_not_touched(tmp_path):
     with pytest.raises(UserError, match="not a model folder"):
         run_export(run, tmp_path / "mine", "overwrite=true")
     for output in (run, run / "checkpoints", run / "checkpoints" / "step_10", run / "checkpoints" / "step_11"):
-        with pytest.raises(UserError, match="would touch the checkpoints"):
+        with pytest.raises(UserError, match="would overwrite checkpoints"):
             run_export(run, output, "overwrite=true")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
@@ -288,7 +288,7 @@ def test_no_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
         (["run=RUN", "output=x", "max_shard_size=5XB"], "not a size"),
         (["run=RUN", "output=x", "overwrite=yes"], "not one of true, false"),
         (["run=RUN", "run=RUN", "output=x"], "given twice"),
-        (["run=nowhere", "output=x"], "there is no run nowhere"),
+        (["run=nowhere", "output=x"], "there is no run folder nowhere"),
         (["run=EMPTY", "output=x"], "has no checkpoints"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),

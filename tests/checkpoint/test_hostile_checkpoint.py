@@ -411,7 +411,7 @@ def test_what_is_said_to_be_removed_is_gone(tmp_path: Path, monkeypatch: pytest.
     parent = tmp_path / "checkpoints"
     parent.mkdir()
     (parent / f"step_1.partial-{ended}").symlink_to(disk / "step_1")
-    assert recover(parent) == [f"removed {parent}/step_1.partial-{ended}, left half-written by a process that ended"]
+    assert recover(parent) == [f"removed {parent}/step_1.partial-{ended}, which a killed process left incomplete"]
     assert list(parent.iterdir()) == [] and list(disk.iterdir()) == []
     (parent / f"step_2.partial-{ended}").mkdir()
 

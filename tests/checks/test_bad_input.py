@@ -101,7 +101,7 @@ def test_missing_column(refusal: Refusal) -> None:
     [
         (row(ground_truth=None), ["reward_model.ground_truth"]),
         (row() | {"prompt": []}, ["empty list"]),
-        (row() | {"prompt": [{"role": "user", "content": None}]}, ["no content"]),
+        (row() | {"prompt": [{"role": "user", "content": None}]}, ["content of every message must be text"]),
         (row() | {"data_source": None}, ["data_source"]),
         (row(" ".join(["t5"] * 20)), ["20 tokens", "max_prompt_length=16", "data.filter_overlong_prompts=true"]),
     ],
@@ -113,7 +113,7 @@ def test_bad_row(refusal: Refusal, bad_row: dict[str, Any], words: list[str]) ->
 
 
 def test_everything_filtered_out(refusal: Refusal) -> None:
-    words = ["no prompt is left of 8", "train.jsonl", "raise data.max_prompt_length"]
+    words = ["none of the 8 prompts can be used", "train.jsonl", "raise data.max_prompt_length"]
     refusal("data.max_prompt_length=1", "data.filter_overlong_prompts=true", words=words)
 
 

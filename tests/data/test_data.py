@@ -108,7 +108,7 @@ def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: Pr
 
 def test_all_filtered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = write(tmp_path / "train.parquet", [row("one"), row("two three")])
-    with pytest.raises(UserError, match="no prompt is left of 2") as error:
+    with pytest.raises(UserError, match="none of the 2 prompts can be used") as error:
         load(file, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
     assert "shortest: 3" in str(error.value)
 
@@ -118,7 +118,7 @@ def test_all_filtered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Non
     [
         (row(prompt="one"), ["row 1", "prompt", "str"]),
         (row(prompt=[]), ["row 1", "empty list"]),
-        (row(prompt=[{"role": "user"}]), ["row 1", "no content"]),
+        (row(prompt=[{"role": "user"}]), ["row 1", "role and content of every message"]),
         (row(prompt=[{"role": "user", "content": ["one"]}]), ["row 1", "text"]),
         (row(prompt=[{"role": "tool", "content": "one"}]), ["row 1", "no tools here"]),
         (row(reward_model={"style": "rule"}), ["row 1", "ground_truth"]),
@@ -250,7 +250,7 @@ def test_a_restored_sampler_goes_on() -> None:
 @pytest.mark.parametrize("other", [(11, 3, 7, True), (10, 2, 7, True), (10, 3, 8, True), (10, 3, 7, False)])
 def test_state_of_another_run_is_refused(other: tuple[int, int, int, bool]) -> None:
     state = PromptSampler(10, 3, seed=7).state_dict()
-    with pytest.raises(UserError, match="the checkpoint was made with"):
+    with pytest.raises(UserError, match="the checkpoint was written with"):
         PromptSampler(*other).load_state_dict(state)
 
 

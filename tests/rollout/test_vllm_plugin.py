@@ -198,7 +198,7 @@ def method(scheme: str = "w4a16", group_size: int | None = 32, *, ep: bool = Fal
     [
         (method(ep=True), (128, 64), "expert parallelism"),
         (method(bias=True), (128, 64), "without biases"),
-        (method(group_size=48), (96, 64), "not whole groups of 48"),
+        (method(group_size=48), (96, 64), "not a multiple of the group size 48"),
         (method(group_size=16), (128, 48), "multiples of 32"),
     ],
 )
@@ -211,7 +211,7 @@ def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes
 def test_other_activations_are_refused() -> None:
     layer: Any = Layer()
     layer.activation = internals.MoEActivation.GELU
-    with pytest.raises(UserError, match="multiplies SiLU experts"):
+    with pytest.raises(UserError, match="supports only SiLU experts"):
         method("fp8", None).create_weights(layer, 4, 128, 64, torch.bfloat16)
 
 

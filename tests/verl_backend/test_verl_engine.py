@@ -243,7 +243,7 @@ def test_an_export_wants_the_weights_of_every_rank(results, checkpoints, tmp_pat
     run = as_run(tmp_path, checkpoints[2])
     (run / "checkpoints/global_step_1/actor/model_world_size_2_rank_1.pt").unlink()
     for step in (None, 1):
-        with pytest.raises(UserError, match="step 1 is not whole") as caught:
+        with pytest.raises(UserError, match="step 1 is incomplete") as caught:
             export(ExportRequest(run, tmp_path / "out", step=step))
         assert caught.value.why == "actor/ lacks the weights of at least one rank"
 

@@ -137,15 +137,15 @@ def test_an_export_says_what_a_checkpoint_lacks(tmp_path, capsys):
     folder = checkpoint(tmp_path, 6, ranks=2)
     (folder / "actor" / "model_world_size_2_rank_1.pt").unlink()
     for step in (None, 6):
-        with pytest.raises(UserError, match="step 6 is not whole") as caught:
+        with pytest.raises(UserError, match="step 6 is incomplete") as caught:
             find_checkpoint(tmp_path, step)
         assert caught.value.why == "actor/ lacks the weights of at least one rank"
     whole = checkpoint(tmp_path, 4)
     assert find_checkpoint(tmp_path, 4) == whole
     assert capsys.readouterr().err == ""
     assert find_checkpoint(tmp_path, None) == whole
-    assert "note: the checkpoint of step 6 is not whole: actor/ lacks" in capsys.readouterr().err
-    with pytest.raises(UserError, match="step 6 is not whole"):
+    assert "note: the checkpoint of step 6 is incomplete: actor/ lacks" in capsys.readouterr().err
+    with pytest.raises(UserError, match="step 6 is incomplete"):
         find_checkpoint(tmp_path, 6)
     with pytest.raises(UserError, match="no checkpoint of step 8"):
         find_checkpoint(tmp_path, 8)

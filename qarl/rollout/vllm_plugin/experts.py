@@ -152,17 +152,22 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
         why_not = VllmCpuExperts.unavailable(self.scheme, torch.device("cpu"), shape, self.group_size)
         if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or self.moe.has_bias:
-            why_not = f"it multiplies SiLU experts without biases, not {layer.activation}"
+            why_not = (
+                "the kernel supports only SiLU experts without biases and without router weights on the input; "
+                f"this layer has the activation {layer.activation}"
+            )
         if self.moe.moe_parallel_config.use_ep:
-            why_not = "each worker needs all experts of a layer: expert parallelism is not supported"
+            why_not = "expert parallelism is not supported, because each worker needs all experts of a layer"
         if self.group_size is not None and shape.intermediate % self.group_size:
-            why_not = f"{shape.intermediate} columns of down_proj are not whole groups of {self.group_size}"
+            why_not = (
+                f"{shape.intermediate} columns of down_proj are not a multiple of the group size {self.group_size}"
+            )
         if why_not is not None:
             raise UserError(
                 f"no kernel serves these {self.scheme} experts on a CPU",
                 where=f"{layer.layer_name}: {shape}",
                 why=why_not,
-                fix="choose another quant.scheme, or add the experts to quant.ignore",
+                fix="choose a different quant.scheme, or add the experts to quant.ignore",
             )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:

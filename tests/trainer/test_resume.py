@@ -73,7 +73,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
     run_dir = interrupted_run(settings, 2, 4)
     for step in (2, 4):
         (run_dir / "checkpoints" / f"step_{step}" / STATE_FILE).write_text("{")
-    with pytest.raises(UserError, match="none of the 2 checkpoints"), open_run(settings):
+    with pytest.raises(UserError, match="all 2 checkpoints of the run are damaged"), open_run(settings):
         raise AssertionError("not reached")
     assert names(run_dir / "checkpoints") == ["step_2", "step_4"]
 
@@ -89,7 +89,7 @@ def test_resume_path_leaves_the_later_course_of_the_same_run(tmp_path, capsys):
         make_newest(run_dir, checkpoint)
     assert names(run_dir / "checkpoints") == ["step_2", "step_4.superseded"]
     assert not (run_dir / "summary.json").exists(), "the run is not finished any more"
-    assert "step_4 lies after" in capsys.readouterr().err
+    assert "step_4 is of a later step" in capsys.readouterr().err
 
 
 def test_resume_path_of_another_run_starts_a_folder_of_its_own(tmp_path):
@@ -144,7 +144,7 @@ def test_finding_the_start_changes_nothing(tmp_path):
 def test_another_length_of_a_cosine_is_said(tmp_path, capsys):
     interrupted_run(config(tmp_path), 2)
     with open_run(config(tmp_path, "trainer.total_training_steps=500")):
-        assert "every later learning rate" in capsys.readouterr().err
+        assert "learning rates from here on" in capsys.readouterr().err
 
 
 def test_changes_of_what_is_trained_are_refused_by_name(tmp_path):
@@ -225,7 +225,7 @@ def test_a_key_may_change_on_a_resume_for_a_reason_or_not_at_all(tmp_path):
             assert check() == (), key
         elif key in OTHER_ROUNDING:
             (note,) = check()
-            assert note.startswith(f"changed {key}: the same training"), key
+            assert note.startswith(f"changed {key}: the training is the same"), key
         else:
             with pytest.raises(UserError, match="changes what is trained") as caught:
                 check()

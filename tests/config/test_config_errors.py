@@ -199,8 +199,8 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
         ),
         (["quant.group_size=12"], "quant.group_size", ["w4a16 packs eight int4 values", "multiple of 8"]),
         (["quant.scheme=w4a8", "quant.group_size=12"], "quant.group_size", ["w4a8 packs eight int4", "multiple of 8"]),
-        (["quant.ignore=[]"], "quant.ignore", ["garbage", "add lm_head"]),
-        (["quant.ignore=[re:head]"], "quant.ignore", ["garbage"]),
+        (["quant.ignore=[]"], "quant.ignore", ["wrong results", "add lm_head"]),
+        (["quant.ignore=[re:head]"], "quant.ignore", ["wrong results"]),
         (["data.val_files=[]"], "data.val_files", ["val_before_train", "trainer.test_freq=-1"]),
         (
             ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=5"],

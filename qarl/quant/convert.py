@@ -1,11 +1,10 @@
-"""Which linears of a model become quantized: one walk, one matcher, one report; and the wire tensors of the whole
-model.
+"""Select and convert the linears of a model that become quantized, and make the wire tensors of the whole model.
 
-`quantize_model` swaps `nn.Linear` for `QuantLinear`, and the experts of a layer for `QuantExperts`, in place.
-`packed_state_dict` yields what a rollout engine loads and what a checkpoint stores, in compressed-tensors names. Both
-take their decision from the same `select_linears`, so the trainer, the wire and the checkpoint cannot disagree on what
-is quantized. Each expert's gate_proj, up_proj and down_proj counts as a linear under its checkpoint name; routers and
-the gates of shared experts never do.
+`quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place.
+`packed_state_dict` yields the tensors that a rollout engine loads and a checkpoint stores, under compressed-tensors
+names. Both call `select_linears`, so trainer, wire and checkpoint cannot disagree on what is quantized. Each expert's
+gate_proj, up_proj and down_proj counts as a linear under its checkpoint name. Routers and the gates of shared experts
+are never quantized.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ DEFAULT_IGNORE = ("lm_head",)
 
 @dataclass(frozen=True)
 class QuantReport:
-    """Linears quantized (name -> kernel), linears left alone (name -> why), ignore entries that matched nothing, and
-    the experts of a layer quantized (name -> kernel)."""
+    """The result of a conversion: quantized linears (name -> kernel), linears left alone (name -> why), ignore entries
+    that matched nothing, and quantized layers of experts (name -> kernel)."""
 
     scheme: Scheme
     quantized: dict[str, str]
@@ -54,13 +53,13 @@ class QuantReport:
 def select_linears(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The linears that `scheme` quantizes, each with the module that holds its weight, and why each other one is not.
+    """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> why not).
 
-    An expert's matrix has a name of a linear, and the module of its layer's experts.
+    A matrix of an expert is listed under the name of a linear, with the module of its layer's experts.
 
     Raises:
-        UserError: a linear that should be quantized has a shape the scheme cannot hold, and every such layer is named;
-            or `ignore` covers a part of a layer's experts.
+        UserError: linears that should be quantized have shapes that the scheme cannot hold; the error lists the first
+            four. Or `ignore` covers only some of a layer's experts.
     """
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -89,16 +88,16 @@ def select_linears(
 
 
 _GATES = (".mlp.gate", ".shared_expert_gate")
-"""Linears that choose experts, or weigh one, in families where they are linears."""
+"""Ends of the names of routers and of gates of shared experts, in model families where these are linears."""
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """[N, K] of every linear of `model`, each expert's matrices among them, by checkpoint name."""
+    """Return [N, K] of every linear of `model`, including the matrices of each expert, by checkpoint name."""
     return {name: shape for name, (_, shape) in _linears(model).items()}
 
 
 def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
-    """Every linear and every expert's matrix, in the model's order: the module, and [N, K]."""
+    """Return (module, [N, K]) of every linear and of every expert's matrices, in the model's order."""
     experts = stacked_experts(model)
     found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, module in model.named_modules():
@@ -113,17 +112,17 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
-    """UserError where some of a layer's experts, by the names of their matrices, are quantized and others are not."""
+    """Raise UserError if only some matrices of a layer's experts are quantized. Arguments: names of matrices."""
     layers: list[dict[str, str]] = []
     for names in (quantized, skipped):
         matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
         layers.append({match[1]: name for match, name in matches if match})
     if split := sorted(layers[0].keys() & layers[1].keys()):
         raise UserError(
-            f"quant.ignore covers a part of the experts of {len(split)} layers",
+            f"quant.ignore covers only some of the experts in {len(split)} layers",
             where=f"{split[0]}: ignored: {layers[1][split[0]]}; quantized: {layers[0][split[0]]}",
             why="vLLM has one scheme for all experts of a layer",
-            fix='name all of them, as in "re:model[.]layers[.]0[.]mlp[.]experts[.]", or none',
+            fix='ignore all experts of a layer, as in "re:model[.]layers[.]0[.]mlp[.]experts[.]", or none',
         )
 
 
@@ -134,23 +133,24 @@ def quantize_model(
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
 ) -> QuantReport:
-    """Replace the selected `nn.Linear` modules of `model` by `QuantLinear`, and experts by `QuantExperts`, in place;
-    parameters and their names stay.
+    """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
+    place. Parameters keep their names.
 
-    The weights must be BF16: the forward sees BF16, and what the forward sees is what is quantized.
+    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not,
+    if the model is already quantized, or as `select_linears` does.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
     for name, module in selected.items():
         if isinstance(module, QuantLinear | QuantExperts):
-            raise UserError(f"{name} is quantized already", why="quantize_model ran twice", fix="call it once")
+            raise UserError(f"{name} is already quantized", why="quantize_model ran twice", fix="call it only once")
     for name, module in owners(selected).items():
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf in ("weight", *STACKS) and parameter.dtype != torch.bfloat16:
                 raise UserError(
                     f"{name}.{leaf} is {parameter.dtype}, not bfloat16",
-                    why="the low-bit kernels multiply BF16 activations; the forward's own BF16 weight is quantized",
+                    why="the low-bit kernels multiply BF16 activations, and only BF16 weights are quantized for them",
                     fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer "
                     "(optim.master_dtype)",
                 )
@@ -168,7 +168,7 @@ def replace_selected(
     *,
     device: torch.device | None = None,
 ) -> QuantReport:
-    """Put layers of the two classes in the places of what `select_linears` selected."""
+    """Replace the modules that `select_linears` selected with layers of the two classes."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
@@ -189,7 +189,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules of `select_linears`, each once, by their own names."""
+    """Return the modules that `select_linears` selected by their module names, each once."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -198,12 +198,13 @@ def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def packed_state_dict(
     model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model under its checkpoint name, quantized linears as their low-bit tensors, in layer order.
+    """Yield every tensor of the model under its checkpoint name, in layer order. Quantized linears yield their low-bit
+    tensors.
 
-    A `QuantLinear` or `QuantExperts` yields the tensors its forward multiplies by. For a model that was not converted
-    (`quant.align=off`), give `scheme` and `ignore`: the selected linears are then quantized here, by the same
+    A `QuantLinear` or `QuantExperts` yields the tensors that its forward multiplies by. For a model that was not
+    converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized by the same
     function. A tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face
-    checkpoints. Tensors are not copied: clone what must outlive the next optimizer step.
+    checkpoints. Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
@@ -229,7 +230,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """The wire tensors of the weight, or the stack of experts, of this state-dict name."""
+    """Yield the wire tensors of the weight of a linear, or of a stack of experts. `name` is its state-dict name."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:
@@ -237,7 +238,7 @@ def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[t
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Names whose tensor is another parameter under a second name: the output embedding of a tied model."""
+    """Return the second names of parameters that have two: in a tied model, that of the output embedding."""
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False):
         return frozenset()
@@ -246,7 +247,8 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Call after weights were written past autograd's version counter (`param.data`, shared memory)."""
+    """Drop all quantized tensors. Call this after weights changed without autograd's version counter (`param.data`,
+    shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

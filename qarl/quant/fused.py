@@ -1,9 +1,9 @@
-"""The fused quantizers of qarl.kernels.triton in place of the eager steps, if they are equal to them.
+"""Use the fused quantizers of qarl.kernels.triton instead of the eager steps, if both give equal bytes.
 
-`fused_quantizer` compares the two once for each kind of weight, on the device itself, byte for byte: over every BF16
-number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs the eager steps
-go on serving, with a warning: a grid that changes with the device or with a release would put a checkpoint, the wire
-and the forward apart. Nothing here runs on CPU.
+`fused_quantizer` compares the two byte by byte on the device, once for each kind of weight: for every BF16 number (or
+FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and uses the eager
+steps. If the grid changed with the device or with a release, checkpoint, wire and forward could disagree. On CPUs the
+eager steps always run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""weight [N, K], arguments -> (values, scale, int32 [1] that is not 0 if the weight holds a NaN or an Inf)."""
+"""weight [N, K], arguments -> (values, scale, flag). flag is int32 [1], not 0 if the weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """The quantizer to call for `weight`: the fused one on a GPU if it equals `eager`, else `eager`."""
+    """Return the quantizer for `weight`: the fused one if `weight` is on a GPU and it equals `eager`, else `eager`."""
     if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
     equal = _checked(weight.dtype, weight.device, args, eager)
@@ -45,7 +45,7 @@ def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Q
 def find_difference(
     fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
 ) -> str | None:
-    """The first difference between the two, or None if every byte agrees on the weights of `check_weights`."""
+    """Return the first difference between the two on the weights of `check_weights`, or None if all bytes are equal."""
     for what, weight in check_weights(dtype, device, args.group_size or 64):
         for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
             same = a.dtype == b.dtype and a.shape == b.shape

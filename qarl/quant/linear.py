@@ -1,17 +1,16 @@
-"""QuantLinear: the forward multiplies by the low-bit tensors the rollout engine was given; the backward is
-straight-through.
+"""QuantLinear: a linear whose forward uses the rollout engine's low-bit tensors, with a straight-through backward.
 
     forward   y  = GEMM_lowbit(x, Q(W)) + b    a kernel of qarl.kernels.registry, on the published tensors themselves
-    backward  dX = dY Ŵ                        Ŵ is the BF16 dequantized weight: what the forward multiplied by
-              dW = dYᵀ X̂,  db = sum of dY      X̂ too: x, or in BF16 the activations as the forward quantized them;
-                                               straight through both roundings, onto x and the master weight
+    backward  dX = dY Ŵ                        Ŵ: the forward's weight, dequantized to BF16
+              dW = dYᵀ X̂,  db = sum of dY      X̂: the forward's activations; if it quantized them, dequantized to BF16
 
-(arXiv 2604.07853, section 3.1; fake quantization, as in verl's QAT, rounds the weight but multiplies in BF16 instead.)
-`weight` stays an ordinary parameter under its own state-dict key, so optimizers, checkpoints and FSDP do not notice.
+The backward passes straight through both roundings to x and the master weight (arXiv 2604.07853, section 3.1). Fake
+quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
+the same state-dict key, so optimizers, checkpoints and FSDP need no change.
 
-The quantized tensors are made once per optimizer step: they are keyed by the weight's storage and autograd version
-counter, which every in-place update advances. Writing through `weight.data` bypasses that counter: call
-`invalidate_quantized` then.
+The quantized tensors are made once per optimizer step. They are tied to the weight's storage and autograd version
+counter, which every in-place update advances. Writing through `weight.data` bypasses that counter, so call
+`invalidate_quantized` afterwards.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ class QuantLinear(nn.Linear):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Takes over the parameters of `linear` (no copy). `qualified_name` is used in errors; `kernel` forces one.
-
-        `device`: where the forward will run, if that is not where the weight is now.
+        """Take over the parameters of `linear` without a copy. `qualified_name` is used in errors. `kernel` names the
+        only kernel to consider. `device` is where the forward will run, by default the device of the weight.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -89,7 +87,7 @@ class QuantLinear(nn.Linear):
         return self.choice.kernel
 
     def quantized(self) -> QuantizedTensor:
-        """The low-bit tensors of the weight as it is now: what the forward multiplies by and the publisher sends."""
+        """Return the low-bit tensors of the current weight, which the forward multiplies by and the publisher sends."""
         if self._quantized is None or self.stale:
             with torch.no_grad():
                 self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
@@ -101,28 +99,28 @@ class QuantLinear(nn.Linear):
         return self._quantized
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """dX = dY Ŵ, BF16 [M, K] from [M, N]: by the kernel, from its low-bit weight, if it can."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. The kernel computes it from its own weight if it can."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, made at the first backward after an update, and held for kernels without their own dX."""
+        """Ŵ [N, K] in BF16, for kernels that do not compute dX. Made at the first backward after an update and kept."""
         if self._dequantized is None:
             self._dequantized = self.quantized().dequantize(torch.bfloat16)
         return self._dequantized
 
     def invalidate(self) -> None:
-        """Forget the quantized tensors; the next use makes them again."""
+        """Drop the quantized tensors. The next use makes them again."""
         self._made_from = self._quantized = self._dequantized = self.prepared = None
 
     @property
     def stale(self) -> bool:
-        """Whether the weight was changed, or replaced, since its quantized tensors were made."""
+        """Whether the weight was changed or replaced after its quantized tensors were made."""
         return self._made_from is None or not self._made_from.holds_for(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the quantized tensors out and make them again: a kernel may own their memory."""
+        """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
         made = ("_made_from", "_quantized", "_dequantized", "prepared")
         return {**self.__dict__, **dict.fromkeys(made)}
 

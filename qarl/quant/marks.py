@@ -1,4 +1,4 @@
-"""Whether a weight is still the one that something was made from."""
+"""Check whether a weight has changed since something was made from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Mark(NamedTuple):
-    """A weight as it was: the parameter, its address, and autograd's version counter, which every in-place update
-    advances. The parameter itself is held on to: a new one may get the freed address and start at the same version.
+    """The state of a weight: the parameter, its address, and autograd's version counter, which every in-place update
+    advances. The mark keeps the parameter alive, because a new one could get the freed address and the same version.
     """
 
     weight: torch.Tensor

@@ -1,7 +1,7 @@
-"""A model without storage from its config, for names and shapes; and torch's default dtype kept while models are made.
+"""Build a model without storage from its config, for names and shapes; and restore torch's default dtype.
 
-transformers and vLLM make models under another default dtype. vLLM does not put it back if that fails, and every
-FP32 tensor made afterwards would be BF16.
+transformers and vLLM change torch's default dtype while they build a model. If the build fails, vLLM does not restore
+it, and every tensor made later with the default dtype would be BF16 instead of FP32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 @contextmanager
 def default_dtype_kept() -> Iterator[None]:
-    """torch's default dtype is afterwards what it was, also after an exception."""
+    """Restore torch's default dtype at the end of the block, also after an exception."""
     before = torch.get_default_dtype()
     try:
         yield
@@ -26,9 +26,9 @@ def default_dtype_kept() -> Iterator[None]:
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model that `hf_config` describes, in BF16 on the meta device.
+    """Return the causal language model that `hf_config` describes, in BF16 on the meta device.
 
-    Raises ValueError if there is no class for it; whatever the class raises comes out as it is.
+    Raise ValueError if there is no class for it. Exceptions of the class itself are not caught.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,11 +1,11 @@
-"""Seconds of the parts of quantization, for whoever asks: `quantize` (scales and codes), `pack` (codes into int32) and
-`prepare` (the layout of the trainer's own kernel).
+"""Measure the seconds of the parts of quantization: `quantize` (scales and codes), `pack` (codes into int32) and
+`prepare` (the layout of the trainer's kernel).
 
     with measure_phases() as seconds:
         policy.requantize()
     seconds["pack"]
 
-Outside of such a block a phase costs a look-up. On a GPU the times are only those of queueing the kernels.
+Outside of such a block a phase costs only a look-up. On a GPU only the time to queue the kernels is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", 
 
 @contextmanager
 def measure_phases() -> Iterator[dict[str, float]]:
-    """Collects the seconds of every phase that runs inside, also if it raises; blocks do not see each other's."""
+    """Collect the seconds of every phase that runs in the block, even if it raises. A phase counts only in the
+    innermost block."""
     seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
     token = _seconds.set(seconds)
     try:
@@ -31,7 +32,7 @@ def measure_phases() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The block is part of phase `name`."""
+    """Count the time of the block as phase `name`."""
     seconds = _seconds.get()
     if seconds is None:
         yield

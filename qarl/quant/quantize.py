@@ -1,18 +1,19 @@
-"""The one quantizer: its tensors feed the trainer's GEMM, the wire to vLLM and the checkpoint on disk.
+"""The only quantizer. Its tensors feed the trainer's GEMM, the wire to vLLM and the checkpoint on disk.
 
-The grid is compressed-tensors' own (`calculate_qparams`, `quantize`, `pack_to_int32`), equal to it bit for bit. In the
-weight's dtype, every step rounded to it: scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3);
-a scale of zero becomes the dtype's eps, so an all-zero group has codes of zero and a finite scale; then weight / scale,
-clamped and rounded half to even. int4 is stored with offset 8, eight to an int32, lowest nibble first. 8-bit scales are
-upcast to FP32 for the wire, which is how vLLM holds them.
+The grid equals compressed-tensors' (`calculate_qparams`, `quantize`, `pack_to_int32`) bit for bit. Every step is
+rounded to the weight's dtype. scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3). A scale of
+zero becomes the dtype's eps, so an all-zero group has codes of zero and a finite scale. Then weight / scale is clamped
+and rounded half to even. int4 is stored with offset 8, eight values in an int32, lowest nibble first. 8-bit scales are
+upcast to FP32 for the wire, because vLLM holds them in FP32.
 
-It runs on every weight after every optimizer step. For int4 the steps are compressed-tensors' and the arithmetic is
-not, for a third of the time. Three things make that exact: non-negative floats order as their bits do; adding a
-constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits; clamping commutes
-with rounding, the bounds being integers. Eager only: a compiler that keeps BF16 intermediates in FP32 would change the
-grid. Views of wider integers assume a little-endian machine, as `weight_packed` read as bytes does everywhere.
+The quantizer runs on every weight after every optimizer step. For int4 it takes compressed-tensors' steps with
+different arithmetic, in a third of the time. Three facts make that exact. Non-negative floats sort like their bits.
+Adding a constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits. Clamping
+commutes with rounding, because the bounds are integers. The code must run eagerly, because a compiler that keeps BF16
+intermediates in FP32 would change the grid. Views of wider integers assume a little-endian machine, as every reader of
+`weight_packed` as bytes does.
 
-On GPUs one fused kernel takes the place of these steps if it was found equal to them (`qarl.quant.fused`).
+On GPUs one fused kernel replaces these steps if it was found to give equal bits (`qarl.quant.fused`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from qarl.quant.scheme import QuantArgs, Scheme
 from qarl.quant.tensor import QuantizedTensor
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
-"""By (num_bits, type): half the 15 steps from -8 to 7, and so on. -absmax gets code -8; +absmax is clamped to 7."""
+"""(num_bits, type) -> half the range, for int4 half of the 15 steps from -8 to 7. So in int4 -absmax gets the code -8,
+and +absmax is clamped to 7."""
 
 
 class FloatBits(NamedTuple):
-    """A float dtype read as integers: their dtype, the mask that drops the sign, the smallest magnitude that is Inf or
-    NaN."""
+    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude that
+    is Inf or NaN."""
 
     integer: torch.dtype
     magnitude_mask: int
@@ -53,22 +55,22 @@ _ROUNDERS = {
     torch.float16: (1024.0 + 8, 0x6400),
     torch.float32: (1.5 * 2**23 + 8, 0x4B400000),
 }
-"""By dtype: 8 above the power of two (for float32, 1.5 times one) from which floats are whole numbers, and the bits of
-that power, whose low four are zero."""
+"""dtype -> (c + 8, bits of c). c is a number around which floats are exactly the integers: a power of two, for float32
+1.5 times one. The low four bits of c are zero."""
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
-    """Quantizes `weight` [N, K] (bfloat16, float16 or float32; any strides); `name` is its name in errors.
+    """Quantize `weight` [N, K] (bfloat16, float16 or float32; any strides). Errors call it `name`.
 
-    Give it what the forward sees: for an FP32 master under a BF16 forward, the BF16 cast. The scales of int4 groups
-    have the dtype of `weight`, and the wire format is BF16; those of 8-bit channels are always FP32.
-    Raises UserError when the shape does not fit the scheme or `weight` holds a NaN or an Inf (one device
-    synchronization), ValueError for a scheme that is not weight-quantized or a dtype that has no grid here.
+    Pass the weight that the forward sees: for an FP32 master with a BF16 forward, its BF16 cast. The scales of int4
+    groups have the dtype of `weight`, which must be BF16 for the wire; those of 8-bit channels are always FP32.
+    Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (one device
+    synchronization). Raise ValueError if the scheme does not quantize weights, or for any other dtype.
     """
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
-        raise ValueError(f"quantize makes int4, int8 and e4m3 weights; scheme {scheme.name!r} has none")
+        raise ValueError(f"quantize makes int4, int8 and e4m3 weights, but scheme {scheme.name!r} has none of them")
     if weight.dtype not in _ROUNDERS:
         raise ValueError(f"{name} is {weight.dtype}; quantize takes bfloat16, float16 and float32")
     if weight.ndim != 2:
@@ -87,9 +89,9 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     if nonfinite.item():
         count = int((~torch.isfinite(weight)).sum())
         raise UserError(
-            f"{name} holds {count} values that are NaN or Inf, of {weight.numel()}",
+            f"{count} of the {weight.numel()} values of {name} are NaN or Inf",
             where=f"parameter {name}",
-            why="such a weight has no scale, and one NaN in the engine stays in its KV cache",
+            why="such a weight has no scale, and a NaN in the engine would stay in its KV cache",
             fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
         )
     if args.num_bits == 4:
@@ -101,12 +103,13 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
 
 
 def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`quantized.dequantize(dtype)`: the [N, K] weight that the low-bit GEMM multiplies by."""
+    """Return `quantized.dequantize(dtype)`, the weight [N, K] that the low-bit GEMM multiplies by."""
     return quantized.dequantize(dtype)
 
 
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and scales as on the wire, and int32 [1]: 1 if a number is NaN or Inf; then the others mean nothing."""
+    """Return values and scales as on the wire, and int32 [1], which is 1 if a number is NaN or Inf. The values and
+    scales are then invalid."""
     rows, cols = weight.shape
     with phase("quantize"):
         groups = weight.contiguous().view(rows, -1, args.group_size or cols)
@@ -122,19 +125,20 @@ def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _absmax(groups: Tensor) -> Tensor:
-    """[N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers; NaN sorts above Inf."""
+    """Return [N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers, so NaN sorts above Inf."""
     bits = FLOAT_BITS[groups.dtype]
     return (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """The divisor is a tensor because CUDA multiplies by the reciprocal of a Python number, one bit off in FP32."""
+    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number,
+    which can be wrong by one bit in FP32."""
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
-    """Code + 8, in 0..15, as int16 [N, K/g, g]."""
+    """Return code + 8, in 0..15, as int16 [N, K/g, g]."""
     rounder, base = _ROUNDERS[groups.dtype]
     rounded = torch.div(groups, scale.unsqueeze(-1)).add_(rounder).view(FLOAT_BITS[groups.dtype].integer)
     return rounded.clamp_(base, base + 15).bitwise_and_(0xF).to(torch.int16)
@@ -146,15 +150,15 @@ def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """float8_e4m3fn [N, K]. Adding zero, compressed-tensors' zero point, turns a quotient of -0.0 into 0.0.
+    """Return float8_e4m3fn [N, K]. Adding zero, as compressed-tensors' zero point, turns a quotient of -0.0 into 0.0.
 
-    Not every release of PyTorch saturates in the cast: without the clamp some make NaN of what overflows.
+    The clamp is needed because some releases of PyTorch cast an overflow to NaN instead of the largest value.
     """
     return torch.div(rows, scale).add_(0.0).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """int32 [N, K/8] from int16 [N, K] in 0..15: four codes at a time are moved together inside an int64."""
+    """Pack int16 [N, K] in 0..15 to int32 [N, K/8]. Four codes at a time are moved together inside an int64."""
     lanes = codes.view(torch.int64)
     lanes.bitwise_or_(lanes >> 12)
     lanes.bitwise_or_(lanes >> 24)

@@ -1,19 +1,20 @@
-"""Quantization schemes: what is low-bit, on which grid, and how compressed-tensors writes it down.
+"""Quantization schemes: what is low-bit, on which grid, and how compressed-tensors describes it.
 
-A `Scheme` is a small frozen value that both sides agree on. It is turned into, and read back from, compressed-tensors'
-own `QuantizationConfig`, so the dictionary in `config.json` and in vLLM's `hf_overrides` is one that compressed-tensors
-itself has validated. verl's `qat.mode: w4a16` is NVFP4 with groups of 16 and is another thing: ours is int4.
+A `Scheme` is a small frozen value that both sides agree on. It is converted to and from compressed-tensors'
+`QuantizationConfig`, so compressed-tensors itself has validated the dictionary in `config.json` and in vLLM's
+`hf_overrides`. verl's `qat.mode: w4a16` is different: it is NVFP4 with groups of 16, while ours is int4.
 
     w4a16   int4 weights in groups along K                    pack-quantized
-    w4a8    the same, int8 activations, a scale per token     pack-quantized
+    w4a8    the same weights, and int8 activations            pack-quantized
     w8a8    int8 weights and activations                      int-quantized
     fp8     float8_e4m3fn weights and activations             float-quantized
 
-8-bit weights have one scale per output channel, 8-bit activations one per token, computed in the forward. All are
-symmetric; all but the group size are compressed-tensors' presets W4A16, W4A8, W8A8 and FP8_DYNAMIC. compressed-tensors'
-own choice of format for w4a8 is int-quantized, with a byte for each int4; packed is half of that on the wire.
+8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
+All schemes are symmetric. Except for the group size they are compressed-tensors' presets W4A16, W4A8, W8A8 and
+FP8_DYNAMIC. For w4a8, compressed-tensors would choose the format int-quantized, which takes a byte for each int4; the
+packed format halves that on the wire.
 
-compressed-tensors is imported only when it is written or read, so that kernels are checked and measured without it.
+compressed-tensors is imported only to write or read a config, so kernels can be tested and measured without it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ PACK_FACTOR = 8
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """The grid of one operand, in the words of compressed-tensors' `QuantizationArgs`.
+    """The grid of one operand, with the field names of compressed-tensors' `QuantizationArgs`.
 
-    `type` is "int" or "float"; `strategy` is "group" (`group_size` elements along K), "channel" (one scale per output
-    row) or "token" (one per row of the activations, computed on the fly: `dynamic`).
+    `type` is "int" or "float". `strategy` says what shares a scale: "group" (`group_size` elements along K), "channel"
+    (an output row) or "token" (a row of the activations; its scale is computed in the forward, so `dynamic` is true).
     """
 
     num_bits: int
@@ -65,7 +66,7 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Reads `args`; ValueError if it asks for what this class cannot say (blocks, act order, scale dtypes)."""
+        """Convert `args`. Raise ValueError if this class cannot express it (blocks, act order, scale dtypes)."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):
@@ -86,8 +87,8 @@ class QuantArgs:
 class Scheme:
     """How the weights and the activations of every quantized Linear are represented.
 
-    `weights is None` means not quantized at all (`bf16`), `input_activations is None` that activations stay BF16.
-    `format` is compressed-tensors' name of the layout on disk and on the wire.
+    If `weights` is None, nothing is quantized (`bf16`). If `input_activations` is None, activations stay BF16. `format`
+    is compressed-tensors' name for the layout on disk and on the wire.
     """
 
     name: str
@@ -104,12 +105,12 @@ class Scheme:
         return self.weights.group_size if self.weights else None
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
-        """The reason why this scheme cannot hold a [out_features, in_features] weight called `name`, or None."""
+        """Return why this scheme cannot hold a [out_features, in_features] weight called `name`, or None if it can."""
         if self.weights is None:
             return None
         shape = f"{name} has shape [{out_features}, {in_features}]"
         if out_features < 1 or in_features < 1:
-            return f"{shape}: there is nothing to quantize"
+            return f"{shape}, so there is nothing to quantize"
         group = self.group_size
         if group and in_features % group:
             return f"{shape}: {in_features} input features are not a multiple of group_size {group}"
@@ -118,7 +119,7 @@ class Scheme:
         return None
 
     def wire_tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each tensor that stands for one BF16 [out_features, in_features] weight on the wire."""
+        """Return dtype and shape of each wire tensor that represents a BF16 [out_features, in_features] weight."""
         if self.weights is None:
             return {"weight": (torch.bfloat16, (out_features, in_features))}
         if self.format != "pack-quantized":
@@ -136,10 +137,10 @@ class Scheme:
         }
 
     def quantization_config(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` for `config.json` and vLLM's `hf_overrides`: plain JSON types.
+        """Return the `quantization_config` for `config.json` and vLLM's `hf_overrides`, in plain JSON types.
 
-        Fields without a value are left out rather than written as null: compressed-tensors forbids fields it does not
-        know, and a release before the one installed here must still read our checkpoints.
+        Fields without a value are omitted, not written as null. compressed-tensors rejects fields that it does not
+        know, and releases older than the one installed here must still be able to read our checkpoints.
         """
         from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
@@ -163,7 +164,8 @@ class Scheme:
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """The scheme a checkpoint's `quantization_config` describes. UserError if it is not one of `SCHEMES`."""
+        """Return the scheme that a checkpoint's `quantization_config` describes. Raise UserError if it is not in
+        `SCHEMES`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         where = "quantization_config"
@@ -171,7 +173,7 @@ class Scheme:
             raise UserError(
                 f"quant_method is {config.get('quant_method')!r}, not {QUANT_METHOD!r}",
                 where=where,
-                fix="start from a checkpoint that is not quantized, or from one that QaRL or llm-compressor wrote",
+                fix="start from an unquantized checkpoint, or from one that QaRL or llm-compressor wrote",
             )
         try:
             parsed = QuantizationConfig.model_validate(dict(config))
@@ -186,8 +188,8 @@ class Scheme:
 
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:
-    """The scheme called `name`. `group_size` is elements along K that share a scale, in w4a16 and w4a8 a positive
-    multiple of 8; the others do not use it.
+    """Return the scheme called `name`. `group_size` is the number of elements along K that share a scale. Only w4a16
+    and w4a8 use it, and it must be a positive multiple of 8. Raise UserError if there is no such scheme.
     """
     if name == "bf16":
         return Scheme(name)
@@ -209,7 +211,7 @@ def _int4(group_size: int) -> QuantArgs:
         raise UserError(
             f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
             where="quant.group_size",
-            why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside one",
+            why=f"an int32 holds {PACK_FACTOR} four-bit values, and a group must not begin inside an int32",
             fix="use 128, or 32 for small models",
         )
     return QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)
@@ -232,16 +234,16 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_parsed(config: QuantizationConfig) -> Scheme:
-    """Reads one config group for all Linear layers; ValueError, saying why, for anything else."""
+    """Read a config with one group for all Linear layers. Raise ValueError with the reason for anything else."""
     if len(config.config_groups) != 1:
-        raise ValueError(f"it has {len(config.config_groups)} config groups, and one is expected")
+        raise ValueError(f"it has {len(config.config_groups)} config groups, but must have one")
     if config.kv_cache_scheme is not None:
         raise ValueError("it quantizes the KV cache")
     (group,) = config.config_groups.values()
     if list(group.targets) != list(TARGETS):
         raise ValueError(f"it targets {group.targets}, not {list(TARGETS)}")
     if group.weights is None or group.output_activations is not None:
-        raise ValueError("it must quantize weights, and must not quantize outputs")
+        raise ValueError("it must quantize weights and must not quantize outputs")
     weights = QuantArgs.from_compressed_tensors(group.weights)
     activations = QuantArgs.from_compressed_tensors(group.input_activations) if group.input_activations else None
     for name in SCHEMES:

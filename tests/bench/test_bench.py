@@ -47,7 +47,7 @@ SOME = Arguments(device="cpu", group_size=32)
         ("steps", "layers=31", "SmolLM2-135M has 30"),
         ("steps", "n=1", "n must be 2 or more"),
         ("steps", "response_length=1", "2 or more"),
-        ("steps", "response_length=9000", "9008, the model has 8192 positions"),
+        ("steps", "response_length=9000", "9008, but the model has 8192 positions"),
         ("steps", "response_length=8,16", "only rollout"),
         ("publish", "batch=4", "only rollout"),
         ("steps", "model=Qwen3-30B-A3B", "mixture of experts"),

@@ -247,7 +247,7 @@ def test_a_trainer_that_multiplies_by_unquantized_weights(
     bench = TrainerBench(tiny(folder, part="trainer"), Case(scheme, "linears"), str(folder))
     check_linears(bench.policy, None)
     monkeypatch.setattr(QuantLinear, "forward", lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias))
-    with pytest.raises(WrongNumbers, match=r"layers\.0\.self_attn\.q_proj: the trainer is off the reference by"):
+    with pytest.raises(WrongNumbers, match=r"layers\.0\.self_attn\.q_proj: the trainer differs from the reference by"):
         check_linears(bench.policy, None)
 
 

@@ -206,7 +206,7 @@ def test_fp32_models_and_second_conversions_are_refused():
         quantize_model(nn.Sequential(nn.Linear(32, 32)), group_size=32)
     model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
     quantize_model(model, group_size=32)
-    with pytest.raises(UserError, match="quantized already"):
+    with pytest.raises(UserError, match="already quantized"):
         quantize_model(model, group_size=32)
 
 

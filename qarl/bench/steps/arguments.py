@@ -1,6 +1,6 @@
-"""Arguments of `steps`, `rollout`, `trainer` and `publish`: the same keys for all four, checked before any work.
+"""Arguments of `steps`, `rollout`, `trainer` and `publish`. All four have the same keys, checked before any work.
 
-python -m qarl.bench steps                                  all schemes; on a CPU a model of 135M parameters
+python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
 python -m qarl.bench rollout batch=1,16,64 response_length=32,128
 python -m qarl.bench trainer                                old log-probs and update, without an engine
@@ -24,7 +24,7 @@ MASTER_DTYPES = ("fp32", "bf16")
 
 
 class Case(NamedTuple):
-    """A scheme at a level, which a launch measures. `level` is empty for `rollout` and `publish`."""
+    """The scheme and level that a launch measures. `level` is empty for `rollout` and `publish`."""
 
     scheme: str
     level: str
@@ -36,24 +36,24 @@ class Case(NamedTuple):
 @dataclass(frozen=True)
 class Arguments:
     """
-    model            a name of qarl/bench/models, or a folder; SmolLM2-135M on a CPU, Qwen3-8B on a GPU
-    layers           decoder layers that are kept; all by default
-    schemes          bf16,w8a8,fp8,w4a16; bf16 is the base of all ratios
-    levels           off,linears,model (and exact); bf16 has no `linears`
-    prompts, n       different prompts of a step, and responses to each
-    prompt_length    tokens, random ones
-    response_length  tokens, exactly; `rollout` takes several
-    batch            `rollout` only: sequences at a time, several; prompts * n by default
-    mini_batches     optimizer steps of a training step
-    micro_batch      sequences of a forward and backward; all of a mini-batch by default
-    group_size       of int4 weights; the largest of 128, 64, 32 that divides every input size
+    model            a name from qarl/bench/models, or a folder; by default SmolLM2-135M on a CPU, Qwen3-8B on a GPU
+    layers           number of decoder layers to keep; all by default
+    schemes          bf16,w8a8,fp8,w4a16; all ratios are relative to bf16
+    levels           off,linears,model by default, and exact; bf16 has no `linears`
+    prompts, n       prompts per step, and responses per prompt
+    prompt_length    number of random tokens in a prompt
+    response_length  exact number of tokens in a response; `rollout` takes several, with commas
+    batch            only for `rollout`: sequences at a time, several with commas; prompts * n by default
+    mini_batches     optimizer steps per training step
+    micro_batch      sequences per forward and backward; all of a mini-batch by default
+    group_size       of int4 weights; by default the largest of 128, 64, 32 that divides every input size
     master_dtype     fp32 or bf16, as optim.master_dtype
-    launches         processes of each scheme and level; they take turns, and figures are medians over them
-    rounds           counted rounds of each launch, of which the median counts
-    warmup           rounds before them
-    threads          of a CPU
+    launches         processes for each scheme and level; they take turns, and figures are medians over launches
+    rounds           measured rounds per launch; a launch counts with their median
+    warmup           rounds before the measured ones
+    threads          number of threads on a CPU
     gpu_memory_utilization   of the engine
-    device           cuda if there is one, else cpu
+    device           cuda or cpu; by default cuda if there is a GPU
     json             the file to write
     """
 
@@ -81,7 +81,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, part: str, given: Sequence[str]) -> Arguments:
-        """Raises UserError for an invalid argument, or arguments that do not fit together."""
+        """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
         device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
         defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
         choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS, "master_dtype": MASTER_DTYPES}
@@ -114,7 +114,8 @@ class Arguments:
         return self.group_size or default_group_size(self.source.size)
 
     def cases(self) -> list[Case]:
-        """BF16 first. It has no low-bit linears, so `linears` would be `off` again."""
+        """Return the cases in order, BF16 first. BF16 has no low-bit linears, so `linears` would be the same as
+        `off`."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part in ("rollout", "publish"):
             return [Case(scheme, "") for scheme in schemes]
@@ -125,7 +126,7 @@ class Arguments:
 def _check(arguments: Arguments) -> None:
     source, where = arguments.source, f"qarl.bench {arguments.part}"
     if arguments.n < 2:
-        raise UserError("n must be 2 or more", where=where, why="an advantage is relative to the other responses")
+        raise UserError("n must be 2 or more", where=where, why="advantages compare the responses to one prompt")
     if min(arguments.response_length) < 2:
         raise UserError("response_length must be 2 or more", where=where, why="the first token comes from the prefill")
     if arguments.depth > source.layers:
@@ -133,15 +134,16 @@ def _check(arguments: Arguments) -> None:
     positions = source.config.get("max_position_embeddings")
     wanted = arguments.prompt_length + max(arguments.response_length)
     if positions and wanted > positions:
-        raise UserError(f"prompt_length + response_length = {wanted}, the model has {positions} positions", where=where)
+        what = f"prompt_length + response_length = {wanted}, but the model has {positions} positions"
+        raise UserError(what, where=where)
     check_divides(arguments, "mini_batches", "prompts")
     if arguments.part != "rollout" and (len(arguments.response_length) > 1 or arguments.batch):
-        raise UserError("only rollout takes batch, or several response lengths", where=where,
+        raise UserError("only rollout takes batch or several response lengths", where=where,
                         fix="python -m qarl.bench rollout batch=... response_length=...")  # fmt: skip
     if source.size.experts:
         raise UserError(
             f"{source.name} is a mixture of experts", where=where, why="the trainer has no quantized experts yet",
-            fix=f"kernels model={source.name} for its layers, plan model={source.name} for a step",
+            fix=f"run kernels model={source.name} for its layers, or plan model={source.name} for a step",
         )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""The one check before a figure: every linear of the decoder layers, in trainer and engine, against the reference.
+"""The check before a figure: compare every linear of the decoder layers, in trainer and engine, with the reference.
 
-The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So a
-weight that was not published, a kernel that computes something else, and one that multiplies by BF16 all show: an int8
-grid alone is 0.6% off BF16. What else can be wrong (norms, log-probs, alignment) is the test suite's to ask; a mean |δ|
-over its limit ends a launch by the trainer's own guard.
+The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
+check finds a weight that was not published, a kernel that computes something different, and a kernel that multiplies in
+BF16: an int8 grid alone differs from BF16 by 0.6%. The test suite checks everything else (norms, log-probs, alignment).
+If a mean |δ| is over its limit, the trainer's guard ends the launch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from qarl.trainer.policy import Policy
 
 ROWS = 16
 ALLOWED, ALLOWED_FP8 = 5e-3, 1e-2
-"""Relative error (root mean square) of two BF16 results: a rounding each, and an 8-bit code here and there is the next
+"""Allowed relative error (root mean square) of two BF16 results. Each is rounded, and a few 8-bit codes may differ by
 one; FP8 tensor cores sum in fewer bits."""
 PARTS = {**FUSED_LAYERS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}
-"""vLLM's linears of a decoder layer, and the trainer's that each stands for."""
+"""vLLM's linears of a decoder layer -> the trainer's linears that each one fuses."""
 LEAVES = {part for parts in PARTS.values() for part in parts}
 
 
 class WrongNumbers(Exception):
-    """The case computes something else than the reference: it gets no figures."""
+    """The case does not compute the same as the reference, so it gets no figures."""
 
 
 @torch.no_grad()
 def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
-    """Raises WrongNumbers for the first linear that is off."""
+    """Raise WrongNumbers for the first linear whose error is too large."""
     kernels = {layer.kernel.name for layer in policy.quantized_layers().values()}
     if "reference" in kernels:
-        raise WrongNumbers("the trainer's linears run the reference kernel: no fast kernel serves here")
+        raise WrongNumbers("the trainer's linears run the reference kernel, because no fast kernel can serve here")
     theirs = {} if engine is None else dict(engine.model().named_modules())
     modules: dict[str, Any] = dict(policy.model.named_modules())
     ours = {name: module for name, module in modules.items() if name.rpartition(".")[2] in LEAVES}
@@ -48,7 +48,7 @@ def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
         for fused, parts in PARTS.items():
             names = [f"{block}.{part}" for part in parts]
             linears: list[nn.Linear] = [ours[name] for name in names if name in ours]
-            if not linears:  # attention has no MLP's linears, and the other way round
+            if not linears:  # attention has no MLP linears, and the MLP no attention linears
                 continue
             module = theirs.get(f"{block}.{fused}")
             if engine is not None and module is None:
@@ -70,11 +70,11 @@ def _compare(names: list[str], linears: list[nn.Linear], scheme: Scheme, engines
     for name, who, y, true in pairs:
         error = float((y.float() - true.float()).norm() / true.float().norm())
         if not error <= allowed:  # NaN is not
-            raise WrongNumbers(f"{name}: {who} is off the reference by {error:.1e}, {allowed:.1e} is allowed")
+            raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
 
 
 def reference(linear: nn.Linear, scheme: Scheme, x: torch.Tensor) -> torch.Tensor:
-    """[ROWS, N] of x [ROWS, K]: what `linear` must give under `scheme`."""
+    """Return the output [ROWS, N] that `linear` must give for x [ROWS, K] under `scheme`."""
     if not scheme.quantized:
         bias = None if linear.bias is None else linear.bias.float()
         return F.linear(x.float(), linear.weight.float(), bias)

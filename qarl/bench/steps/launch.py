@@ -1,4 +1,4 @@
-"""One launch: a process that builds one scheme at one level, warms up, is checked, and is timed for a few rounds.
+"""One launch: a process that builds one scheme at one level, warms up, checks the linears, and times a few rounds.
 
 vLLM keeps process-wide state, so each engine runs in a separate process. Differences between processes (memory pages,
 placement on the machine) therefore show up in the spread over launches. A process sends one answer and exits.
@@ -36,13 +36,13 @@ PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
 
 
 def answer(connection: Connection, arguments: Arguments, case: Case, folder: str) -> None:
-    """The process: sends {"rounds", "peak_bytes", ...}, or {"error": text}."""
+    """Run the process: send {"rounds", "peak_bytes", ...} or {"error": text}, and exit."""
     logging.disable_progress_bar()
     try:
         connection.send(measure(arguments, case, folder))
     except Exception as error:
         connection.send({"error": _reason(error)})
-    os._exit(0)  # nothing is left to do, and taking an engine down takes long and prints a page
+    os._exit(0)  # nothing is left to do, and shutting an engine down takes long and prints a lot
 
 
 def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
@@ -56,7 +56,7 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process had: PyTorch's on a GPU (vLLM's included), resident on a CPU."""
+    """Return the peak memory of this process: PyTorch's (including vLLM's) on a GPU, resident memory on a CPU."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -72,13 +72,13 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """A measurement, made once in each launch."""
+    """A measurement. Each launch makes one object."""
 
     policy: Policy
     engine: RolloutEngine | None
 
     def round(self) -> dict[tuple[int, int], Phases]:
-        """Measure once: the phases of each (batch, response length), which are (0, 0) except in `rollout`."""
+        """Measure once. Return the phases for each (batch, response length), which is (0, 0) except in `rollout`."""
         raise NotImplementedError
 
     def facts(self) -> Answer:
@@ -109,7 +109,7 @@ class StepBench(Bench):
         return {(0, 0): phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}}
 
     def _prefill(self) -> float:
-        """Seconds of a step's prompts with one token a response each: no decoding."""
+        """Return the seconds for a step's prompts with one token per response, which needs no decoding."""
         trainer, rollout = self.trainer, self.trainer.config.rollout
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
         trainer.engine.reset_prefix_cache()
@@ -121,7 +121,7 @@ class StepBench(Bench):
 
 
 class TrainerBench(Bench):
-    """Old log-probs and update of a random batch, without an engine; it counts as sampled by the trainer itself."""
+    """Old log-probs and update of a random batch, without an engine. The batch is treated as sampled by the trainer."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         self.trainer = make_trainer(arguments, case, folder, engine=False)
@@ -141,7 +141,7 @@ class TrainerBench(Bench):
 
 
 class PublishBench(Bench):
-    """An engine and the weights it is given, without an optimizer; they change before every publish."""
+    """Publish weights to an engine, without an optimizer. The weights change before every publish."""
 
     engine: RolloutEngine
 

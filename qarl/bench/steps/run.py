@@ -1,8 +1,8 @@
-"""All launches: every scheme and level in turn, each launch a process, until there are `launches` of each.
+"""Run all launches: each scheme and level in turn, each in a separate process, until there are `launches` of each.
 
-So a machine whose speed drifts slows all alike, and no process has another one beside it. Each turn starts from another
-case. A case that fails, or has wrong numbers (`qarl.bench.steps.check`), in any launch gets no figures; the reason is
-printed, and the exit code is 1. The file is written after every launch; after Ctrl-C the finished launches are kept.
+So a change in the machine's speed affects all cases equally, and only one process runs at a time. Each turn starts from
+a different case. If a case fails or has wrong numbers (`qarl.bench.steps.check`) in any launch, it gets no figures, the
+reason is printed, and the exit code is 1. The file is written after every launch, so Ctrl-C keeps finished launches.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class LaunchFailed(Exception):
 
 
 def run(arguments: Arguments) -> int:
-    """Measure, write, print; the exit code."""
+    """Measure, write, print, and return the exit code."""
     check_device(arguments.device)
     for case in arguments.cases():
-        config_of(arguments, case, "model")  # what the config refuses is refused before any work
+        config_of(arguments, case, "model")  # so that an invalid config is rejected before any work
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(arguments.source, arguments.depth, Path(folder) / "model")
         measured = Measured(arguments, parameters)
@@ -53,7 +53,8 @@ def run(arguments: Arguments) -> int:
 
 
 class Measured:
-    """`results`: for each case, batch and length the samples of all launches, a list of rounds each."""
+    """`results` holds, for each case, batch and length, the samples of all launches: a list of rounds for each
+    launch."""
 
     def __init__(self, arguments: Arguments, parameters: int) -> None:
         self.arguments, self.parameters = arguments, parameters
@@ -61,7 +62,7 @@ class Measured:
         self.failures: dict[str, str] = {}
 
     def take(self, folder: Path) -> bool:
-        """All launches; whether they were interrupted."""
+        """Run all launches. Return whether they were interrupted."""
         cases, launches = self.arguments.cases(), self.arguments.launches
         try:
             for number in range(launches):
@@ -129,11 +130,12 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """One process and its answer. Raises LaunchFailed. It ends with this call, also on Ctrl-C."""
+    """Run one process and return its answer. Raise LaunchFailed if it has none. The process ends before this returns,
+    also on Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits it: Ctrl-C is ours, and ends the child
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so the child ignores Ctrl-C; we end it
     process.start()
     signal.signal(signal.SIGINT, handler)
     theirs.close()
@@ -154,6 +156,6 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def turned(cases: list[Case], number: int) -> list[Case]:
-    """`cases` from another one on in every turn: what goes first finds the machine as others left it."""
+    """Rotate `cases` so that turn `number` starts with a different case: the position in a turn may affect speed."""
     start = number % max(len(cases), 1)
     return cases[start:] + cases[:start]

@@ -1,4 +1,4 @@
-"""The parts of a launch: the local trainer and its engine as they are, on random prompts of a model's copy."""
+"""Build the parts of a launch: the real local trainer and engine, for a copy of a model and random prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAD = 0
 
 
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
-    """A run's config with the numbers of `arguments`; its data files are never read."""
+    """Return a run's config with the numbers of `arguments`. Its data files are never read."""
     scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
     return build_config(
         {
@@ -57,24 +57,24 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
 
 
 def kv_cache_gib(arguments: Arguments) -> float:
-    """Room for all sequences at a time, and half as much again."""
+    """Return 1.5 times the GiB that all sequences need at once."""
     tokens = max(arguments.batches) * (arguments.prompt_length + max(arguments.response_length) + 32)
     return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
 
 
 def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> list[list[int]]:
-    """The same for every scheme and level."""
+    """Return random tokens, the same for every scheme and level."""
     draw = random.Random(seed)
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
 def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """0 or 1 by the response's text: as good as any for random weights."""
+    """Return 0 or 1, depending on the response's text. With random weights any reward will do."""
     return float(zlib.crc32(solution_str.encode()) & 1)
 
 
 def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool) -> LocalTrainer:
-    """The local trainer itself; without an engine nothing may be sampled."""
+    """Build the local trainer. Without an engine it cannot sample."""
     config = config_of(arguments, case, folder)
     tokenizer, hf_config = load_tokenizer(folder)
     rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
@@ -86,7 +86,7 @@ def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool)
 
 
 def random_batch(trainer: LocalTrainer) -> Batch:
-    """A step's sequences with random responses; `rollout_log_probs` are zero."""
+    """Return a step's sequences with random responses. `rollout_log_probs` are zero."""
     config = trainer.config
     prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(config.rollout.n)]
     length = config.data.max_response_length
@@ -99,7 +99,7 @@ def random_batch(trainer: LocalTrainer) -> Batch:
 
 @torch.no_grad()
 def move_weights(policy: Policy, seed: int) -> None:
-    """Add noise of a sixteenth of its size to every parameter: enough for codes and scales of any scheme to change."""
+    """Add noise to every parameter, 1/16 of its root mean square, so that codes and scales of any scheme change."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)

@@ -1,7 +1,7 @@
-"""Tables of Markdown from the JSON of `qarl.bench steps | rollout | trainer | publish`.
+"""Markdown tables from the JSON of `qarl.bench steps | rollout | trainer | publish`.
 
-A figure is a median with minimum and maximum over launches, a launch counting with the median of its rounds; with a
-single launch they are over its rounds. Everything is computed from the samples in the file.
+A figure is the median, minimum and maximum over launches, each of which counts with the median of its rounds. With a
+single launch the figure is over its rounds. Everything is computed from the samples in the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qarl.bench import report
 Document = Mapping[str, Any]
 Result = Mapping[str, Any]
 Samples = Sequence[Sequence[float]]
-"""A list for each launch: one sample a round."""
+"""A list for each launch, with one sample per round."""
 PHASES = {
     "steps": ("rollout", "old_log_prob", "forward", "backward", "optimizer", "quantize", "publish", "step"),
     "trainer": ("old_log_prob", "forward", "backward", "optimizer", "quantize", "step"),
@@ -29,28 +29,30 @@ RATIOS = {
     "publish": ("publish",),
     "rollout": ("prefill", "decode", "rollout"),
 }
-"""Columns of the tables of seconds and of ratios. bf16 has nothing to quantize, so that has no ratio."""
+"""PHASES are the columns of the tables of seconds, RATIOS of those of ratios. `quantize` has no ratio, because bf16 has
+nothing to quantize."""
 
 
 def units(samples: Samples) -> list[float]:
-    """One number a launch, the median of its rounds; for a single launch its rounds."""
+    """Return one number per launch, the median of its rounds. For a single launch return its rounds."""
     return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
 
 
 def summary(samples: Samples) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Return median, minimum and maximum of `units(samples)`."""
     values = units(samples)
     return {"median": statistics.median(values), "minimum": min(values), "maximum": max(values)}
 
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
-    """base / other, launch by launch: what slows both falls out. A launch that one of them lacks is left out."""
+    """Summarize base / other, launch by launch, so that a slow phase of the machine cancels out. Launches that only one
+    of them has are left out."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 
 
 def markdown(document: Document) -> str:
-    """A line about model and machine, then seconds, ratios to BF16, and tokens/s with peak memory."""
+    """Return a line about model and machine, then tables of seconds, ratios to BF16, and tokens/s with peak memory."""
     parts = [_head(document), _seconds(document), _ratios(document), _throughput(document)]
     parts += [f"Not measured: {name}: {why}" for name, why in document["failures"].items()]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -92,7 +94,7 @@ def _seconds(document: Document) -> str:
 
 
 def _ratios(document: Document) -> str:
-    """As the paper normalises: how many times as fast as plain BF16; and what a level costs."""
+    """Return the table of speedups over plain BF16, as the paper normalises them, and of the cost of a level."""
     phases, results = RATIOS[document["kind"]], document["results"]
     level = document["kind"] in ("steps", "trainer")
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]
@@ -107,7 +109,7 @@ def _ratios(document: Document) -> str:
 
 
 def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
-    """The result of the same sizes with another scheme and level."""
+    """Return the result with the same sizes and the scheme and level in `wanted`, or None."""
     same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
     return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
 
@@ -120,7 +122,7 @@ def _ratio(base: Result | None, other: Result | None, phase: str) -> str:
 
 
 def _throughput(document: Document) -> str:
-    """The first token of a response comes from the prefill."""
+    """Return the table of tokens/s and peak memory. The first token of a response counts as prefill, not decode."""
     work = document["workload"]
     rates = document["kind"] in ("steps", "rollout")
     titles = ["prefill, tokens/s", "decode, tokens/s"] if rates else []
@@ -158,5 +160,5 @@ def _table(document: Document, head: Sequence[str], row: Callable[[Result], Iter
 
 
 def seconds(value: Mapping[str, float]) -> str:
-    """`1.23 (1.2-1.31)`; `0` if it took no time."""
+    """Format as `1.23 (1.2-1.31)`, or `0` if it took no time."""
     return f"{value['median']:.3g} ({value['minimum']:.3g}-{value['maximum']:.3g})" if value["maximum"] else "0"

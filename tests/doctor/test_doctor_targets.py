@@ -75,7 +75,7 @@ def test_public_models_on_their_gpus(name: str, gpus: int, parallel: int, params
     assert {f["topic"] for f in findings} >= {"model", "layer sizes", "kernels", "published tensors", "memory"}
     left_out = said(findings, "note", "model")
     assert any("tokenizer" in what for what in left_out)
-    assert any("weights are whole" in what for what in left_out)
+    assert any("weights are complete" in what for what in left_out)
     assert "packages" not in {f["topic"] for f in findings}
     assert any("this one's CPU" in what for what in said(findings, "note", "machine"))
     assert any("trainer: reference multiplies" in what for what in said(findings, "warning", "kernels"))

@@ -132,7 +132,7 @@ def test_clip_ratio_follows_the_finish_reason() -> None:
 
 
 def test_response_metrics_need_matching_lengths() -> None:
-    with pytest.raises(ValueError, match="scores"):
+    with pytest.raises(ValueError, match="one score per response"):
         response_metrics([1.0], [1, 2], 8)
 
 

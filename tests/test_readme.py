@@ -17,7 +17,7 @@ from qarl.config import build_config
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks/results"
-STATUS = "measured|tested|its config is tested|compiled and interpreted only|never run on a GPU|not supported"
+STATUS = "measured|tested|only its config is tested|compiled and interpreted only|never run on a GPU|not supported"
 
 
 def snippet(language: str) -> str:
@@ -33,7 +33,7 @@ def section(title: str) -> str:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 135
+    assert len(README.splitlines()) <= 140
     assert max(map(len, README.splitlines())) <= 140
     assert "@@" not in README
 

@@ -182,7 +182,8 @@ def check_config_keys(config: Any) -> None:
                 f"{key}={value!r} in a config of {config.model_type} is refused",
                 where="model.path: config.json",
                 why=refusal.why,
-                fix="train a model without it; removed from config.json, it would be another model",
+                fix="train a model whose config does not have this setting; deleting it from config.json would change "
+                "what the model computes",
             )
     check_rotary(config)
 

@@ -15,8 +15,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Every key of their configs has a verdict, and levels `model` and `exact` are built for them."""
 
 LARGEST_SHARE = 0.1
-"""Largest mean |δ| that shows agreement, as a share of what the same model has at `off`, where W4A16 alone makes it. A
-share, because a family that scales its logits down has small δ for any mistake. Llama's is 0.03."""
+"""A family agrees if its mean |δ| at `linears` is at most this fraction of its mean |δ| at `off`, where W4A16 alone
+causes the mismatch. It is a fraction because a family that scales its logits down has a small δ whatever the mistake.
+Llama's fraction is 0.03."""
 SHOWN = {
     "arcee": 7.5e-3,
     "cohere": 2.8e-4,

@@ -116,7 +116,9 @@ class Rank:
         try:
             tensors = load_part(file)
             if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
-                raise UserError(f"{file.name} cannot be used", where=str(file), why=f"holds no tensor {wrong[0]}")
+                raise UserError(
+                    f"{file.name} cannot be used", where=str(file), why=f"has an entry {wrong[0]} that is not a tensor"
+                )
         except UserError as error:
             raise UserError(
                 "the weights of a rank cannot be read",
@@ -187,7 +189,7 @@ class VerlWeights:
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors, each checked when it is read. Floating-point ones are cast to `dtype` (None: not)."""
+        """Yield whole tensors, each checked when it is read. Cast floating-point ones to `dtype`, unless it is None."""
         for name, first in self.ranks[0].tensors.items():
             tensor = self._whole(name, first)
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

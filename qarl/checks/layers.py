@@ -113,7 +113,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
         raise UserError(
             f"vLLM would quantize {len(quantized)} routers, which the trainer keeps in BF16",
             where=f"quant.ignore: {name_layers(quantized)}",
-            why="a router is a linear layer in vLLM and none in transformers",
+            why="a router is a linear layer in vLLM, but not in transformers",
             fix='add "re:.*mlp[.]gate$" to quant.ignore',
         )
 

@@ -161,6 +161,14 @@ def test_large_models_are_sharded(tmp_path):
     assert torch.equal(sharded, whole)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("100", 100), ("2KB", 2_000), ("3 MB", 3_000_000), ("5GB", 5_000_000_000), ("1.5KiB", 1536), ("1GiB", 2**30)],
+)
+def test_sizes_of_shards_have_the_usual_units(text, expected):
+    assert read_request(["run=r", "output=o", f"max_shard_size={text}"]).max_shard_bytes == expected
+
+
 def test_no_more_than_a_shard_is_in_memory(tmp_path):
     alive: list[weakref.ref] = []
     most = 0

@@ -204,7 +204,8 @@ def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """Return code times scale, [E, N, K]. W4A16 rounds it to BF16; the others do not, because they scale the sum."""
+    """Return each code multiplied by its scale, [E, N, K]. W4A16 rounds the product to BF16. The other schemes do not,
+    because they scale the sum."""
     if "weight_packed" in tensors:
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])

@@ -144,7 +144,7 @@ class VllmCpuBf16Experts:
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
-        """Pack `weight` of both, BF16 [E, 2I, H] and [E, H, I], for the operator."""
+        """Pack the `weight` of `gate_up`, BF16 [E, 2I, H], and that of `down`, [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 
         isa = bf16_isa()

@@ -45,7 +45,7 @@ def engine_rotary(config: Any, head_size: int) -> Any:
 
 
 def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """`query` BF16 [T, D] at `positions` [T] -> BF16 [T, D]."""
+    """Rotate `query`, BF16 [T, D], to `positions` [T] with the engine's operator; return BF16 [T, D]."""
     from vllm.platforms import current_platform
 
     # On a CPU vLLM calls `forward_cpu` if it does not compile the model; builds for GPUs lack its operator.

@@ -98,7 +98,10 @@ def _why_not(
 
 @cache
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
-    """Return the class with which vLLM runs such experts on one GPU of this machine, or "nothing" with the reason."""
+    """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
+
+    If vLLM has none, return a text that begins with "nothing" and gives the reason.
+    """
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
     methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")

@@ -171,7 +171,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
             raise UserError(
-                "QaRL's quantized actor takes one position a token, and the batch has several",
+                "QaRL's quantized actor takes one position per token, but this batch has several per token",
                 where="actor_rollout_ref.model.path",
                 why="positions of three axes (mrope) are for models that see images, whose layers QaRL does not know",
                 fix="train a model of text only",

@@ -137,7 +137,7 @@ LOCAL: Table = SHARED | {
         lambda run: (run.trainer is None, run.files("*.yaml")),
         ((False, ["config.yaml"]), (True, ["dry_run.yaml"])),
     ),
-    "verl": Refused({"trainer.val_only": True}, "backend=local has nothing to do"),
+    "verl": Refused({"trainer.val_only": True}, "backend=local does not use"),
     "model.path": Row(
         "llama",
         each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),

@@ -290,7 +290,7 @@ def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
         verl_config(quickstart(verl={"trainer.total_step": 1}), on_cpu=True)
     on_command_line = load_config(["config=quickstart_verl.yaml", "verl.actor_rollout_ref.rollout.top_k=40"])
     assert on_command_line.verl == {"actor_rollout_ref.rollout.top_k": 40}
-    with pytest.raises(UserError, match="backend=local has nothing to do"):
+    with pytest.raises(UserError, match="backend=local does not use"):
         load_config(["config=quickstart.yaml", "verl.trainer.val_only=true"])
 
 

@@ -60,7 +60,7 @@ def test_the_identity_is_that_of_rays_processes(monkeypatch):
 def test_a_process_that_does_not_know_its_run_does_not_publish(monkeypatch, name, value):
     """Two of them would take each other's weights."""
     monkeypatch.setenv(name, "") if value is not None else monkeypatch.delenv(name)
-    with pytest.raises(UserError, match="does not know") as caught:
+    with pytest.raises(UserError, match="cannot tell which run") as caught:
         guarded(iter(()))
     assert name in caught.value.where
 

@@ -202,7 +202,7 @@ def test_preemptions_are_counted(trainer, tmp_path):
 
 
 def test_preemptions_name_the_keys_that_help():
-    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
+    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
     run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
     for device, key in (("cpu", "rollout.cpu_kvcache_space_gib"), ("cuda", "rollout.gpu_memory_utilization")):
         where = {"before_first_update": True, "on_gpu": device == "cuda"}
@@ -217,7 +217,7 @@ def test_preemptions_name_the_keys_that_help():
 def test_the_config_knows_vllms_lowest_temperature(name, tmp_path):
     lowest = config_checks.MIN_TEMPERATURE
     assert sampling_params(SamplingConfig(4, temperature=lowest)).temperature == lowest
-    with pytest.raises(UserError, match=rf"it takes temperature={lowest} instead"):
+    with pytest.raises(UserError, match=rf"it would use temperature={lowest}"):
         sampling_params(SamplingConfig(4, temperature=math.nextafter(lowest, 0)))
     with pytest.raises(UserError, match=f"rollout.{name}"):
         config(tmp_path, "backend=verl", f"rollout.{name}={math.nextafter(lowest, 0)!r}")
@@ -272,7 +272,7 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
 
 
 def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():
-    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None)
+    batch = SimpleNamespace(response_mask=torch.ones(2, 3, dtype=torch.bool), outside=None, routed_experts=None)
     run = SimpleNamespace(quant=SimpleNamespace(mismatch_limit=None), rollout=SimpleNamespace(temperature=1.0))
     metrics = {"mismatch/abs_mean": 0.5, "rollout/preemptions": 0.0}
     with pytest.raises(MismatchError):

@@ -100,9 +100,12 @@ def test_micro_batches_sum_to_the_gradient_of_the_whole(trainer, batch, monkeypa
     (norm, whole), (parts_norm, parts) = gradients[48], gradients[12]
     # Each micro-batch's gradient is rounded to BF16 once before it is summed in FP32.
     assert abs(norm - parts_norm) <= 2**-8 * norm
+    # torch adds up an embedding's gradient in BF16, with a rounding for each occurrence of a token.
+    occurrences = int(batch.input_ids[:48].flatten().bincount().max())
     for name, gradient in whole.items():
+        bound = 2**-9 * occurrences**0.5 if name.endswith("embed_tokens.weight") else 2**-6
         difference = (gradient - parts[name]).norm()
-        assert difference <= 2**-6 * gradient.norm() + 1e-6, name
+        assert difference <= bound * gradient.norm() + 1e-6, name
 
 
 def test_trainer_and_engine_agree_far_better_than_an_unaligned_trainer(trainer, batch, monkeypatch):

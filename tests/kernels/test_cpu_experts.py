@@ -175,7 +175,7 @@ def test_limits() -> None:
     assert why_not(VllmCpuExperts, "w8a8", "cuda") == why_not(VllmCpuBf16Experts, "bf16", "cuda")
     assert "on cpu, not on cuda" in why_not(VllmCpuExperts, "w8a8", "cuda")
     assert "multiples of 32" in why_not(VllmCpuExperts, "w4a16", intermediate=48)
-    assert "even size" in why_not(VllmCpuExperts, "w4a16", group=7)
+    assert "even group size" in why_not(VllmCpuExperts, "w4a16", group=7)
     assert "w4a8" in why_not(VllmCpuExperts, "w4a8") and "w4a16" in why_not(VllmCpuBf16Experts, "w4a16")
     assert "hidden size" in why_not(VllmCpuBf16Experts, "bf16", hidden=120)
     for scheme in SCHEMES:

@@ -91,7 +91,7 @@ def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
     why_not = marlin.unavailable("w4a16", device, QWEN3_30B._replace(intermediate=96), 32)
     assert why_not == "vLLM pads an intermediate size of 96 to a multiple of 64"
     for one_group in ({"intermediate": 128}, {"hidden": 128}):
-        assert "as one group" in (marlin.unavailable("w4a16", device, QWEN3_30B._replace(**one_group), 128) or "")
+        assert "one group per row" in (marlin.unavailable("w4a16", device, QWEN3_30B._replace(**one_group), 128) or "")
     both = QWEN3_30B._replace(hidden=128, intermediate=128)
     assert marlin.unavailable("w4a16", device, both, 128) is None
     why_not = marlin.unavailable("w4a16", device, QWEN3_30B._replace(hidden=2048 + 64), 32)

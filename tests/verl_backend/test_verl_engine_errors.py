@@ -19,6 +19,7 @@ from qarl.verl.plugin import engine as plugin_engine
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
 from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, refuse_dead, register
 from qarl.verl.plugin.outputs import chosen_log_probs
+from qarl.verl.plugin.routing import RouterReplay
 
 MODEL = {"lora_rank": 0, "use_fused_kernels": False, "use_liger": False, "enable_activation_offload": False}
 
@@ -32,6 +33,7 @@ def quantized_engine() -> QaRLFSDPEngine:
     """One that was never built, for methods that use nothing of the model."""
     engine = object.__new__(QaRLFSDPEngine)
     engine.quant = QuantFSDPEngineConfig(strategy="fsdp2").quant
+    engine._routing = RouterReplay()
     return engine
 
 

@@ -114,7 +114,7 @@ def align_model(
 def bf16_experts(
     model: Any, device: torch.device | None, kind: type[QuantExperts] = QuantExperts
 ) -> dict[str, QuantExperts]:
-    """What takes the place of experts that are not quantized, by name: the engine's operator on the same weights."""
+    """Return, by name, what replaces experts that are not quantized: the engine's operator on the same weights."""
     scheme = get_scheme("bf16")
     return {
         name: kind(experts, scheme, qualified_name=name, device=device)

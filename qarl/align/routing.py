@@ -1,6 +1,6 @@
-"""Which experts a token goes to: by the engine's rule, replayed from a rollout, and written down.
+"""Route tokens to experts: by the engine's rule, or by replaying a rollout; and record the routing.
 
-The engine and transformers make the same choice of the same logits, but for ties, and round it in other places:
+Given the same logits the engine and transformers choose the same experts, except for ties. They round differently:
 
     vLLM on CPU     the k largest of the BF16 logits, unsorted; a softmax over these k, in BF16. Without norm_topk_prob
                     exp(logit - logsumexp of all), in BF16 (`select_experts`,
@@ -9,10 +9,10 @@ The engine and transformers make the same choice of the same logits, but for tie
 
 The order counts: the FP32 sum over a token's experts follows it. (On CUDA vLLM keeps the weights in FP32.)
 
-A tiny difference in the hidden states can still send a token to other experts than in the rollout, and then everything
-after it is another. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's choice: the experts are the
-rollout's, and their weights come from the trainer's own logits, so that the router has its gradient. Both are forward
-hooks on the routers, and work at every level of alignment.
+A tiny difference in the hidden states can still send a token to different experts than in the rollout, and then
+everything after it differs. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights
+come from the trainer's own logits, so the router still gets a gradient. Replay and record are forward hooks on the
+routers, and work at every level of alignment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class AlignedRouter(nn.Module):
-    """[..., H] BF16 -> logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k], in the engine's order."""
+    """Router with the engine's order and rounding.
+
+    It takes [..., H] BF16 and returns logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k].
+    """
 
     weight: nn.Parameter
     hidden_dim: int
@@ -44,7 +47,7 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """The weights [T, k] that vLLM gives to `experts` [T, k], in the dtype of `logits` [T, E]; differentiable."""
+    """Return vLLM's weights [T, k] of `experts` [T, k], in the dtype of `logits` [T, E]; differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -52,7 +55,7 @@ def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: 
 
 
 def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """The same by transformers' routers."""
+    """Return the weights that transformers' routers give to `experts`; otherwise as `engine_weights`."""
     chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
     if renormalize:
         chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -60,31 +63,33 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 
 
 def replays(router_replay: str, level: str) -> bool:
-    """Whether `rollout.router_replay` asks for a replay at an alignment level: `auto` does where the trainer's own
-    routers choose other experts than the engine's, below `model`."""
+    """Return whether `rollout.router_replay` asks for a replay at an alignment level.
+
+    `auto` does so only below `model`: there the trainer's own routers may choose different experts than the engine's.
+    """
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
 
 def routers(model: Any) -> dict[int, Any]:
-    """The routers of a transformers causal LM, by the number of their decoder layer."""
+    """Return the routers of a transformers causal LM. The keys are the numbers of their decoder layers."""
     layers = enumerate(model.model.layers)
     return {number: layer.mlp.gate for number, layer in layers if hasattr(layer.mlp, "experts")}
 
 
 @contextmanager
 def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
-    """Inside, forwards of `model` send tokens to the given experts.
+    """Within this context, forwards of `model` send tokens to the given experts.
 
-    The backward must be inside too where gradient checkpointing makes a forward of it.
+    With gradient checkpointing the backward must be in the context too, because it computes the forward again.
 
     Args:
-        experts: integers [T, layers, k], T tokens as the forward flattens its rows, and all decoder layers, those
-            without experts as well. A token goes its own way in a layer where its k numbers are not all different, or
-            one is negative: it is not known where it went.
+        experts: integers [T, layers, k]: the T tokens in the order in which the forward flattens its rows, and all
+            decoder layers, including those without experts. The model's router chooses if a token's k numbers in a
+            layer are not all different or one is negative, because then its routing is unknown.
 
     Raises:
-        ValueError: the sizes are not the model's, or an expert's number is too large; from a forward, that it has
-            another number of tokens.
+        ValueError: the sizes do not fit the model, or an expert's number is too large. A forward raises it if it has
+            a different number of tokens.
     """
     found = routers(model)
     layers = len(model.model.layers)
@@ -107,7 +112,7 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
 
 
 class _Replay:
-    """A hook that puts `experts` in the place of a router's own choice."""
+    """A hook that replaces a router's own choice with `experts`."""
 
     def __init__(self, experts: torch.Tensor) -> None:
         self.experts, self.known = experts, known_routing(experts)[:, None]
@@ -122,19 +127,22 @@ class _Replay:
 
 
 def known_routing(experts: torch.Tensor) -> torch.Tensor:
-    """Of numbers [..., k], whether they can be a choice of experts: all different, none negative. Bool [...]."""
+    """Return, for expert numbers [..., k], whether the k numbers are a valid choice: all different and at least 0.
+
+    The result is bool [...].
+    """
     in_order = experts.sort(-1).values
     return (in_order[..., 0] >= 0) & (in_order.diff(dim=-1) > 0).all(-1)
 
 
 class RecordedRouting:
-    """The experts that the model's own routers chose in the latest forward, replayed or not."""
+    """The experts that the model's own routers chose in the latest forward, even if a replay replaced them."""
 
     def __init__(self, layers: int) -> None:
         self._layers, self._chosen = layers, dict[int, torch.Tensor]()
 
     def experts(self) -> torch.Tensor:
-        """int64 [T, layers, k]; -1 in layers without experts."""
+        """Return int64 [T, layers, k], with -1 in layers without experts."""
         first = next(iter(self._chosen.values()))
         missing = torch.full_like(first, -1)
         return torch.stack([self._chosen.get(number, missing) for number in range(self._layers)], dim=1)
@@ -148,7 +156,7 @@ class RecordedRouting:
 
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Inside, what the routers of `model` choose is written down. A replay does not change that: it comes after."""
+    """Within this context, record the choices of the model's routers. A replay's hooks run later."""
     record = RecordedRouting(len(model.model.layers))
     handles = [
         router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()
@@ -161,9 +169,9 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
 
 
 def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Bool [T]: in some layer the experts of `own` are others than those of `given`, both [T, layers, k].
+    """Return bool [T]: whether the experts of `own` and `given`, both [T, layers, k], differ in at least one layer.
 
-    The order of a token's experts does not count, and neither do layers where one of the two is unknown.
+    The order of a token's experts does not count. Layers in which one of the two is unknown do not count either.
     """
     given = given.to(device=own.device, dtype=own.dtype)
     known = known_routing(own) & known_routing(given)

@@ -69,11 +69,11 @@ class ShardedQuantLinear(QuantLinear):
 
 
 class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors hold until `invalidate`. BF16 ones are FSDP's own: it frees them after a
-    forward and fills them again before the backward, as for whatever autograd saves."""
+    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. Under scheme bf16 they are FSDP's own
+    parameters, which FSDP frees after a forward and gathers again before the backward."""
 
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Both stacks. Only inside a forward, where FSDP has gathered the weights, can they be made here."""
+        """Return both stacks. They can be made here only in a forward, when FSDP has gathered the weights."""
         for leaf in STACKS:
             self.adopt(leaf, self.get_parameter(leaf).detach())
         return self._quantized

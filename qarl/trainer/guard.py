@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qarl.align.routing import known_routing
 from qarl.config import Config
 from qarl.metrics.guard import check_mismatch
 from qarl.trainer.batch import Batch
@@ -42,7 +43,7 @@ def watch(
                 "look at mismatch/abs_max"
             )
     if batch.routed_experts is not None and batch.other_experts is not None:
-        known = (batch.routed_experts >= 0).all(-1).any(-1)
+        known = known_routing(batch.routed_experts).any(-1)
         found["mismatch/other_experts_frac"] = float(batch.other_experts[known].float().mean())
     if metrics["rollout/preemptions"]:
         key = "gpu_memory_utilization" if on_gpu else "cpu_kvcache_space_gib"

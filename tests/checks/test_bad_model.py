@@ -123,7 +123,7 @@ def test_the_kv_cache_is_counted_as_vllm_counts_it(monkeypatch: pytest.MonkeyPat
         for size in range(1, 6 * len(specs) * spec.page_size_bytes, 8191):
             gib = f"rollout.cpu_kvcache_space_gib={size / 2**30!r}"
             config = load_config(["config=run.yaml", f"data.max_response_length={response}", gib])
-            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, specs, size), ValueError)  # noqa: B023  at once
+            theirs = refuses(lambda: check_enough_kv_cache_memory(vllm_config, specs, size), ValueError)  # noqa: B023  called at once
             assert refuses(lambda: lengths.check_kv_cache(config, hf_config), UserError) == theirs  # noqa: B023  called at once
     monkeypatch.setattr(lengths, "runs_on_cpu", lambda backend: False)
     lengths.check_kv_cache(config, hf_config)

@@ -133,7 +133,7 @@ def calls(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What goes into and comes out of the experts of each layer."""
     running.engine.publish(running.first.items(), version=1)
     found: list[Call] = []
-    for number, block in enumerate(running.engine.model().model.layers):  # type: ignore[union-attr, arg-type]
+    for number, block in enumerate(running.engine.model().model.layers):  # type: ignore[union-attr, arg-type]  # vLLM's
         experts: Any = block.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts
         chosen: list[Any] = []
 

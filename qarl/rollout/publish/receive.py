@@ -92,7 +92,7 @@ class WeightReceiver:
                 self._take(name, tensor)
         except BaseException as error:
             if not self.broken:
-                self.abort(f"at {last}: {error}")
+                self.abort(f"at {last}: {_in_one_line(error)}")
                 self.broken = isinstance(error, ReloadFailed)
             raise
         finally:
@@ -193,3 +193,10 @@ def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
     if isinstance(kv_caches, dict):
         kv_caches = list(kv_caches.values())
     return [tensor for item in kv_caches or () for tensor in flatten_kv_caches(item)]
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return what went wrong and why, without the advice: a later error quotes it beside its own."""
+    if not isinstance(error, UserError):
+        return str(error)
+    return f"{error.what}: {error.why}" if error.why else error.what

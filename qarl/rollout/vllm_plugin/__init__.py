@@ -61,21 +61,26 @@ def check_installed(hf_config: Any) -> None:
     """Raise UserError if vLLM would not find the plugin, which a mixture of experts needs on a CPU. Imports no vLLM."""
     if not experts_of(hf_config):
         return
-    allowed = os.environ.get("VLLM_PLUGINS")
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if not any(point.value.startswith(__name__) for point in points) or (
-        allowed is not None and ENTRY_POINT not in allowed.split(",")
-    ):
+    if _left_out() or not any(point.value.startswith(__name__) for point in points):
         raise not_loaded()
+
+
+def _left_out() -> bool:
+    """Return whether the environment variable VLLM_PLUGINS excludes the plugin."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is not None and ENTRY_POINT not in allowed.split(",")
 
 
 def not_loaded() -> UserError:
     """Return the error for an engine that would serve experts without the plugin."""
-    allowed = os.environ.get("VLLM_PLUGINS")
     if _why_not is not _CALLED:
         why, fix = _why_not, "install the vLLM that requirements/ locks"
-    elif allowed is not None and ENTRY_POINT not in allowed.split(","):
-        why, fix = f"VLLM_PLUGINS={allowed} leaves it out", f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it"
+    elif _left_out():
+        why, fix = (
+            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} leaves it out",
+            f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it",
+        )
     else:
         why, fix = "this installation of qarl has no entry point in vllm.general_plugins", "install qarl again with pip"
     return UserError(

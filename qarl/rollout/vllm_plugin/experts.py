@@ -12,6 +12,7 @@ and multiplies with that. vLLM's layerwise reload restores their shapes first; `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.experts import PreparedExperts, VllmCpuExperts
 from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.quant.scheme import QuantArgs, get_scheme
 from qarl.rollout.vllm_plugin.internals import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     CompressedTensorsConfig,
@@ -249,23 +251,22 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
 
 def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
     """Return name and group size of the QaRL scheme that a compressed-tensors layer uses, or None for other schemes."""
-    weights, inputs = (
-        None if found.get(part) is None else _words(found[part]) for part in ("weights", "input_activations")
-    )
-    if (weights, inputs) == ((4, "int", "group", True, False), None):
-        return "w4a16", found["weights"].group_size
-    for name, kind in (("w8a8", "int"), ("fp8", "float")):
-        if (weights, inputs) == ((8, kind, "channel", True, False), (8, kind, "token", True, True)):
-            return name, None
+    try:
+        weights, inputs = (
+            None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
+            for part in ("weights", "input_activations")
+        )
+    except ValueError:  # something that no scheme of QaRL has
+        return None
+    if weights is None:
+        return None
+    for name in ("w4a16", "w8a8", "fp8"):
+        scheme = get_scheme(name)
+        assert scheme.weights is not None
+        group_size = weights.group_size if scheme.group_size else None
+        if (weights, inputs) == (replace(scheme.weights, group_size=group_size), scheme.input_activations):
+            return name, group_size
     return None
-
-
-def _words(args: Any) -> tuple[int, str, str, bool, bool]:
-    """Return num_bits, type, strategy, symmetric and dynamic of a QuantizationArgs (compressed-tensors).
-
-    The type and the strategy there are enums or strings; here they are strings."""
-    kind, strategy = (str(getattr(word, "value", word)) for word in (args.type, args.strategy))
-    return args.num_bits, kind, strategy, args.symmetric, bool(args.dynamic)
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):

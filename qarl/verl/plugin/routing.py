@@ -1,8 +1,8 @@
 """Router replay in verl's FSDP engine: the experts that a batch of verl's carries go to the actor's routers.
 
 verl's agent loop pads the routing that vLLM returns with zeros, to the length of prompt and response
-(verl/experimental/agent_loop/agent_loop.py). A token whose experts are all 0 goes its own way, as in verl's VeOmni
-engine (verl/workers/engine/veomni/transformer_impl.py): vLLM does not know where the last sampled token went.
+(verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the actor's own router chooses, as in
+verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py): vLLM never routes the last sampled token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qarl.align.routing import RecordedRouting, differing_tokens, known_routing,
 
 
 class RouterReplay:
-    """The routing of one forward after the other. A replay lasts until the next forward, because with gradient
+    """Replays the routing of one forward at a time. A replay lasts until the next forward, because with gradient
     checkpointing a backward computes the forward again."""
 
     def __init__(self) -> None:
@@ -24,10 +24,11 @@ class RouterReplay:
         self._record: RecordedRouting | None = None
         self._given: torch.Tensor | None = None
         self.other = self.known = 0
-        """Tokens of the passes for the old log-probs since `take`: those that went elsewhere, and all."""
+        """Tokens in the passes for the old log-probs since the last `take`: those that the actor would have sent to
+        different experts, and all tokens."""
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
-        """Before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
+        """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
         self._held.close()
         self._given = self._record = None
         routed = micro_batch.get("routed_experts", None)
@@ -39,7 +40,7 @@ class RouterReplay:
             self._given, self._record = given, self._held.enter_context(recorded_routing(module))
 
     def end(self) -> None:
-        """After a forward without a gradient: count the tokens that the actor's own routers sent elsewhere."""
+        """Call after a forward. Without gradients, count the tokens that the actor's own routers sent elsewhere."""
         if self._record is None or self._given is None:
             return
         self.other += int(differing_tokens(self._record.experts(), self._given).sum())
@@ -47,17 +48,17 @@ class RouterReplay:
         self._record = None
 
     def take(self) -> tuple[int, int]:
-        """`other` and `known`, which begin at 0 again."""
+        """Return `other` and `known`, and set both to 0."""
         found, self.other, self.known = (self.other, self.known), 0, 0
         return found
 
 
 def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """The nested [B, tokens, layers, k] of verl, int16 [places, layers, k] as the forward flattens `input_ids`; -1 in
-    places without a token."""
+    """Return verl's nested [B, tokens, layers, k] as int16 [places, layers, k], in the order in which the forward
+    flattens `input_ids`. Places without a token hold -1."""
     values, lengths = routed.values(), routed.offsets().diff()
     given = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
-    if input_ids.shape[0] == 1 and input_ids.shape[1] >= len(values) and len(lengths) > 1:
+    if len(input_ids) != len(lengths):  # packed
         given[0, : len(values)] = values
     else:
         places = torch.arange(input_ids.shape[1], device=lengths.device)[None, :] < lengths[:, None]

@@ -87,8 +87,8 @@ FAULTS: dict[str, tuple[Callable[[Tensors, str], Tensors], str]] = {
 def state(engine: RolloutEngine) -> list[Any]:
     """What the engine multiplies by: its parameters, and for experts what the kernel made of them."""
     found: list[Any] = [p.detach().clone() for p in engine.model().parameters()]
-    for block in engine.model().model.layers:  # type: ignore[union-attr, arg-type]
-        found.append(block.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts.prepared)  # type: ignore[union-attr]
+    for block in engine.model().model.layers:  # type: ignore[union-attr, arg-type]  # vLLM's modules
+        found.append(block.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts.prepared)  # type: ignore[union-attr]  # as above
     return found
 
 

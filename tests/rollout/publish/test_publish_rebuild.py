@@ -45,7 +45,7 @@ def test_an_exception_in_the_middle_of_vllms_reload(tmp_path):
             engine.publish(spoilt, version=5)
         with pytest.raises(UserError, match="publish of version 5 did not complete"):
             engine.generate(PROMPTS, SamplingConfig(4))
-        with pytest.raises(ReloadFailed, match=r"(?s)published to any more.*version 5 did not complete.*rebuild()"):
+        with pytest.raises(ReloadFailed, match=r"(?s)takes no more publishes.*version 5 did not complete.*rebuild\(\)"):
             engine.publish(tensors, version=6)
         with pytest.raises(UserError, match="publish of version 5 did not complete"):
             engine.generate(PROMPTS, SamplingConfig(4))

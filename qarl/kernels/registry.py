@@ -7,9 +7,9 @@ PyTorch's operator, our Triton kernel (on GPUs), the exact reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -33,13 +33,18 @@ from qarl.kernels.triton.linears import (
 )
 
 
-class LinearKernel(Protocol):
+class NamedKernel(Protocol):
+    name: str
+
+
+Kernel = TypeVar("Kernel", bound=NamedKernel)
+
+
+class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
     A kernel may also have `backward_input` (see `InputGradientKernel`), and `group_sizes` if it supports only those.
     """
-
-    name: str
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -107,15 +112,42 @@ def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, An
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Kernel]):
     """The chosen kernel, and one line with the reason for each kernel that was passed over."""
 
-    kernel: type[LinearKernel]
+    kernel: type[Kernel]
     passed_over: tuple[str, ...]
 
     @property
     def reason(self) -> str:
         return f"{self.kernel.name}" + "".join(f"; not {line}" for line in self.passed_over)
+
+
+def first_available(
+    kernels: Sequence[type[Kernel]],
+    unavailable: Callable[[type[Kernel]], str | None],
+    *,
+    force: str | None,
+    refusal: str,
+    served: str,
+) -> Choice[Kernel]:
+    """Return the first of `kernels` that `unavailable` gives no reason against. `force` names the only one to consider.
+
+    If there is none, raise UserError(`refusal`) with all reasons. `served` is what the kernels multiply by, in words.
+    """
+    passed_over: list[str] = []
+    for kernel in kernels:
+        if force is not None and kernel.name != force:
+            continue
+        why_not = unavailable(kernel)
+        if why_not is None:
+            return Choice(kernel, tuple(passed_over))
+        passed_over.append(f"{kernel.name}: {why_not}")
+    raise UserError(
+        refusal,
+        why="; ".join(passed_over) or f"kernels for {served}: {', '.join(k.name for k in kernels) or 'none'}",
+        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    )
 
 
 def choose_linear_kernel(
@@ -125,7 +157,7 @@ def choose_linear_kernel(
     *,
     group_size: int | None = None,
     force: str | None = None,
-) -> Choice:
+) -> Choice[LinearKernel]:
     """Return the first kernel in order of preference that can serve `scheme_name` weights [N, K] on `device`.
 
     Args:
@@ -135,20 +167,13 @@ def choose_linear_kernel(
     Raises:
         UserError: no kernel can serve them, or the forced kernel cannot. The error gives the reason for each kernel.
     """
-    passed_over: list[str] = []
-    kernels = LINEAR_KERNELS.get(scheme_name, ())
-    for kernel in kernels:
-        if force is not None and kernel.name != force:
-            continue
-        why_not = kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size)
-        if why_not is None:
-            return Choice(kernel, tuple(passed_over))
-        passed_over.append(f"{kernel.name}: {why_not}")
-    raise UserError(
-        f"{f'kernel {force!r} does not multiply' if force else 'no kernel multiplies'} by {scheme_name} weights "
-        f"{list(shape)} on {device.type}",
-        why="; ".join(passed_over) or f"kernels for {scheme_name}: {', '.join(k.name for k in kernels) or 'none'}",
-        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    action = f"kernel {force!r} does not multiply" if force else "no kernel multiplies"
+    return first_available(
+        LINEAR_KERNELS.get(scheme_name, ()),
+        lambda kernel: kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size),
+        force=force,
+        refusal=f"{action} by {scheme_name} weights {list(shape)} on {device.type}",
+        served=scheme_name,
     )
 
 

@@ -108,7 +108,7 @@ class VllmCpuWNA16Linear:
             x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scales.shape[1])
         torch.ops._C.cpu_gemm_wna16(
-            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, _isa_hint()
+            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, isa_hint()
         )
         return output
 
@@ -206,6 +206,6 @@ def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
-def _isa_hint() -> str:
-    """Apply vLLM's rule for BF16 scales: matrix tiles if the CPU has them, else vectors."""
+def isa_hint() -> str:
+    """Apply vLLM's rule on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

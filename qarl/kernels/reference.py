@@ -36,7 +36,6 @@ class ReferenceW4A16Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         return F.linear(x, prepared, bias)
 
     @staticmethod
@@ -65,7 +64,6 @@ class ReferenceW8A8Linear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         values, scale = cls.quantize_input(x)
         exact = (values.double() * scale.double()) @ cls.weight(prepared).t()
         return (exact if bias is None else exact + bias.double()).to(x.dtype)

@@ -76,7 +76,6 @@ class VllmCpuExperts:
     def forward(
         x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedExperts
     ) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16."""
         gate_up, down = prepared
         routing = route(topk_ids, len(gate_up.experts))
         sorted_rows = x[routing.token]

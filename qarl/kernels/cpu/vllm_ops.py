@@ -140,7 +140,6 @@ class VllmCpuInt8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -176,7 +175,6 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         weight, scale, out_features = prepared
         if not len(x):
             return x.new_empty(0, out_features)

@@ -133,7 +133,6 @@ class _PackedLinear:
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         return TritonW4A16Linear.backward_input(grad, prepared.wire)
 
     @staticmethod
@@ -262,7 +261,6 @@ class _CutlassLinear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         from vllm import _custom_ops as ops
 
         if not len(x):
@@ -275,7 +273,6 @@ class _CutlassLinear:
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         return TritonW8A8Linear.backward_input(grad, prepared)
 
     @classmethod

@@ -70,14 +70,12 @@ class TritonW4A16Linear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         from qarl.kernels.triton.w4a16 import w4a16_linear
 
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 
     @classmethod
     def backward_input(cls, grad: torch.Tensor, prepared: PackedWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
         return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
@@ -114,7 +112,6 @@ class TritonW8A8Linear:
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         from qarl.kernels.triton.quantize import dequantize_rows
 
         return grad @ dequantize_rows(*prepared)

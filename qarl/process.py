@@ -8,6 +8,7 @@ the environment stay as they are.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 
@@ -56,6 +57,11 @@ def runs_on_cpu(backend: str) -> bool:
 
     platform = os.environ.get("VERL_PLATFORM", "").strip().lower() if backend == "verl" else ""
     return platform == "cpu" if platform else not torch.cuda.is_available()
+
+
+def vllm_missing() -> str | None:
+    """Return the reason why vLLM cannot be imported, or None if it is installed. Does not import it."""
+    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def configure_vllm_process() -> None:

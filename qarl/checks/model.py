@@ -17,7 +17,7 @@ from qarl.align.model import resolve_level
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu
+from qarl.process import runs_on_cpu, vllm_missing
 from qarl.rollout import vllm_rules
 
 _WHERE = "model.path: config.json"
@@ -64,7 +64,7 @@ def check_architecture(hf_config: Any) -> None:
             why="vLLM picks its class by architectures, transformers by model_type",
             fix=f"correct the one that is wrong; {name} belongs to model_type {hf_config.model_type!r}",
         )
-    if hf_config.model_type in FAMILIES or vllm_rules.unavailable():
+    if hf_config.model_type in FAMILIES or vllm_missing():
         return
     module = vllm_rules.serving_module(name)
     if module is None:

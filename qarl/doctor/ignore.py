@@ -8,6 +8,7 @@ from qarl.checks import layers
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
+from qarl.process import vllm_missing
 from qarl.rollout import vllm_rules
 
 ROUTERS = ("gate",)
@@ -44,7 +45,7 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
     """Whether vLLM reads the list as the trainer does."""
     if not context.scheme.quantized:
         return
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     linears = context.linears.get()
     groups = layers.fused_groups(linears)
@@ -74,7 +75,7 @@ def check_routers(context: Context, topic: Topic) -> None:
     size = context.size.get()
     if not (size.experts and context.scheme.quantized):
         return
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
     quantized = [name for name in routers if not vllm_rules.leaves_unquantized(name, context.ignore, {})]

@@ -12,6 +12,7 @@ from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
+from qarl.process import vllm_missing
 from qarl.rollout import vllm_rules
 
 
@@ -78,7 +79,7 @@ def check_engine(context: Context, topic: Topic) -> None:
     if not context.target.here:
         why = "vLLM chooses it by the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     parallel = context.config.rollout.tensor_model_parallel_size
     shapes = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}
@@ -139,7 +140,7 @@ def check_alignment(context: Context, topic: Topic) -> None:
 
 def check_sampling(context: Context, topic: Topic) -> None:
     """Whether the trainer's log-probs describe how the engine samples."""
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()
     sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-
-
-def unavailable() -> str | None:
-    """Return the reason why vLLM cannot be asked, or None if it can."""
-    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def serving_module(architecture: str) -> str | None:

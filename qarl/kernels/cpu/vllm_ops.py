@@ -18,7 +18,6 @@ products differently. There, too, a row's result does not depend on other rows.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from qarl.kernels.activations import dequantize, quantize_int8_cuda
 from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32
-from qarl.process import allow_matrix_tiles, configure_vllm_process
+from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
@@ -60,8 +59,8 @@ class PreparedInt8(NamedTuple):
 
 @cache
 def cpu_ops_missing(operator: str) -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed"
+    if missing := vllm_missing():
+        return missing
     if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment its user controls
         allow_matrix_tiles()
     else:

@@ -22,7 +22,6 @@ The Triton kernels compute dX from the wire tensors, which the layer holds anywa
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -32,7 +31,7 @@ import torch
 
 from qarl.kernels.activations import dequantize
 from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
-from qarl.process import configure_vllm_process
+from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
 
 _OPS = "vllm._custom_ops"
@@ -71,8 +70,8 @@ class PreparedPacked(NamedTuple):
 @cache
 def _unusable(operator: str) -> str | None:
     """Return why the operator cannot be called in this process, or None if it can."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed"
+    if missing := vllm_missing():
+        return missing
     configure_vllm_process()
     importlib.import_module(_OPS)  # registers torch.ops._C
     if not hasattr(torch.ops._C, operator):

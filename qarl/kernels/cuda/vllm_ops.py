@@ -90,30 +90,33 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
     return _unusable(operator)
 
 
+@cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
     """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses."""
-    chosen = _engines_choice(shape, group_size)
+    try:
+        chosen = chosen_int4_kernel(shape, shape, group_size)
+    except ValueError as error:
+        chosen = f"nothing ({' '.join(str(error).split())})"
     return None if chosen == kernel else f"here vLLM itself runs {chosen}"
 
 
-@cache
-def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
+def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], group_size: int) -> str:
+    """Return the name of the class that vLLM uses for one GPU's part [N, K] of an int4 weight of `full_shape` [N, K].
+
+    Raise ValueError if no class takes the weight; the message gives the reason for each class.
+    """
     from vllm.model_executor.kernels import linear as kernels
 
-    in_out = shape[::-1]
     layer = kernels.MPLinearLayerConfig(
-        full_weight_shape=in_out,
-        partition_weight_shape=in_out,
+        full_weight_shape=full_shape[::-1],
+        partition_weight_shape=shape[::-1],
         weight_type=uint4b8(),
         act_type=torch.bfloat16,
         group_size=group_size,
         zero_points=False,
         has_g_idx=False,
     )
-    try:
-        return str(kernels.choose_mp_linear_kernel(layer).__name__)
-    except ValueError as error:
-        return f"nothing ({' '.join(str(error).split())})"
+    return str(kernels.choose_mp_linear_kernel(layer).__name__)
 
 
 def uint4b8() -> Any:
@@ -121,10 +124,6 @@ def uint4b8() -> Any:
     from vllm.scalar_type import scalar_types
 
     return scalar_types.uint4b8
-
-
-def _group_size(tensors: Mapping[str, torch.Tensor]) -> int:
-    return tensors["weight_packed"].shape[1] * 8 // tensors["weight_scale"].shape[1]
 
 
 class _PackedLinear:
@@ -199,8 +198,8 @@ class VllmMarlinLinear(_PackedLinear):
 
         marlin = importlib.import_module(_MARLIN)
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-        group = _group_size(tensors)
         n, k = packed.shape[0], packed.shape[1] * 8
+        group = k // scale.shape[1]
         padded_n, padded_k = marlin.marlin_padded_nk(n, k, group)
         weight = ops.gptq_marlin_repack(
             marlin.marlin_pad_qweight(packed.t().contiguous(), n, k, padded_n, padded_k),
@@ -248,6 +247,8 @@ class VllmMarlinLinear(_PackedLinear):
 class _CutlassLinear:
     """Base of the two 8-bit kernels: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
 
+    backward_input = staticmethod(TritonW8A8Linear.backward_input)
+
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
         """Return the wire tensors themselves. The operator reads the weight as [K, N] with contiguous columns."""
@@ -269,10 +270,6 @@ class _CutlassLinear:
             values, prepared.weight.t(), scale_a=scale, scale_b=prepared.scale, out_dtype=x.dtype, bias=bias
         )
         return y
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
-        return TritonW8A8Linear.backward_input(grad, prepared)
 
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:

@@ -16,18 +16,20 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.activations import BF16Activations, dequantize, quantize_fp8, quantize_int8
 from qarl.kernels.int4 import dequantize_int4
 
 
-class ReferenceW4A16Linear:
-    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
-
+class _Reference:
     name = "reference"
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return None
+
+
+class ReferenceW4A16Linear(_Reference, BF16Activations):
+    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -38,20 +40,11 @@ class ReferenceW4A16Linear:
     def linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, prepared, bias)
 
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
-
-class ReferenceW8A8Linear:
+class ReferenceW8A8Linear(_Reference):
     """Dequantize both operands to float64 at every call."""
 
-    name = "reference"
     quantize_input = staticmethod(quantize_int8)
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return None
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

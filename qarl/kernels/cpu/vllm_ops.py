@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_int8_cuda
+from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_cuda
 from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
@@ -75,7 +75,7 @@ def cpu_ops_missing(operator: str) -> str | None:
     return None
 
 
-class VllmCpuWNA16Linear:
+class VllmCpuWNA16Linear(BF16Activations):
     """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
@@ -110,10 +110,6 @@ class VllmCpuWNA16Linear:
             x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, isa_hint()
         )
         return output
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class VllmCpuInt8Linear:

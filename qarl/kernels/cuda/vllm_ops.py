@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.activations import dequantize
+from qarl.kernels.activations import BF16Activations, dequantize
 from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
@@ -126,16 +126,12 @@ def uint4b8() -> Any:
     return scalar_types.uint4b8
 
 
-class _PackedLinear:
+class _PackedLinear(BF16Activations):
     """Base of the two W4A16 kernels."""
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
         return TritonW4A16Linear.backward_input(grad, prepared.wire)
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class VllmMacheteLinear(_PackedLinear):

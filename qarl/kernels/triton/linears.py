@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from qarl.kernels.activations import BF16Activations
+
 MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
 """The lowest CUDA compute capability for each scheme with the tensor-core instructions that Triton 3.6 emits."""
 
@@ -53,7 +55,7 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     return None
 
 
-class TritonW4A16Linear:
+class TritonW4A16Linear(BF16Activations):
     """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
 
     name = "triton"
@@ -79,10 +81,6 @@ class TritonW4A16Linear:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
         return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class TritonW8A8Linear:

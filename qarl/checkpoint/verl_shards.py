@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.folder import load_dict
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import checksums
 
@@ -147,7 +147,7 @@ class Rank:
 def _read_record(file: Path) -> Mapping[str, str]:
     """Return the checksums by name. If there is no record, print a note and return {}."""
     if not file.is_file():
-        print(f"note: there is no {file}, so the weights of this rank are read unchecked", file=sys.stderr)
+        note(f"there is no {file}, so the weights of this rank are read unchecked")
         return {}
     why = "it is not a table of checksums by name"
     try:

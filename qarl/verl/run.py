@@ -11,7 +11,6 @@ The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; t
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,6 +19,7 @@ from typing import Any
 
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.tbpo.config import TBPOConfig
@@ -51,8 +51,8 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     set_environment(config, on_cpu)
     check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
-    for note in differences(config, on_cpu):
-        print(f"note: {note}", file=sys.stderr)
+    for text in differences(config, on_cpu):
+        note(text)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
         return run(config, resolved, start, start_step)

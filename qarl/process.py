@@ -14,7 +14,7 @@ import os
 
 from qarl.errors import UserError
 
-_ENVIRONMENT = {
+VLLM_ENVIRONMENT = {
     # Engine and worker run in this process, so a publish hands tensors over without a copy through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # By default vLLM pins one thread to each core that it finds. Here its threads are also the trainer's.
@@ -67,7 +67,7 @@ def vllm_missing() -> str | None:
 def configure_vllm_process() -> None:
     """Set the variables that the user has not set, and allow AMX. Unless the user chose a log level, limit vLLM's log
     to the warnings that matter."""
-    for key, value in _ENVIRONMENT.items():
+    for key, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
         os.environ[_LOGGING_LEVEL] = "WARNING"

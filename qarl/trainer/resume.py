@@ -16,7 +16,7 @@ import fcntl
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,9 @@ def find_start(config: Config) -> Start:
         start = _newest(run_dir)
     if start.checkpoint is None:
         return start
-    return Start(start.checkpoint, start.damaged, _check_resumable(config, start.checkpoint))
+    checkpoint = start.checkpoint
+    notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+    return replace(start, notes=notes)
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
@@ -171,14 +173,14 @@ def _newest(run_dir: Path) -> Start:
     """Return the newest good checkpoint, and the newer ones, which are damaged."""
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if problems and checkpoint is None:
+        _, newest = problems[0]
         raise UserError(
             f"all {len(problems)} checkpoints of the run are damaged",
             where=str(checkpoints_dir(run_dir)),
-            why=f"{problems[0].what}: {problems[0].why}",
+            why=f"{newest.what}: {newest.why}",
             fix="replace one by a good copy; or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
-    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
-    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
+    return Start(checkpoint, tuple(problems))
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
@@ -192,12 +194,7 @@ def _descendant(config: Config, origin: Path) -> Start | None:
     began = checkpoint.config["trainer"].get("resume_from_path")
     if began is None or Path(began).resolve() != origin.resolve():
         return None
-    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
-    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
-
-
-def _check_resumable(config: Config, checkpoint: Checkpoint) -> tuple[str, ...]:
-    return check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+    return Start(checkpoint, tuple(problems))
 
 
 def check_changes(

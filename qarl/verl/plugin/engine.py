@@ -37,12 +37,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.align import align_model
 from qarl.align.routing import replays
 from qarl.errors import UserError
+from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
-from qarl.verl.plugin.guard import mismatch_is_over, temperature_of
+from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
@@ -252,17 +253,24 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Whether a mean |δ| is over the actor's limit, with a warning; an error before the first update."""
+        """Return whether a mean |δ| is over the actor's limit; if so, warn, or raise before the first update.
+
+        `length`: mean tokens of the responses.
+        """
         if abs_mean is None:
             return False
-        return mismatch_is_over(
-            self.quant,
-            self.align,
+        warning = check_mismatch(
             abs_mean,
-            length=length,
-            temperature=self._temperature,
+            limit=DEFAULT_LIMITS[UNQUANTIZED] if self.quant is None else self.quant.mismatch_limit,
+            level=self.align,
             before_first_update=before_first_update,
+            response_length=length,
+            temperature=self._temperature,
+            source=SOURCE if self.quant is None else None,
         )
+        if warning is not None:
+            _log.warning(warning)
+        return warning is not None
 
     def _count(self, data: Any) -> MiniBatchCounts:
         """Counts of a mini-batch over all ranks."""

@@ -27,8 +27,6 @@ def installed(package: str) -> str | None:
 
 def check_engine(context: Context, topic: Topic) -> None:
     """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed."""
-    if not context.target.here:
-        return
     topic.passes(check_engine_installed)
     if context.config.backend == "verl":
         topic.passes(check_plugin_installed)
@@ -37,8 +35,6 @@ def check_engine(context: Context, topic: Topic) -> None:
 
 def check_bounds(context: Context, topic: Topic) -> None:
     """Whether every package that QaRL needs is installed in a supported version."""
-    if not context.target.here:
-        return
     bad = False
     for requirement in requirements(context.target.device):
         vllm = requirement.name.startswith("vllm")
@@ -64,8 +60,6 @@ def check_bounds(context: Context, topic: Topic) -> None:
 
 def check_lock(context: Context, topic: Topic) -> None:
     """Whether the installed versions are those that were tested together."""
-    if not context.target.here:
-        return
     name = "cpu" if context.target.device == "cpu" else "gpu"
     lock = LOCKS / f"{name}.lock"
     if not lock.is_file():
@@ -81,7 +75,7 @@ def check_lock(context: Context, topic: Topic) -> None:
 def check_builds(context: Context, topic: Topic) -> None:
     """Whether a CUDA build of torchvision, torchaudio or torchcodec is beside a CPU build of torch."""
     torch_version = installed("torch") or ""
-    if not context.target.here or not torch_version.endswith("+cpu"):
+    if not torch_version.endswith("+cpu"):
         return
     for package in BUILT_AGAINST_TORCH:
         version = installed(package)

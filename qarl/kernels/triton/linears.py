@@ -55,15 +55,17 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     return None
 
 
-class TritonW4A16Linear(BF16Activations):
-    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
-
+class _TritonLinear:
     name = "triton"
     batch_invariant = False
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return unavailable(scheme_name, device)
+
+
+class TritonW4A16Linear(_TritonLinear, BF16Activations):
+    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
@@ -83,16 +85,10 @@ class TritonW4A16Linear(BF16Activations):
         return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
 
 
-class TritonW8A8Linear:
+class TritonW8A8Linear(_TritonLinear):
     """int8 weights and activations; our kernel quantizes the activations (activations.py, scaled_mm.py)."""
 
-    name = "triton"
     dtype = torch.int8
-    batch_invariant = False
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return unavailable(scheme_name, device)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:

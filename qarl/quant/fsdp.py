@@ -31,8 +31,6 @@ from qarl.quant.convert import (
 )
 from qarl.quant.experts import QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
-from qarl.quant.phases import phase
-from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 from qarl.quant.stacks import STACKS, unstacked
 from qarl.quant.tensor import QuantizedTensor
@@ -43,19 +41,12 @@ class ShardedQuantLinear(QuantLinear):
 
     def quantized(self) -> QuantizedTensor:
         """The low-bit tensors. Only inside a forward, where FSDP has gathered the weight, can they be made here."""
-        if self._quantized is None:
-            self.adopt(self.weight.detach())
-        assert self._quantized is not None
-        return self._quantized
+        return self.adopt(self.weight.detach())
 
-    @torch.no_grad()
     def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
         """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless that is done already."""
         if self._quantized is None:
-            self._quantized = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
-            with phase("prepare"):
-                self.prepared = self.kernel.prepare(self._quantized.tensors)
-            self.generation += 1
+            self._quantized = self._make(weight)
         return self._quantized
 
     @property

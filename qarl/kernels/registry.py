@@ -14,23 +14,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels import reference
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
-from qarl.kernels.reference import (
-    ReferenceFP8Linear,
-    ReferenceW4A8Linear,
-    ReferenceW4A16Linear,
-    ReferenceW8A8Linear,
-)
-from qarl.kernels.triton.linears import (
-    TritonFP8Linear,
-    TritonInvariantFP8Linear,
-    TritonInvariantW4A16Linear,
-    TritonInvariantW8A8Linear,
-    TritonW4A16Linear,
-    TritonW8A8Linear,
-)
+from qarl.kernels.triton import linears as triton
 
 
 class NamedKernel(Protocol):
@@ -73,27 +61,27 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
         VllmCpuWNA16Linear,
         VllmMacheteLinear,
         VllmMarlinLinear,
-        TritonW4A16Linear,
-        TritonInvariantW4A16Linear,
-        ReferenceW4A16Linear,
+        triton.TritonW4A16Linear,
+        triton.TritonInvariantW4A16Linear,
+        reference.ReferenceW4A16Linear,
     ),
     "w8a8": (
         VllmCpuInt8TilesLinear,
         VllmCpuInt8Linear,
         VllmCutlassInt8Linear,
         TorchInt8Linear,
-        TritonW8A8Linear,
-        TritonInvariantW8A8Linear,
-        ReferenceW8A8Linear,
+        triton.TritonW8A8Linear,
+        triton.TritonInvariantW8A8Linear,
+        reference.ReferenceW8A8Linear,
     ),
     "fp8": (
         VllmCpuFP8Linear,
         VllmCutlassFP8Linear,
-        TritonFP8Linear,
-        TritonInvariantFP8Linear,
-        ReferenceFP8Linear,
+        triton.TritonFP8Linear,
+        triton.TritonInvariantFP8Linear,
+        reference.ReferenceFP8Linear,
     ),
-    "w4a8": (ReferenceW4A8Linear,),
+    "w4a8": (reference.ReferenceW4A8Linear,),
 }
 """The kernels of each scheme, in order of preference."""
 

@@ -5,7 +5,7 @@ that depends on its position, and mixed again. The results are added modulo 2**6
 blocks are treated in the same way. Each step is one-to-one, so damage within one word, such as a flipped bit, is always
 found. Damage to several words is missed with a probability of about 2**-32. Without the mixing, two flipped signs at
 the top of their words would cancel. The checksum finds accidents, not attacks. Against attacks there is
-`QuantizedTensor.digest`: SHA-256, which is computed on the CPU.
+`qarl.checkpoint.folder.tensor_digest`: SHA-256, which is computed on the CPU.
 """
 
 from __future__ import annotations

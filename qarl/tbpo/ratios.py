@@ -1,8 +1,8 @@
 """Sequence-level ratios, and clipping them to a band.
 
 A ratio here is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). It is one number per
-response, shared by all its tokens. The code computes its deviation from 1, because the paper's bands are only 3e-4 to
-7e-4 wide. Near 1, FP32 has an absolute precision of 1e-7 for a ratio, but a relative precision of 1e-7 for a deviation.
+response, shared by all its tokens. The paper's bands are only 3e-4 to 7e-4 wide, so the code computes with r - 1, the
+ratio's deviation from 1. In FP32 a deviation has a relative precision of 1e-7. A ratio near 1 has only an absolute one.
 
 Legend: B responses, T token positions (response_length).
 """

@@ -34,7 +34,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum as 0-d int64. It includes the number of bytes, so that trailing zeros change it."""
+    """Return the checksum as 0-d int64. It includes the number of bytes, so trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
     whole = size // 8 * 8

@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. With two independent
-sources, a layer that is missing on one side is found. vLLM itself accepts a missing scale and answers NaN, and after a
-wrong shape even the next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config, not from the trainer's tensors. So a layer that is
+missing on one side is found. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
+next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """Do the same as `check_complete` when only names, dtypes and shapes are known. `not_finite`: names to report."""
+    """Do the same as `check_complete` if only names, dtypes and shapes are known.
+
+    `not_finite`: names of tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
     for name, found in specs:
@@ -165,8 +167,8 @@ def check_specs(
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no value is NaN or Inf. True for integer tensors.
 
-    The bit patterns of float magnitudes are in the same order as the magnitudes. So one integer maximum is enough. It
-    is ten times as fast as `isfinite`.
+    The bit patterns of float magnitudes sort like the magnitudes, so one integer maximum is enough. This is ten times
+    as fast as `isfinite`.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True

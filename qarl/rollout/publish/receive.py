@@ -2,11 +2,11 @@
 
 A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
 goes wrong: a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not generate, because it
-may hold weights of two versions. The next complete publish repairs it. The exception is `ReloadFailed`, which sets
-`broken`: then only a new engine helps.
+may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the receiver is `broken`,
+and only a new engine helps.
 
-Memory: the tensors of one unit (a decoder layer). Set `clone=True` if they are views of a buffer that the transport
-reuses, as in verl.
+The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if they are views of a
+buffer that the transport reuses, as in verl.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Take publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: of the last complete publish; None while the engine is stale, and `stale_because` says why. `broken`: no
-    publish can repair the engine. `seconds`: time of the last publish in `transfer` (taking and checking) and `apply`.
+    `version`: version of the last complete publish, or None while the engine is stale; then `stale_because` says why.
+    `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
+    and `apply`.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class WeightReceiver:
         clone: bool = False,
         direct: bool = True,
     ) -> None:
-        """`expected`: built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which are zeroed after
-        the engine answered NaN. `direct`: write directly into vLLM's storage if possible, not through its reload."""
+        """`expected`: the manifest, built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which
+        are set to zero after the engine returned NaN. `direct`: write directly into vLLM's storage if possible, not
+        through its reload."""
         self.model, self.expected = model, expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
         self.kv_caches, self.clone = kv_caches, clone
@@ -196,7 +198,7 @@ def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong and why, without the advice: a later error quotes it beside its own."""
+    """Return what went wrong and why, but not the fix, because a later error quotes this beside its own fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

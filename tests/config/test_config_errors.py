@@ -57,7 +57,7 @@ def test_duplicate_override(folder: Path) -> None:
 
 @pytest.mark.parametrize(("override", "scalar"), [("name.first=x", "name"), ("trainer.logger.0=x", "trainer.logger")])
 def test_override_through_a_scalar(folder: Path, override: str, scalar: str) -> None:
-    assert f"{scalar} holds a value" in override_problem(override).reason
+    assert f"{scalar} is a single value" in override_problem(override).reason
 
 
 def test_override_through_a_scalar_in_the_file(folder: Path) -> None:
@@ -272,5 +272,5 @@ def test_error_text(folder: Path) -> None:
           fix: choose a value of 2 or more
 
         actor.ppo_mini_batch_size = 4  (minimal.yaml:13)
-          reason: data.train_batch_size = 7 prompts a step do not split into whole mini-batches of 4 prompts
+          reason: data.train_batch_size = 7 prompts per step do not split into whole mini-batches of 4 prompts
           fix: choose a divisor of 7 (1, 7), or make data.train_batch_size a multiple of 4""")

@@ -82,7 +82,9 @@ def align_model(
         UserError: `level` does not exist, or the engine would read the model's config differently.
     """
     if level not in LEVELS:
-        raise UserError(f"quant.align={level} is not a level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
+        raise UserError(
+            f"quant.align={level} is not a level", where="quant.align", fix=f"use one of {', '.join(LEVELS)}"
+        )
     check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level

@@ -183,7 +183,7 @@ def _check_signature(fn: Any, spec: str) -> None:
             "the reward function is not callable",
             where=where,
             why=f"it is a {type(fn).__name__}",
-            fix="name a function",
+            fix="set reward.function to the name of a function",
         )
     try:
         signature = inspect.signature(fn)

@@ -165,7 +165,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
             raise UserError(
                 f"the logger {logger} is chosen, but the package {logger} is not installed",
                 where="trainer.logger",
-                fix=f"pip install {logger}, or take {logger} out of trainer.logger",
+                fix=f"pip install {logger}, or remove {logger} from trainer.logger",
             )
 
 

@@ -167,7 +167,7 @@ class QuantExperts(nn.Module):
             raise UserError(
                 f"{self.qualified_name} got {hidden_states.dtype} activations",
                 why="the kernels of experts multiply BF16 activations, as the rollout engine does",
-                fix="run the model in bfloat16, without autocast to another dtype",
+                fix="run the model in bfloat16, without autocast to a different dtype",
             )
         self.quantized()
         made = self._low_bit

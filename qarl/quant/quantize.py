@@ -91,8 +91,8 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
         raise UserError(
             f"{count} of the {weight.numel()} values of {name} are NaN or Inf",
             where=f"parameter {name}",
-            why="such a weight has no scale, and a NaN in the engine would stay in its KV cache",
-            fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
+            why="such a weight cannot be quantized, and a NaN in the engine would stay in its KV cache",
+            fix="lower optim.lr or actor.grad_clip, or check the checkpoint that the run started from",
         )
     if args.num_bits == 4:
         shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")

@@ -253,7 +253,7 @@ class MasterOptimizer:
                 raise UserError(
                     f"the checkpoint's optimizer state was saved with a different {key}",
                     where=f"optimizer state, {key}",
-                    why=f"saved {_abridged(state[key], ours)}, this run has {_abridged(ours, state[key])}",
+                    why=f"it has {_abridged(state[key], ours)}, but this run has {_abridged(ours, state[key])}",
                     fix="resume with the model and the optim section of the run that wrote the checkpoint",
                 )
         self.zero_grad()

@@ -117,8 +117,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
             why="trainer and engine read an entry of quant.ignore differently, or the entry covers only a part of a "
             "fused layer; an expert router is a linear layer in vLLM but not in transformers",
-            fix="name layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together, routers by "
-            '"re:.*mlp[.]gate$"',
+            fix="use exact layer names in quant.ignore, list all parts of a fused layer (q/k/v, gate/up), and add "
+            '"re:.*mlp[.]gate$" for routers',
         )
 
 
@@ -159,7 +159,7 @@ def check_specs(
         raise UserError(
             f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
             where=shown,
-            why="vLLM would accept some of these tensors without an error, and then answer NaN or garbage",
+            why="vLLM would accept some of these tensors without an error, and then return NaN or wrong outputs",
             fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
         )
 

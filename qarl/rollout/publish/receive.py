@@ -121,7 +121,9 @@ class WeightReceiver:
         elif name == COMMIT:
             self._commit(read_record(name, tensor))
         elif is_record(name):
-            raise UserError(f"the engine does not know the record {name}", fix="use one version of QaRL on both sides")
+            raise UserError(
+                f"the engine does not know the record {name}", fix="use the same version of QaRL on both sides"
+            )
         else:
             self._unit.append((name, tensor.clone() if self.clone else tensor))
 
@@ -144,14 +146,14 @@ class WeightReceiver:
                 f"{record['unit']} did not arrive as it was sent",
                 where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
                 why="the transport dropped, added or reordered tensors",
-                fix="publish again; if it comes back, look at the transport",
+                fix="publish again; if the error comes back, check the transport",
             )
         if doubled := [name for name in names if name in self._seen]:
             raise TransferFailed(
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
-                fix="publish again; if it comes back, look at the transport",
+                fix="publish again; if the error comes back, check the transport",
             )
         known = {name: self.expected[name] for name in names if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in self._unit], known)
@@ -161,7 +163,7 @@ class WeightReceiver:
                     f"{name} was damaged on the way to the engine",
                     where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
                     why="the engine did not receive the bytes that the trainer's forward used",
-                    fix="publish again; if it comes back, look at the transport and the memory of this machine",
+                    fix="publish again; if the error comes back, check the transport and the memory of this machine",
                 )
         start = time.perf_counter()
         self.plan.write(dict(self._unit))
@@ -174,7 +176,9 @@ class WeightReceiver:
         if missing or self._unit or int(record["version"]) != self._open:
             raise TransferFailed(
                 f"the publish of version {self._open} is not complete",
-                where=f"missing: {', '.join(missing[:8])}" if missing else f"committed as {record['version']}",
+                where=f"missing: {', '.join(missing[:8])}"
+                if missing
+                else f"the last record has version {record['version']}",
                 fix="publish every tensor of packed_state_dict(model)",
             )
         start = time.perf_counter()

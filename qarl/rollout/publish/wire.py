@@ -90,7 +90,7 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         raise TransferFailed(
             f"the record {name} of a publish cannot be read",
             why=f"{type(error).__name__}: {error}",
-            fix="publish again; if it comes back, the transport damages what it carries",
+            fix="publish again; if the error comes back, the transport damages the data",
         ) from error
     assert isinstance(content, dict)
     return content

@@ -100,7 +100,7 @@ class WritePlan:
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
-                    fix="this model family cannot be published to yet: please report it",
+                    fix="none: QaRL cannot publish to this model family yet; please report it",
                 )
             module = modules[place]
             target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))

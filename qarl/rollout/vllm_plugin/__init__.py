@@ -86,7 +86,7 @@ def not_loaded() -> UserError:
     return UserError(
         "the model is a mixture of experts, but vLLM runs without QaRL's plugin",
         where=f"entry point {ENTRY_POINT} of vllm.general_plugins",
-        why=f"{why}; on a CPU vLLM alone cannot serve low-bit experts, and BF16 experts are wrong after a publish",
+        why=f"{why}; on a CPU vLLM alone cannot serve low-bit experts, and its BF16 experts are wrong after a publish",
         fix=fix,
     )
 

@@ -166,7 +166,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             )
         if why_not is not None:
             raise UserError(
-                f"no kernel serves these {self.scheme} experts on a CPU",
+                f"no kernel supports these {self.scheme} experts on a CPU",
                 where=f"{layer.layer_name}: {shape}",
                 why=why_not,
                 fix="choose a different quant.scheme, or add the experts to quant.ignore",

@@ -28,7 +28,9 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """A key that some `families` refuse, unless `harmless(value, config)` is true. `why` goes into the error."""
+    """Why a key is refused for the model families `families`.
+
+    `harmless(value, config)` returns whether a value is allowed anyway. `why` is the reason that the error shows."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]

@@ -5,8 +5,8 @@ vLLM's module and transformers' module rotate the same random queries. There are
     equal    if the trainer uses the engine's cosines and sines, it gets the engine's bits. Levels `model` and `exact`
              are available
     near     transformers' own rotation differs only by rounding. Only level `linears` is available
-    far      it differs by more, because only one side honours a key of `rope_parameters`. Such a config is refused: the
-             trained model would differ from the sampled one
+    far      it differs by more, because only one side honours a key of `rope_parameters`. Such a config is refused,
+             because the trained model would differ from the sampled one
 """
 
 from __future__ import annotations

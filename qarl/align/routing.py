@@ -31,7 +31,7 @@ RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class AlignedRouter(nn.Module):
-    """Router with the engine's order and rounding.
+    """A router that orders the experts and rounds the weights as the engine does.
 
     It takes [..., H] BF16 and returns logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k].
     """

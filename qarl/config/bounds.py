@@ -34,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Exempt:
-    """Marks a key that needs no bounds beyond its type, because of `why`."""
+    """A key that needs no bounds beyond its type. `why`: the reason."""
 
     why: str
 

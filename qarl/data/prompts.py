@@ -330,11 +330,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
 
 
 class PromptSampler(Iterator[list[int]]):
-    """Endless batches of `batch_size` distinct indices below `num_prompts`, in a new permutation every epoch.
+    """Yield batches of `batch_size` distinct row numbers below `num_prompts`, without end.
 
-    The permutation depends only on `seed` and the epoch, so a resumed run gets the same batches as an uninterrupted
-    one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is dropped, as in
-    verl.
+    Every epoch has a new order. It depends only on `seed` and the epoch, so a resumed run gets the same batches as an
+    uninterrupted one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is
+    dropped, as in verl.
 
     Raises:
         UserError: `batch_size` is below 1 or above `num_prompts`.

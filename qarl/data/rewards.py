@@ -203,7 +203,9 @@ def _check_signature(fn: Any, spec: str) -> None:
 def score_responses(
     fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
 ) -> list[float]:
-    """Return the score of each `responses[i]`, an answer to `prompts[i]`. `timeout_s`: seconds per response, None: any.
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`.
+
+    `timeout_s`: time limit per response, in seconds; None means no limit.
 
     Raises:
         UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned neither a finite

@@ -36,7 +36,7 @@ class _Stop(BaseException):
 
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
-    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function pass through.
+    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
 
     Raises:
         OutOfTimeError: the function was stopped, or returned too late.

@@ -60,7 +60,7 @@ class _Writer(Protocol):
 
 
 class Tracker:
-    """Logs one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
+    """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
     `log` raises if a line of metrics.jsonl cannot be written. If one of the other loggers fails (full disk, closed
     terminal, network), it is dropped with a message and the run continues. `problem` keeps the first such error so that
@@ -204,7 +204,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 class _JsonLines:
-    """Appends only complete lines: if the disk takes only part of a line, that part is removed again."""
+    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -257,7 +257,8 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Logs to W&B, in project WANDB_PROJECT or `qarl`. A resumed run keeps its W&B id, from the file wandb_id."""
+    """Log to W&B. The project is the environment variable WANDB_PROJECT, or `qarl`. The file wandb_id keeps the run's
+    W&B id for a resume."""
 
     def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         import wandb
@@ -281,7 +282,7 @@ class _WandB:
 
 
 class _Console:
-    """Shows a progress bar on a terminal; elsewhere prints one plain line per step, so log files stay readable."""
+    """Show a progress bar on a terminal. Elsewhere print one plain line per step, so that log files stay readable."""
 
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm

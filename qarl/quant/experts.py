@@ -190,7 +190,8 @@ class QuantExperts(nn.Module):
 
 
 def check_experts(experts: nn.Module, name: str) -> None:
-    """Raise UserError unless transformers' experts are gate and up in one stack, SiLU, and down, without biases."""
+    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)), with gate and up in one stack
+    and without biases."""
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)

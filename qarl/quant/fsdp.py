@@ -8,8 +8,8 @@ Two things differ from `qarl.quant.linear`:
   and all later ones use them.
 - Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
-Quantized is the BF16 cast of the master, which the forward sees. It does not matter whether the cast or the gather
-comes first.
+The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
+numbers.
 """
 
 from __future__ import annotations

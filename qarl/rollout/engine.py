@@ -215,7 +215,7 @@ class RolloutEngine:
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
-        """Replace all of the engine's weights by `tensors` (checkpoint names, in layer order).
+        """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
 
         After any exception the engine is stale. Exceptions that iterating over `tensors` raises are not caught.
 

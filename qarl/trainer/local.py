@@ -256,7 +256,7 @@ class LocalTrainer:
             return self.engine.generate(prompts, sampling, seeds)
 
     def rebuild_engine(self, error: Exception) -> None:
-        """Replace a lost engine by a new one. Raise `error` if `rollout.rebuild_on_failure` is not set."""
+        """Replace a lost engine with a new one. Raise `error` if `rollout.rebuild_on_failure` is not set."""
         if not self.config.rollout.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)

@@ -207,7 +207,7 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
             "data.val_files",
             ["every 5 steps"],
         ),
-        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint to resume from", "resume_from_path="]),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint to resume", "resume_from_path="]),
         (["trainer.resume_from_path=a"], "trainer.resume_from_path", ["auto does not use", "resume_mode=resume_path"]),
         (["trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node", ["one process", "backend=verl"]),
         (["rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", ["one process"]),

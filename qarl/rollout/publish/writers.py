@@ -75,7 +75,7 @@ DERIVED = {
 
 
 class WritePlan:
-    """Know, for every tensor of `expected`, the module of `model` that holds it and how it is written.
+    """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
     `direct=False`: use vLLM's layerwise reload for every module that it writes correctly.
 
@@ -339,8 +339,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def refresh_tied_layers(model: nn.Module) -> None:
     """Let layers that share one weight pack it again for their kernel.
 
-    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head, so
-    without this function it would keep multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
+    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head.
+    Without this function, lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own
+    reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -139,8 +139,8 @@ def quantize_model(
     """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
     place. Parameters keep their names.
 
-    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not,
-    if the model is already quantized, or as `select_linears` does.
+    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not
+    BF16, if the model is already quantized, or for the reasons that `select_linears` names.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
@@ -171,7 +171,7 @@ def replace_selected(
     *,
     device: torch.device | None = None,
 ) -> QuantReport:
-    """Replace the modules that `select_linears` selected with layers of the two classes."""
+    """Replace the modules that `select_linears` selected with layers of `linear_class` and `experts_class`."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
@@ -192,7 +192,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that `select_linears` selected by their module names, each once."""
+    """Return the modules that `select_linears` selected, by their names in the model, each once."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }

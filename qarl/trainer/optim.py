@@ -223,8 +223,8 @@ class MasterOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return all state that a bitwise resume needs, except the parameters.
 
-        `torch.load(weights_only=True)` can read it.
-        The tensors are not copied. Raises RuntimeError between `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it. The tensors are not copied. Raises RuntimeError between
+        `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")

@@ -38,7 +38,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Read `str(spec)` back."""
+        """Return the spec that `text` describes. `text` is the result of `str(spec)`."""
         dtype, _, shape = text.partition(" ")
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
@@ -54,7 +54,7 @@ class PublishReport:
     """Sizes and times of one publish.
 
     `bytes`: all bytes on the wire. `quantized_bytes`: those of quantized layers. `quantized_bf16_bytes`: the size of
-    the same layers in BF16. `seconds`: by phase."""
+    the same layers in BF16. `seconds`: duration of each phase."""
 
     version: int
     tensors: int
@@ -72,7 +72,9 @@ class PublishReport:
 def expected_manifest(
     hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
 ) -> Manifest:
-    """Return the checkpoint tensors of a model with this Hugging Face config, with linear layers stored in `scheme`."""
+    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config.
+
+    The linear layers that `ignore` does not name are stored in `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -77,7 +77,7 @@ class WeightReceiver:
         self.version, self.stale_because = None, reason
 
     def feed(self, weights: Iterable[NamedTensor]) -> None:
-        """Take the next tensors and records of a publish. The transport may split them into calls anywhere.
+        """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
 
         After any exception the publish is over and the engine is stale.
 

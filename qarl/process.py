@@ -14,9 +14,9 @@ import os
 from qarl.errors import UserError
 
 _ENVIRONMENT = {
-    # Engine and worker run in this process, so a publish hands tensors over without a copy through a pipe.
+    # Engine and worker run in this process, so a publish passes tensors without copying them through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # By default vLLM pins one thread to each core that it finds. Here its threads are also the trainer's.
+    # By default vLLM pins one thread to each core that it finds. But here trainer and vLLM share their threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads divide requests and heads, never the keys of one query, so its bits do not depend on other requests.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
@@ -35,7 +35,7 @@ VLLM_NOISE = {
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
-    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # vLLM's, once an engine was closed
+    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # after an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),

@@ -106,7 +106,7 @@ class _TileAttention(torch.autograd.Function):
         length = query.shape[2]
         if attention_mask is None and length > 1:
             return torch.stack([_causal_row(*row, scaling) for row in zip(query, key, value, strict=True)])
-        # A caller's mask, or one query that continues from a cache.
+        # The caller gave a mask, or there is one query that continues from a cache.
         if attention_mask is None:
             attention_mask = query.new_ones(1, 1, length, key.shape[2], dtype=torch.bool)
         groups = query.shape[1] // key.shape[1]

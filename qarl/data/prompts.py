@@ -181,7 +181,7 @@ def _check_json(path: Path) -> None:
             _try_deep(line)
     if first and first not in b"[{":
         raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
-    if path.suffix == ".json":  # one value over all lines
+    if path.suffix == ".json":  # the file holds one JSON value, which may span all lines
         _try_deep(path.read_bytes())
 
 

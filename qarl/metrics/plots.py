@@ -172,7 +172,7 @@ def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: P
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
     left = np.zeros(len(runs))
     for phase, color in zip(phases, _colors(phases), strict=True):
-        # The mean is over all steps, so an evaluation every tenth step counts with a tenth of its seconds.
+        # The mean is over all steps, so an evaluation in every tenth step adds a tenth of its seconds.
         width = np.asarray([series(e, f"timing_s/{phase}")[1].sum() / max(1, len(_timed(e))) for e in runs.values()])
         axes.barh(list(runs), width, left=left, label=phase, color=color)
         left += width

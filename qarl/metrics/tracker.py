@@ -297,7 +297,7 @@ class _Console:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # Accuracy is not measured in every step, so the last one stays visible.
+        # Accuracy is not measured in every step, so the last measured value stays visible.
         self._accuracy = {k: metrics[k] for k in ("val/accuracy",) if k in metrics} or self._accuracy
         figures = _figures({**self._accuracy, **metrics})
         if self._bar is None:

@@ -179,7 +179,7 @@ class Scheme:
         try:
             parsed = QuantizationConfig.model_validate(dict(config))
             return _from_parsed(parsed)
-        except ValueError as error:  # pydantic's is one
+        except ValueError as error:  # pydantic's ValidationError is a ValueError
             raise UserError(
                 "the checkpoint's quantization is not one of QaRL's schemes",
                 where=where,

@@ -118,7 +118,7 @@ class RolloutEngine:
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
         if self.config.enforce_eager and not torch.cuda.is_available():
-            # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
+            # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
@@ -324,7 +324,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         why = " ".join(str(error).split())
         raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
     if sampling.temperature == 0:
-        return params  # greedy: vLLM resets top_p and top_k, which have no effect then
+        return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
     changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
     if changed:
         raise UserError(

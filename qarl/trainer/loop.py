@@ -105,7 +105,7 @@ def run_steps(
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
         metrics |= trainer.timer.pop()
-        # Ctrl-C may have come during the evaluation.
+        # Look at `stop` again, because Ctrl-C may have come during the evaluation.
         metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
         tracker.log(metrics, step=trainer.step)
         for text in trainer.warnings:

@@ -177,7 +177,7 @@ class MasterOptimizer:
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
-            # The same 1e-6 as torch.nn.utils.clip_grad_norm_.
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
         return norm
 

@@ -41,7 +41,7 @@ _FREE = frozenset(
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
 _LENGTH = "trainer.total_training_steps"
-# Keys that limit memory or set threads: the training is the same, but the rounding differs.
+# Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs.
 _ROUNDING = frozenset(
     {
         "trainer.num_threads",

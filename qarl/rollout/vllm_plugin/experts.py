@@ -173,7 +173,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, vLLM does not need to know them
+        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, so vLLM does not need them
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pass the loaded parameters to the kernel, and empty them."""
@@ -256,7 +256,7 @@ def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
             None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
             for part in ("weights", "input_activations")
         )
-    except ValueError:  # something that no scheme of QaRL has
+    except ValueError:  # no scheme of QaRL has these settings
         return None
     if weights is None:
         return None

@@ -1,7 +1,7 @@
 """Run a command of QaRL: handle `--help`, `--version`, errors and Ctrl-C, and return an exit code.
 
-The exit code is right even if a stream is a closed pipe or goes to a full disk. This module imports almost nothing. So
-a command can call `run_command` before it imports anything slow, and Ctrl-C is handled from the start.
+The exit code is right even if a stream is a closed pipe or a file on a full disk. This module imports almost nothing.
+So a command can call `run_command` before it imports anything slow, and Ctrl-C is handled from the start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Describe = Callable[[list[str]], str]
 
 
 def say(text: str) -> None:
-    """Print to stderr. If that fails (closed, disk full), ignore it, because the exit code still tells the result."""
+    """Print to stderr. Ignore failures (stream closed, disk full), because the exit code still tells the result."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -41,11 +41,11 @@ def note(text: str) -> None:
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    A `UserError`, or a standard output that cannot be written, is printed as one message and gives 2. Ctrl-C gives 130.
-    In these cases no traceback is shown. With argv=None this also holds for Ctrl-C while the process ends.
+    A `UserError` is printed as one message and gives 2, and so does a standard output that cannot be written. Ctrl-C
+    gives 130. None of these shows a traceback. With argv=None this also holds for Ctrl-C while the process ends.
 
     Args:
-        describe: returns the text for `--help`, from the other arguments that are not key=value.
+        describe: returns the text of `--help`. It gets the other arguments that are not key=value.
     """
     if argv is not None:
         return _written(command, list(argv), describe)
@@ -66,16 +66,16 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
 
 
 class _Interrupts:
-    """Handle Ctrl-C in a process that runs one command. It raises KeyboardInterrupt, as without this class.
+    """Handle Ctrl-C in a process that runs one command.
 
-    After the command has ended, nothing is left to clean up. Then `leave_at_once` makes Ctrl-C end the process
-    immediately, so that Python shows no traceback during its exit.
+    While the command runs, Ctrl-C raises KeyboardInterrupt, as usual. After the command, `leave_at_once` makes Ctrl-C
+    end the process immediately, so that Python shows no traceback during its exit. Nothing is left to clean up then.
     """
 
     def __init__(self) -> None:
         self.came = False
         self.handles = False
-        # In a background job the shell makes the process ignore SIGINT. Leave it so.
+        # In a background job the shell makes the process ignore SIGINT. Do not change that.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, self._interrupt)

@@ -1,7 +1,7 @@
 """The exception for all problems that a user can cause: a bad config, bad data, an unusable machine.
 
 Each error says what is wrong, where, why, and how to fix it. The command line prints it without a traceback and exits
-with code 2. A library user catches `UserError`. Bugs of QaRL are ordinary exceptions with their traceback.
+with code 2. Code that uses QaRL as a library can catch `UserError`. Bugs of QaRL raise ordinary exceptions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Import the public names of a package only when they are first used.
 
-So users can write `from qarl.rollout import RolloutEngine`, but importing a light submodule does not load torch.
+So `from qarl.rollout import RolloutEngine` works, but importing a light submodule of the package does not load torch.
 """
 
 from __future__ import annotations

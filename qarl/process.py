@@ -15,11 +15,11 @@ import os
 from qarl.errors import UserError
 
 VLLM_ENVIRONMENT = {
-    # Engine and worker run in this process, so a publish hands tensors over without a copy through a pipe.
+    # Engine and worker run in this process, so a publish passes tensors without copying them through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # By default vLLM pins one thread to each core that it finds. Here its threads are also the trainer's.
+    # By default vLLM pins one thread to each core that it finds. But here trainer and vLLM share their threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads divide requests and heads, never the keys of one query: else its bits would depend on other requests.
+    # Threads divide requests and heads, never the keys of one query, so its bits do not depend on other requests.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     # On CPUs with AMX tiles vLLM would round W4A16's activations to int8, which makes it W4A8.
     "VLLM_CPU_INT4_W4A8": "0",
@@ -27,7 +27,8 @@ VLLM_ENVIRONMENT = {
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
 _LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
-"""Holds the level if QaRL chose it. A child process inherits both variables, so it filters vLLM's warnings too."""
+"""The environment variable that holds vLLM's log level if QaRL chose it. Child processes inherit it, so they filter
+vLLM's warnings too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
@@ -35,23 +36,23 @@ VLLM_NOISE = {
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Reset SSM cache type",),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not", "libiomp is not", "CPU backend doesn't allow to use"),
-    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # vLLM's, once an engine was closed
+    "vllm.envs": ("Unknown vLLM environment variable detected: VLLM_DIST_IDENT",),  # after an engine was closed
     "vllm.model_executor.layers.fused_moe.config": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4": (_TRITON_KERNELS,),
     "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": (_TRITON_KERNELS,),
 }
-"""Logger -> the first words of vLLM's warnings that are hidden. They are about things that QaRL asked for, that this
-platform lacks, or that only cost speed.
+"""Logger -> the first words of vLLM's warnings that are hidden. They are about settings that QaRL chose, features that
+this platform lacks, or a loss of speed.
 
-All other warnings are shown, because some say that vLLM changed what it was asked for: it raised a temperature, cast to
-a different dtype, or took a sampling default from generation_config.json.
+All other warnings are shown. Some of them say that vLLM does not do what it was asked for: it raised a temperature,
+cast to a different dtype, or took a sampling default from generation_config.json.
 """
 
 
 def runs_on_cpu(backend: str) -> bool:
-    """Return whether trainer and rollouts run on the CPU: if VERL_PLATFORM says so, or if torch sees no GPU.
+    """Return whether trainer and rollouts run on the CPU. They do if torch sees no GPU, or if VERL_PLATFORM says so.
 
-    Only verl reads VERL_PLATFORM, so it is ignored with `backend` "local".
+    Only verl reads VERL_PLATFORM, so it is ignored for `backend` "local".
     """
     import torch
 
@@ -65,8 +66,8 @@ def vllm_missing() -> str | None:
 
 
 def configure_vllm_process() -> None:
-    """Set the variables that the user has not set, and allow AMX. Unless the user chose a log level, limit vLLM's log
-    to the warnings that matter."""
+    """Set vLLM's environment variables that the user has not set, and allow AMX. Unless the user chose a log level,
+    show only those warnings of vLLM that matter."""
     for key, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
@@ -85,14 +86,14 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 def allow_matrix_tiles() -> None:
     """Ask the kernel for AMX if the CPU has it.
 
-    Linux lets a process use the tiles only after it asked. vLLM's own kernels never ask, so they die with an illegal
-    instruction unless oneDNN, which does ask, ran first.
+    Linux lets a process use the tiles only after the process has asked. vLLM's own kernels never ask. They die with an
+    illegal instruction, unless oneDNN ran first, which does ask.
     """
     import torch
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise UserError(
-            "this CPU has AMX, but the kernel does not let this process use it",
+            "this CPU has AMX, but the operating system does not let this process use it",
             where="arch_prctl(ARCH_REQ_XCOMP_PERM)",
             why="vLLM's kernels use AMX on every CPU that has it, so they would die with an illegal instruction",
             fix="run on Linux 5.16 or later, outside of a sandbox that denies AMX",
@@ -100,7 +101,7 @@ def allow_matrix_tiles() -> None:
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """Set the size of the OpenMP pool that trainer and engine share. Must run before torch is imported."""
+    """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": 4, and 2 in nested regions
     wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
@@ -115,10 +116,11 @@ _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
 def keep_freed_memory() -> bool:
     """Let malloc keep freed memory, so that the next step can reuse its pages. Return whether malloc agreed.
 
-    glibc returns every freed block above 32 MiB to the kernel, and PyTorch has no cache on a CPU. So each step would
-    fault in its activations, gradients and temporaries again, page by page. On a virtual machine that took a quarter of
-    an update of 135M parameters, and caused most of the variation between steps. The price is that the process's memory
-    stays at its peak. Does nothing without glibc, if a different malloc is preloaded, or if the user tuned malloc.
+    glibc returns every freed block above 32 MiB to the kernel, and PyTorch has no cache on a CPU. So the kernel would
+    have to provide the pages of all activations, gradients and temporaries again in each step. On a virtual machine
+    that took a quarter of an update of 135M parameters, and caused most of the variation between steps. The price is
+    that the process's memory stays at its peak. This does nothing without glibc, if a different malloc is preloaded, or
+    if the user tuned malloc.
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False

@@ -10,7 +10,7 @@ docs/configuration.md describes every key. `python -m qarl.train` is the same co
 exit codes:
   0    the run ended
   2    the config, the data or the machine cannot be used; one message says why
-  130  ended by Ctrl-C; the current step was finished, and everything was written
+  130  ended by Ctrl-C, after the current step was finished and everything was written
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def describe(topics: list[str]) -> str:
 
 
 def dry_run(config: Config) -> None:
-    """Print and write the config. Then raise UserError if the backend cannot run it."""
+    """Print the config and write it to a file. Then raise UserError if the backend cannot run it."""
     from qarl.config import write_resolved
 
     path = config.run_dir / "dry_run.yaml"

@@ -9,7 +9,7 @@ then the greedy responses of a vLLM in a separate process on the exported folder
     exact, model   our trainer's forward at these alignment levels, from the checkpoint's BF16 weights
     transformers   the exported folder in stock transformers with compressed-tensors
 
-A row gives mean and largest |difference| to vLLM's in nats a token. The weights in transformers are the engine's,
+A row gives mean and largest |difference| to vLLM's in nats per token. The weights in transformers are the engine's,
 bit for bit; its arithmetic is not: it multiplies dequantized weights by (for w8a8 and fp8, fake-quantized) activations
 in BF16, and rounds norms, rotary embedding and attention elsewhere. `published`: whether the exported bytes are those
 that were published at that step.

@@ -1,22 +1,25 @@
 """Attention as the rollout engine computes it, registered in transformers' AttentionInterface under two names.
 
-vLLM's kernel for CPUs reads BF16 queries, keys and values, sums in FP32 and rounds the output once. Which of its two
-forms runs is the CPU's matter:
+vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds the output once. It has two forms, and
+the CPU decides which one runs:
 
-    vectors   all in FP32; the queries are scaled before the product with the keys (csrc/cpu/cpu_attn_vec.hpp). PyTorch
-              scales the product, which leaves 10 to 300 times as many outputs different if the scale is not a
-              power of two
-    tiles     with AMX: the product is scaled, and the softmax's weights, as exp(score - largest score), are rounded to
-              BF16 before they are summed with the values, though not before they are summed to their divisor
-              (csrc/cpu/cpu_attn_amx.hpp). Without that rounding one output in five is another
+    vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product instead. If the scale is not a power of two,
+              that makes 10 to 300 times as many outputs differ from vLLM's
+    tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
+              BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
+              (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
 
-    qarl_fp32     the same in PyTorch, from FP32 products of the BF16 operands (level `model`)
+The two registered functions:
+
+    qarl_fp32     either form in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
-(transformers' `sdpa` on BF16 tensors rounds the softmax's weights too, after another largest score.) The backward of
-the last two is that of the attention in FP32, which they round.
-Queries and keys arrive in FP32 from the rotary embedding (see `qarl.align.blocks`) and are rounded here; values do so
-when they come out of a key-value cache, which has one dtype for both.
+Both use the gradients of the unrounded FP32 attention. transformers' `sdpa` does not match: on BF16 tensors it also
+rounds the softmax's numerators, but subtracts a different largest score.
+
+Queries and keys arrive in FP32 from the rotary embedding (see `qarl.align.blocks`) and are rounded to BF16 here. Values
+are in FP32 too if they come from a key-value cache, which has one dtype for keys and values; they are rounded as well.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ ENGINE_ATTENTION = "qarl_engine"
 
 
 def register_attention() -> None:
-    """Make both names known to transformers; calling it again changes nothing."""
+    """Register both names with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -54,7 +57,9 @@ def fp32_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D] BF16; causal if there is no mask."""
+    """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
+
+    Attention is causal if `attention_mask` is None."""
     if not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1]):
         return _TileAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), attention_mask, scaling), None
     return _sdpa(query, key, value, attention_mask, scaling, dropout), None
@@ -68,7 +73,7 @@ def _sdpa(
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """As `fp32_attention`, with the vector kernel's rounding."""
+    """Return the same as `fp32_attention`, with the vector kernel's rounding."""
     output = F.scaled_dot_product_attention(
         query.bfloat16().float() * scaling,
         key.bfloat16().float(),
@@ -83,7 +88,7 @@ def _sdpa(
 
 
 _QUERIES = 64
-"""Queries that `_tile_rounded` takes at a time."""
+"""Number of queries in each call of `_tile_rounded`."""
 
 
 class _TileAttention(torch.autograd.Function):
@@ -101,7 +106,7 @@ class _TileAttention(torch.autograd.Function):
         length = query.shape[2]
         if attention_mask is None and length > 1:
             return torch.stack([_causal_row(*row, scaling) for row in zip(query, key, value, strict=True)])
-        # A caller's mask, or one query that continues from a cache.
+        # The caller gave a mask, or there is one query that continues from a cache.
         if attention_mask is None:
             attention_mask = query.new_ones(1, 1, length, key.shape[2], dtype=torch.bool)
         groups = query.shape[1] // key.shape[1]
@@ -115,10 +120,10 @@ class _TileAttention(torch.autograd.Function):
 
 
 def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """query [H, T, D], key and value [Hkv, T, D] -> [T, H, D].
+    """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
-    Blocks of queries, each with the keys up to its end, all filled up with zeros: the sizes of a block's products,
-    so the order of their sums, do not depend on what follows in the row.
+    The queries are split into blocks. Each block sees the keys up to its own end, and zeros fill the last block. So the
+    sizes of a block's matrix products, and with them the order of summation, do not depend on later tokens of the row.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -138,9 +143,10 @@ def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 def _tile_rounded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """FP32 [..., T, D] each, `mask` as scaled_dot_product_attention takes it -> BF16 [..., T, D].
+    """Return attention with the tile kernel's rounding: BF16 [..., T, D] from FP32 [..., T, D] inputs.
 
-    As there, a query that sees no key (padding on the left) has the output 0, where exp(-inf + inf) would be NaN.
+    `mask` has the form that scaled_dot_product_attention takes. As in that function, a query that sees no key (padding
+    on the left) gets the output 0. Without special care exp(-inf + inf) would make it NaN.
     """
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
@@ -154,7 +160,7 @@ def _tile_rounded(
 def _sdpa_gradients(
     inputs: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float, grad_outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients for query, key and value of the attention in FP32."""
+    """Return the gradients for query, key and value, computed from the FP32 attention."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
     with torch.enable_grad():
         output = _sdpa(query, key, value, mask, scaling)
@@ -192,14 +198,16 @@ def engine_attention(
     prompt_lengths: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `fp32_attention`. Rows padded on the right, positions from 0: no mask, no key-value cache, no dropout.
+    """Return the same as `fp32_attention`, computed by vLLM's operator.
 
-    `prompt_lengths` [B]: tokens of each row that the engine prefilled (give it to the model's forward, which hands it
-    on); without it, the tokens of a row are taken as decoded one by one.
+    Rows must be whole, start at position 0 and be padded on the right. Masks, key-value caches and dropout are refused.
+
+    `prompt_lengths` [B] is the number of tokens in each row that the engine prefilled. Pass it to the model's forward,
+    which passes it to this function. Without it, every token is computed as if it had been decoded alone.
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "quant.align=exact takes whole rows padded on the right, without attention_mask, packed sequences, "
+            "quant.align=exact needs whole rows padded on the right, without attention_mask, packed sequences, "
             "key-value cache or attention dropout"
         )
     prefilled = [0] * len(query) if prompt_lengths is None else prompt_lengths.tolist()

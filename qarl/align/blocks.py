@@ -1,18 +1,17 @@
 """Decoder layers of the Llama-like families (Llama, Qwen2, Qwen3) with vLLM's rounding.
 
-    residual   vLLM adds in FP32, normalises the unrounded sum and keeps its BF16 rounding as the residual stream
-               (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py); transformers rounds first. Here the unrounded
-               FP32 sum is the hidden state that travels from layer to layer: a norm reads it as it is, the next
-               addition reads its rounding. transformers' own loop over the layers need not know.
-    rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once; transformers
-               rounds each product. Given the BF16 cosines and sines in FP32, transformers' formula promotes to
-               FP32; the attention functions of `qarl.align.attention` then round queries and keys.
+    residual   vLLM adds in FP32, normalises the unrounded sum, and keeps the sum rounded to BF16 as the residual
+               (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds first. Here the layers pass on
+               the unrounded FP32 sum as the hidden state. A norm reads it unrounded, and the next addition rounds
+               it first. transformers' loop over the layers needs no change.
+    rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
+               rounds each product. Here transformers' formula gets the BF16 cosines and sines cast to FP32, so it
+               computes in FP32. The attention functions of `qarl.align.attention` then round queries and keys.
 
-q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round alike on both sides.
+q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round in the same way on both sides.
 
-A layer of a loaded model becomes an aligned one by changing its class to its own subclass, under the same name:
-what FSDP2's `fully_shard` does too. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and
-wrapping by class name are untouched.
+To align a layer of a loaded model, its class is changed to a subclass with the same name, as FSDP2's `fully_shard`
+does. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and wrapping by class name do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from torch import nn
 
 
 class AlignedRMSNorm(nn.Module):
-    """[..., hidden] FP32 or BF16 -> the weight's dtype; the normalised value is rounded, then times the weight."""
+    """RMSNorm that rounds the normalised value to the weight's dtype, then multiplies by the weight.
+
+    It takes FP32 or BF16 [..., hidden]."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -37,7 +38,9 @@ class AlignedRMSNorm(nn.Module):
 
 
 class AlignedDecoderLayer(nn.Module):
-    """hidden states [B, T, hidden] in (BF16 embeddings, or the FP32 sum of the layer before) -> FP32 sum."""
+    """Decoder layer that returns its hidden states as unrounded FP32 sums, [B, T, hidden].
+
+    It takes the BF16 embeddings or the FP32 sums of the previous layer."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -62,16 +65,16 @@ class AlignedDecoderLayer(nn.Module):
 
 
 def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """FP32 sum of a BF16 `output` and the BF16 rounding of `hidden_states`."""
+    """Return `output` (BF16) plus `hidden_states` rounded to BF16, as an FP32 sum."""
     return output.float() + hidden_states.bfloat16().float()
 
 
 @cache
 def aligned_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """`original` with the forward of `mixin`, under its own name."""
+    """Return a subclass of `original`, with the same name and the forward of `mixin`."""
     return type(original.__name__, (mixin, original), {"__module__": __name__})
 
 
 def align_module(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Give `module` the forward of `mixin`, which uses the submodules and parameters that are there."""
+    """Give `module` the forward of `mixin`. Its submodules and parameters stay the same."""
     module.__class__ = cast(Any, aligned_class)(mixin, type(module))

@@ -1,15 +1,15 @@
-"""The keys of a model's config: each one that vLLM or transformers reads, with its verdict.
+"""Which keys of a model's config trainer and engine treat in the same way.
 
-A key that one side honours and the other ignores makes two models of one config, and a mismatch that nothing names. So
-for Llama, Qwen2, Qwen3 and Qwen3-MoE every key that either reads (`config_keys.json`, made by scripts/config_keys.py)
-has a verdict here:
+If one side honours a key and the other ignores it, the same config gives two different models. So for Llama, Qwen2,
+Qwen3 and Qwen3-MoE every key that vLLM or transformers reads has a verdict here. scripts/config_keys.py writes the list
+of these keys, `config_keys.json`.
 
     both      both sides honour it
-    rotary    it is one of the rotary embedding: both sides are run and compared (`qarl.align.rotary`)
-    neither   no forward of these families reads it; the reason says what does
-    refused   one side alone honours it: any value but those named is refused before anything runs
+    rotary    it belongs to the rotary embedding, which is run on both sides and compared (`qarl.align.rotary`)
+    neither   no forward of these families reads it; the reason says what it is for
+    refused   only one side honours it, so all values except harmless ones are refused before anything runs
 
-A key that neither side reads does no harm and is not looked at.
+A key that neither side reads is harmless and is not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """`families` that it holds for; `harmless`, whether a config's value is; `why`, for the message."""
+    """Why a key is refused for the model families `families`.
+
+    `harmless(value, config)` returns whether a value is allowed anyway. `why` is the reason that the error shows."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]
@@ -66,39 +68,41 @@ def _some_experts(value: Any, config: Any) -> bool:
 
 _MOE = ("qwen3_moe",)
 REFUSED: dict[str, Refusal] = {
-    "bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k, v and o_proj, transformers makes none"),
-    "qkv_bias": Refusal(("llama",), _unset, "vLLM makes biases of q, k and v_proj, transformers makes none"),
+    "bias": Refusal(("llama",), _unset, "vLLM adds biases to q, k, v and o_proj, transformers does not"),
+    "qkv_bias": Refusal(("llama",), _unset, "vLLM adds biases to q, k and v_proj, transformers does not"),
     "logit_scale": Refusal(("llama",), _is(1.0), "vLLM multiplies the logits by it, transformers does not"),
     "attention_bias": Refusal(
-        ("qwen3", "qwen3_moe"), _unset, "transformers makes a bias of o_proj, which vLLM's class has no place for"
+        ("qwen3", "qwen3_moe"), _unset, "transformers adds a bias to o_proj, but vLLM's class has no such parameter"
     ),
     "qk_norm": Refusal(("qwen2",), _unset, "vLLM normalises queries and keys, transformers does not"),
     "head_dim": Refusal(
-        ("qwen2",), _head_size_of_hidden, "transformers reads it; vLLM's Qwen2 divides hidden_size by the heads"
+        ("qwen2",), _head_size_of_hidden, "transformers reads it; vLLM's Qwen2 uses hidden_size / num_attention_heads"
     ),
-    "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class has no other activation than silu"),
-    "is_causal": Refusal(FAMILIES, _is(True), "vLLM would see the whole row at once; a policy is causal"),
-    "use_bidirectional_attention": Refusal(FAMILIES, _unset, "vLLM's rows would not be causal; a policy is"),
+    "hidden_act": Refusal(FAMILIES, _is(*ENGINE_ACTIVATIONS), "vLLM's class supports only the activation silu"),
+    "is_causal": Refusal(FAMILIES, _is(True), "vLLM would attend to later tokens, but a policy must be causal"),
+    "use_bidirectional_attention": Refusal(
+        FAMILIES, _unset, "vLLM would attend to later tokens, but a policy must be causal"
+    ),
     "sliding_window": Refusal(
         ("llama",), _no_window, "vLLM gives each layer this window, transformers' Llama attends to all tokens"
     ),
-    "layer_types": Refusal(FAMILIES, _full_attention, "the two sides do not agree which layers have windows"),
-    "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM sizes its cache by chunks that transformers does not make"),
+    "layer_types": Refusal(FAMILIES, _full_attention, "the two sides disagree on which layers have windows"),
+    "attention_chunk_size": Refusal(FAMILIES, _unset, "vLLM attends in chunks of this size, transformers does not"),
     "dual_chunk_attention_config": Refusal(FAMILIES, _unset, "vLLM attends in chunks, transformers does not"),
-    "num_experts": Refusal(_MOE, _is_positive, "vLLM's class makes no model without a layer of experts"),
-    "mlp_only_layers": Refusal(_MOE, _some_experts, "vLLM's class makes no model without a layer of experts"),
+    "num_experts": Refusal(_MOE, _is_positive, "vLLM's class needs at least one layer of experts"),
+    "mlp_only_layers": Refusal(_MOE, _some_experts, "vLLM's class needs at least one layer of experts"),
     "decoder_sparse_step": Refusal(
-        _MOE, _is(1), "vLLM does not fuse the names of gate_proj and up_proj in the layers between"
+        _MOE, _is(1), "vLLM does not map gate_proj and up_proj to one fused layer in the layers without experts"
     ),
-    "shared_expert_intermediate_size": Refusal(_MOE, _unset, "vLLM makes a shared expert, transformers makes none"),
-    "use_sliding_window": Refusal(_MOE, _unset, "no windows of a mixture of experts were compared"),
+    "shared_expert_intermediate_size": Refusal(_MOE, _unset, "vLLM adds a shared expert, transformers does not"),
+    "use_sliding_window": Refusal(_MOE, _unset, "sliding windows were never compared for a mixture of experts"),
     "output_router_logits": Refusal(_MOE, _unset, "transformers would add a loss that balances the experts"),
     "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
 }
 
-_OTHERS = "of encoders, state-space or multimodal models, or of their configs' older names"
-_LOADING = "read by loading, tokenizing or generating code, not by the forward"
-_TRAINING = "of dropout, which is set to 0, of how fresh weights are drawn, or of a loss that is not used"
+_OTHERS = "it belongs to encoders, state-space or multimodal models, or is an old name of such a key"
+_LOADING = "only code that loads, tokenizes or generates reads it, not the forward"
+_TRAINING = "it is for dropout (set to 0), for initializing new weights, or for a loss that is not used"
 _NEITHER: dict[str, str] = {
     _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path "
     "sub_configs text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
@@ -135,7 +139,7 @@ BOTH = frozenset(
     ]
 )
 WINDOWS = frozenset({"sliding_window", "max_window_layers", "use_sliding_window"})
-"""Both sides make `layer_types` of these."""
+"""Both sides compute `layer_types` from these keys."""
 ROTARY = frozenset(
     [
         "rope_parameters",
@@ -153,13 +157,13 @@ ROTARY = frozenset(
 
 
 def verdict(family: str, key: str) -> str | None:
-    """`both`, `rotary`, `neither` or `refused`, with a reason; None for a key without one."""
+    """Return `both`, `rotary`, `neither` or `refused`, with a reason; None if the key has no verdict."""
     if key in REFUSED and family in REFUSED[key].families:
         return f"refused: {REFUSED[key].why}"
     if key in WINDOWS:
-        return "both: it makes layer_types, see there"
+        return "both: layer_types is computed from it"
     if key in ROTARY or key.startswith("rope_parameters."):
-        return "rotary: both sides' turns are compared"
+        return "rotary: the rotations of both sides are compared"
     if key in BOTH:
         return "both"
     if key in NEITHER:
@@ -168,10 +172,10 @@ def verdict(family: str, key: str) -> str | None:
 
 
 def check_config_keys(config: Any) -> None:
-    """Refuse a transformers config of one of the families that trainer and engine would not read alike.
+    """Check that trainer and engine would read this transformers config in the same way. Other families always pass.
 
     Raises:
-        UserError: names the key, its value, and the side that would ignore it.
+        UserError: a key has a refused value. The error names the key, its value, and the side that would ignore it.
     """
     if config.model_type not in FAMILIES:
         return
@@ -189,24 +193,24 @@ def check_config_keys(config: Any) -> None:
 
 
 def check_rotary(config: Any) -> None:
-    """UserError if the two sides would turn queries by other angles; without vLLM nothing is checked."""
+    """Raise UserError if the rotary embeddings of the two sides differ. Without vLLM this checks nothing."""
     if is_plain(config) or vllm_missing():
         return
     parameters = dict(config.rope_parameters or {})
     where = f"model.path: rope_parameters in config.json: {parameters}"
-    fix = "train a model with another rotary embedding"
-    unlike = "trainer and rollout engine do not make the same rotary embedding of this config"
+    fix = "train a model with a different rotary embedding"
+    unlike = "trainer and rollout engine would compute different rotary embeddings from this config"
     if "mrope_section" in parameters:
-        raise UserError(unlike, where=where, why="vLLM takes three positions a token, transformers one", fix=fix)
+        raise UserError(unlike, where=where, why="vLLM uses three positions per token, transformers one", fix=fix)
     try:
         match = match_rotary(config)
-    except Exception as error:  # each class of vLLM's asks for its keys in its own way
-        why = f"one of them cannot make it at all: {type(error).__name__}: {error}"
+    except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys
+        why = f"one of them cannot create it: {type(error).__name__}: {error}"
         raise UserError(unlike, where=where, why=why, fix=fix) from error
     if not match.near:
         head = head_size_of(config)
         why = (
-            f"vLLM's {match.engine} turns a query of {head} dimensions elsewhere, by {match.error:.0%} of its length: "
-            "one of these keys counts on one side only"
+            f"for a query of {head} dimensions, vLLM's {match.engine} and transformers differ by {match.error:.0%} of "
+            "its length, so only one side honours one of these keys"
         )
         raise UserError(unlike, where=where, why=why, fix=fix)

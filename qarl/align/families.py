@@ -1,8 +1,8 @@
-"""Model families: those that are aligned, and those of which a mismatch at `linears` was shown.
+"""Model families that can be trained: those with all levels, and those measured only at level `linears`.
 
-A family that vLLM serves with its own class may still be another model there: a multiplier that one side applies,
-a router that rounds otherwise, a layer that a publish does not reach. So a family is trained only if trainer and
-engine were compared on a random model of it; the rest is refused by name before anything runs.
+vLLM's class for a family may compute a different model than transformers. For example, only one side applies a
+multiplier, a router rounds differently, or a publish does not reach a layer. So a family can be trained only if trainer
+and engine were compared on a random model of it. All other families are refused by name before anything runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from qarl.errors import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Every key of their configs has a verdict, and levels `model` and `exact` are built for them."""
+"""Families with levels `model` and `exact`. Every key of their configs has a verdict in `qarl.align.config_keys`."""
 
 LARGEST_SHARE = 0.1
-"""A family agrees if its mean |δ| at `linears` is at most this fraction of its mean |δ| at `off`, where W4A16 alone
-causes the mismatch. It is a fraction because a family that scales its logits down has a small δ whatever the mistake.
+"""Trainer and engine agree on a family if its mean |δ| at `linears` is at most this fraction of its mean |δ| at `off`,
+in W4A16. The limit is a fraction because a family that scales its logits down has a small δ even if the models differ.
 Llama's fraction is 0.03."""
 SHOWN = {
     "arcee": 7.5e-3,
@@ -34,31 +34,31 @@ SHOWN = {
     "nemotron": 1.7e-2,
     "seed_oss": 7.0e-3,
 }
-"""Family -> mean |δ| at `linears` in W4A16, in nats a token, of benchmarks/results/families_cpu.json, where Llama's is
-8e-3. A test holds the two together."""
+"""Family -> mean |δ| at `linears` in W4A16, in nats per token, from benchmarks/results/families_cpu.json. There, Llama
+has 8e-3. A test compares this table with the file."""
 
 
 def check_family(hf_config: Any) -> None:
-    """UserError for a family that was never compared with the engine."""
+    """Raise UserError if trainer and engine were never shown to agree on this family."""
     family = hf_config.model_type
     if family in FAMILIES or family in SHOWN:
         return
     raise UserError(
         f"models of the family {family} are refused: trainer and rollout engine were never shown to agree on one",
         where="model.path: config.json: model_type",
-        why="vLLM has its own class for them; a part that one side alone has would train another policy than the one "
-        "that samples",
+        why="vLLM's class for this family may compute a different model than transformers; then the policy that learns "
+        "would differ from the policy that samples",
         fix=f"train a model of {', '.join(FAMILIES)}, or of a family with a measured mismatch: {', '.join(SHOWN)}; "
-        "scripts/config_mismatch.py families measures others",
+        "scripts/config_mismatch.py families measures other families",
     )
 
 
 def shown_mismatch(hf_config: Any) -> str | None:
-    """The measured mismatch of a family outside `FAMILIES`, in words."""
+    """Return a sentence with the measured mismatch of a family in `SHOWN`, or None for other families."""
     found = SHOWN.get(hf_config.model_type)
     if found is None:
         return None
     return (
-        f"of the family {hf_config.model_type} random models were compared at linears alone: "
-        f"mean |δ| {found:.0e} nats a token in W4A16"
+        f"for the family {hf_config.model_type}, a random model was compared only at level linears: "
+        f"mean |δ| {found:.0e} nats per token in W4A16"
     )

@@ -1,18 +1,20 @@
 """`quant.align`: how far the trainer's forward follows the rollout engine's arithmetic.
 
-    off       plain BF16: the quantized-rollout baseline
+    off       plain BF16; only the rollout is quantized
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
-    model     and residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch;
-              cosines and sines of the rarer rotary types are the engine's own
-    exact     and attention through the engine's own operator: δ is 0 (for prompts of more than some 300 tokens, on
-              one thread, if the engine prefills each in one piece: see `qarl.kernels.cpu.attention`)
+    model     also residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch.
+              Rarer types of rotary embedding use the engine's own cosines and sines
+    exact     also attention by the engine's own operator, so δ is 0. For prompts of more than about 300 tokens this
+              needs one thread, and an engine that prefills each prompt in one piece (`qarl.kernels.cpu.attention`)
 
-`align_model` applies the last two, once the linears are quantized. They are built for Llama, Qwen2, Qwen3 and Qwen3-MoE
-against vLLM on CPU; of a mixture of experts both also take the engine's router and, if they are BF16, its operator for
-experts. Elsewhere the level falls back to the next lower one that is built, and the report says why. What
-remains at level `model` is the order of attention's FP32 sums. Up to 192 keys it was the engine's own order too on
-a CPU without AMX, and δ 0; beyond, and with AMX, whose tiles sum even and odd neighbours apart, from the first keys on,
-about one output in 10,000 of each attention is off by a BF16 step.
+`align_model` applies the last two, after the linears are quantized. They are built for Llama, Qwen2, Qwen3 and
+Qwen3-MoE against vLLM on CPU. In a mixture of experts both also use the engine's router and, if the experts are BF16,
+its operator for experts. For other models and devices the level falls back to the next lower one that is built, and the
+report says why.
+
+At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX it was the same
+order up to 192 keys, and δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
+With AMX this happens from the first keys on, because its tiles sum even and odd neighbours separately.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ LEVELS = ("off", "linears", "model", "exact")
 
 @dataclass(frozen=True)
 class AlignReport:
-    """`asked` and the `level` that was applied; `replaced`, what kind of module -> how many; `why_lower`, if lower."""
+    """`asked`: the level that was asked for. `level`: the level that was applied. `why_lower`: the reasons if they
+    differ. `replaced`: number of modules that were replaced, by kind."""
 
     asked: str
     level: str
@@ -66,15 +69,22 @@ def align_model(
     dtype: torch.dtype | None = None,
     sharded: bool = False,
 ) -> AlignReport:
-    """Bring a transformers causal LM to `level`, in place; parameters and their names stay.
+    """Bring a transformers causal LM to `level`, in place. Parameters and their names stay the same.
 
-    Give it the model with its linears quantized already, and on its device; or say on what `device` and in what
-    `dtype` its forward will see the weights, where FSDP moves and casts them, and that it is `sharded`.
+    Quantize the model's linears first (`quantize_model`).
+
+    Args:
+        device: where the forward will run. Default: the device of the weights. FSDP may move them later.
+        dtype: dtype of the weights in the forward. Default: their dtype now. FSDP may cast them later.
+        sharded: whether FSDP shards the model.
+
     Raises:
-        UserError: `level` does not exist, or the engine would read the model's config otherwise.
+        UserError: `level` does not exist, or the engine would read the model's config differently.
     """
     if level not in LEVELS:
-        raise UserError(f"quant.align={level} is not a level", where="quant.align", fix=f"one of {', '.join(LEVELS)}")
+        raise UserError(
+            f"quant.align={level} is not a level", where="quant.align", fix=f"use one of {', '.join(LEVELS)}"
+        )
     check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level
@@ -114,7 +124,8 @@ def align_model(
 def bf16_experts(
     model: Any, device: torch.device | None, kind: type[QuantExperts] = QuantExperts
 ) -> dict[str, QuantExperts]:
-    """Return, by name, what replaces experts that are not quantized: the engine's operator on the same weights."""
+    """Return, by name, replacements for the experts that are not quantized. They run the engine's operator on the same
+    weights."""
     scheme = get_scheme("bf16")
     return {
         name: kind(experts, scheme, qualified_name=name, device=device)
@@ -124,7 +135,7 @@ def bf16_experts(
 
 
 def align_rotary(model: Any) -> None:
-    """Give a model whose rotary embedding is not among the plain ones the engine's own cosines and sines."""
+    """Make the model use the engine's cosines and sines, unless its rotary embedding is a plain one."""
     if not is_plain(model.config):
         align_module(model.model.rotary_emb, EngineRotaryEmbedding)
         model.model.rotary_emb.turns = match_rotary(model.config).turns
@@ -133,9 +144,9 @@ def align_rotary(model: Any) -> None:
 def resolve_level(
     config: Any, level: str, *, device_type: str, kernels: Collection[str], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, tuple[str, ...]]:
-    """The level that applies to a model with this transformers config, and why each higher one asked for does not.
+    """Return the level that applies to a model with this transformers config, and a reason for each step down.
 
-    `kernels`: names of the kernels that serve its quantized linears. No model is needed.
+    `kernels`: names of the kernels of its quantized linears. No model is needed.
     """
     reasons: list[str] = []
     if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels)):
@@ -146,7 +157,7 @@ def resolve_level(
 
 
 def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why level `model` is not built for a model with this config on such a device, or None."""
+    """Return why level `model` is not available for this config, device and dtype, or None if it is."""
     if device_type != "cpu":
         return f"is built for cpu, not for {device_type}"
     if dtype != torch.bfloat16:
@@ -163,26 +174,26 @@ def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str 
 
 
 def rotary_unavailable(config: Any) -> str | None:
-    """Why the trainer cannot turn queries with the engine's bits, or None."""
+    """Return why the trainer's rotary embedding cannot give the engine's bits, or None if it can."""
     if is_plain(config):
         return None
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if missing := vllm_missing():
-        return f"takes cosines and sines for a rotary embedding of type {rope_type} from vLLM: {missing}"
+        return f"needs vLLM's cosines and sines for a rotary embedding of type {rope_type}: {missing}"
     try:
         match = match_rotary(config)
-    except Exception as error:  # `check_config_keys` refuses such a config; a plan may ask for its level before
-        return f"has no rotary embedding of type {rope_type}: {type(error).__name__}: {error}"
-    return None if match.equal else f"has no counterpart of vLLM's {match.engine}"
+    except Exception as error:  # `check_config_keys` refuses such a config, but the level may be resolved before that
+        return f"does not support a rotary embedding of type {rope_type}: {type(error).__name__}: {error}"
+    return None if match.equal else f"does not reproduce vLLM's {match.engine}"
 
 
 def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:
-    """Why level `exact` is not built, or not exact, for a model with this config on such a device, or None."""
+    """Return why level `exact` is not available or not exact for this config, device and dtype, or None if it is."""
     if why_not := model_unavailable(config, device_type, dtype):
         return why_not
     if "reference" in kernels:
-        return "some linears or experts run the reference kernel, not the one of the engine"
+        return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":
-        return "VLLM_CPU_ATTN_SPLIT_KV is set, with which vLLM's own attention varies with its batch"
+        return "VLLM_CPU_ATTN_SPLIT_KV is set, so the result of vLLM's attention depends on the batch"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return vllm_attention.unavailable(device_type, head_dim)

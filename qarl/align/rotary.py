@@ -1,11 +1,12 @@
-"""Rotary embeddings: whether trainer and engine turn a query alike, and how the trainer's is made to.
+"""Compare the rotary embeddings of trainer and engine, and give the trainer the engine's cosines and sines.
 
-Both sides' own modules turn the same random queries. Three outcomes:
+vLLM's module and transformers' module rotate the same random queries. There are three outcomes:
 
-    equal    the trainer, given the engine's cosines and sines, has the engine's bits: levels `model` and `exact`
-    near     transformers' own turn differs by rounding alone: level `linears`
-    far      it differs by more, so a key of `rope_parameters` counts on one side only: below `model` such a run would
-             train another model than the one that is sampled from
+    equal    if the trainer uses the engine's cosines and sines, it gets the engine's bits. Levels `model` and `exact`
+             are available
+    near     transformers' own rotation differs only by rounding. Only level `linears` is available
+    far      it differs by more, because only one side honours a key of `rope_parameters`. Such a config is refused,
+             because the trained model would differ from the sampled one
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from torch import nn
 from qarl.kernels.cpu import rotary as vllm_rotary
 
 _NEAR = 0.01
-"""Relative error, in norm, that rounding explains: BF16 cosines and sines leave 0.003, another formula 0.05 to 1."""
+"""Largest relative error, in norm, that rounding explains. BF16 cosines and sines cause 0.003; a different formula
+causes 0.05 to 1."""
 _PROBES = 2048
-"""Positions that are compared."""
+"""Number of positions that are compared."""
 
 
 @dataclass(frozen=True)
 class RotaryMatch:
-    """`equal` and `near`: see the module. `error`: relative, of transformers' own turn. `engine`: vLLM's class.
-    `turns`: the engine's cosines and sines where the trainer can use them."""
+    """`equal` and `near`: see the module's docstring. `error`: relative error of transformers' rotation. `engine`: name
+    of vLLM's class. `turns`: the engine's cosines and sines if `equal`, otherwise None."""
 
     equal: bool
     near: bool
@@ -43,11 +45,12 @@ PLAIN = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-"""Types that the tests hold to be equal, with all the keys that both sides read of them."""
+"""Types of rotary embedding that tests have shown to be equal, each with all keys that both sides read."""
 
 
 def is_plain(config: Any) -> bool:
-    """Whether both sides are known to compute the same embedding, so that vLLM (slow to import) is not needed."""
+    """Return whether both sides are known to compute the same embedding. Then vLLM, which is slow to import, is not
+    needed."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(parameters.pop("rope_type", "default"))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
@@ -57,10 +60,10 @@ def is_plain(config: Any) -> bool:
 
 
 def match_rotary(config: Any) -> RotaryMatch:
-    """For a transformers config of Llama, Qwen2 or Qwen3; no weights are needed.
+    """Compare the rotary embeddings of both sides for a transformers config. No weights are needed.
 
     Raises:
-        Exception: what vLLM or transformers raises for `rope_parameters` that it cannot use.
+        Exception: any exception of vLLM or transformers for `rope_parameters` that it cannot use.
     """
     head_size = head_size_of(config)
     described = {
@@ -75,7 +78,7 @@ def match_rotary(config: Any) -> RotaryMatch:
 
 
 class _Hidden:
-    """Keeps a config out of the cache's key."""
+    """A wrapper that passes a config to `_match` without making it part of the cache's key."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -110,7 +113,7 @@ def head_size_of(config: Any) -> int:
 
 
 def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """transformers' `apply_rotary_pos_emb`, in FP32: query [T, D], cosines and sines [T, D / 2]."""
+    """Rotate `query` [T, D] as transformers' `apply_rotary_pos_emb`, in FP32. Cosines and sines are [T, D / 2]."""
     x = query.float()
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -118,14 +121,14 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
 
 
 def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """FP32 [T, D] as the model's own module turns it; None if its cosines do not fit the heads."""
+    """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines do not fit the heads."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.intermediate_size = 0, 1, 1
     small.layer_types, small.pad_token_id = [], None
     module = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, trust_remote_code=False).model.rotary_emb
-    # A row of positions, as the trainer gives them: `dynamic` and `longrope` look at the largest.
+    # One row with all positions, as in the trainer, because `dynamic` and `longrope` look at the largest position.
     cosines, sines = module(query, positions[None])
     if cosines.shape[-1] != query.shape[-1]:
         return None
@@ -134,7 +137,7 @@ def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor
 
 
 class EngineRotaryEmbedding(nn.Module):
-    """[..] positions -> cosines and sines, BF16 [B, T, D] each, from the engine's own table."""
+    """Look up the cosines and sines of `position_ids` [B, T] in the engine's table. Return BF16 [B, T, D] each."""
 
     turns: tuple[torch.Tensor, torch.Tensor]
 

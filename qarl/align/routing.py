@@ -1,13 +1,14 @@
-"""Route tokens to experts: by the engine's rule, or by replaying a rollout; and record the routing.
+"""Route tokens to experts, by the engine's rule or by replaying a rollout. Also record the routing.
 
-Given the same logits the engine and transformers choose the same experts, except for ties. They round differently:
+From the same logits, the engine and transformers choose the same experts, except for ties. They round differently:
 
-    vLLM on CPU     the k largest of the BF16 logits, unsorted; a softmax over these k, in BF16. Without norm_topk_prob
-                    exp(logit - logsumexp of all), in BF16 (`select_experts`,
+    vLLM on CPU     takes the k largest of the BF16 logits, unsorted, and their softmax, in BF16. Without norm_topk_prob
+                    the weights are exp(logit - logsumexp of all logits), in BF16 (`select_experts`,
                     vllm/model_executor/layers/fused_moe/experts/cpu_moe.py)
-    transformers    a softmax over all in FP32, the k largest probabilities in order, divided by their sum, then BF16
+    transformers    takes a softmax over all logits in FP32 and the k largest probabilities in order, divides these by
+                    their sum, and rounds to BF16
 
-The order counts: the FP32 sum over a token's experts follows it. (On CUDA vLLM keeps the weights in FP32.)
+The order matters because the FP32 sum over a token's experts follows it. (On CUDA vLLM keeps the weights in FP32.)
 
 A tiny difference in the hidden states can still send a token to different experts than in the rollout, and then
 everything after it differs. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights
@@ -30,7 +31,7 @@ RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class AlignedRouter(nn.Module):
-    """Router with the engine's order and rounding.
+    """A router that orders the experts and rounds the weights as the engine does.
 
     It takes [..., H] BF16 and returns logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k].
     """
@@ -55,7 +56,7 @@ def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: 
 
 
 def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return the weights that transformers' routers give to `experts`; otherwise as `engine_weights`."""
+    """Return the weights [T, k] that transformers' routers give to `experts`. Arguments are as in `engine_weights`."""
     chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
     if renormalize:
         chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -65,7 +66,8 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 def replays(router_replay: str, level: str) -> bool:
     """Return whether `rollout.router_replay` asks for a replay at an alignment level.
 
-    `auto` does so only below `model`: there the trainer's own routers may choose different experts than the engine's.
+    `auto` replays only at levels below `model`, at which the trainer's routers may choose different experts than the
+    engine's.
     """
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
@@ -101,8 +103,8 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
             given = experts[:, number].to(device=router.weight.device, dtype=torch.int64)
             if given.shape[1] != router.top_k or (len(given) and int(given.max()) >= router.num_experts):
                 raise ValueError(
-                    f"layer {number} sends a token to {router.top_k} of {router.num_experts} experts; the replay has "
-                    f"{given.shape[1]} a token, numbered up to {int(given.max())}"
+                    f"layer {number} sends a token to {router.top_k} of {router.num_experts} experts, but the replay "
+                    f"has {given.shape[1]} experts per token, numbered up to {int(given.max())}"
                 )
             handles.append(router.register_forward_hook(_Replay(given)))
         yield

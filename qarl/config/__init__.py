@@ -1,8 +1,8 @@
-"""The configuration of a run: keys with their types, bounds and defaults; reading YAML and the command line.
+"""The configuration of a run: its keys with types, bounds and defaults, and the code that reads YAML and arguments.
 
     from qarl.config import load_config
 
-Imports neither torch, transformers, vLLM nor verl.
+This package does not import torch, transformers, vLLM or verl.
 """
 
 from qarl.config.errors import ConfigError, Problem

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Values from `low` to `high` are sane; `below` and `above` say what a smaller or larger value does.
+    """Values from `low` to `high` are sane. `below` and `above` say what a smaller or larger value does.
 
-    `when`: a different key, followed by the values of it with which this key is used. Empty if it is always used.
+    `when`: another key, followed by those of its values with which this key is used. Empty if it is always used.
     """
 
     low: float
@@ -34,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Exempt:
-    """Marks a key that needs no bounds beyond its type, because of `why`."""
+    """A key that needs no bounds beyond its type. `why`: the reason."""
 
     why: str
 
@@ -63,7 +63,7 @@ _MUON = ("optim.name", "muon")
 _MEMORY = "no micro-batch of that size fits into memory"
 
 TABLE: dict[str, Bounds | Exempt] = {
-    "seed": Exempt("any 32 bits are as good as any other"),
+    "seed": Exempt("every 32-bit number is equally good"),
     "data.train_batch_size": Bounds(1, 65536, _BATCH),
     "data.max_prompt_length": Bounds(1, 2**20, _LENGTH),
     "data.max_response_length": Bounds(1, 2**20, _LENGTH),
@@ -124,7 +124,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds. Each of the two values of a pair has a row. Keys of the section `verl` have none."""
+"""Dotted key -> its bounds. For a pair, each of the two values has a row. Keys of the section `verl` have no row."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:
@@ -167,7 +167,7 @@ def _warm_up_without_end(config: Config) -> Unusual | None:
     warm_up, total = config.optim.lr_warmup_steps, config.trainer.total_training_steps
     if warm_up == 0 or warm_up < total:
         return None
-    what = f"optim.lr_warmup_steps={warm_up} is the whole run of {total} steps"
+    what = f"optim.lr_warmup_steps={warm_up} covers the whole run of {total} steps"
     return Unusual("optim.lr_warmup_steps", what, "the learning rate would never reach its peak", "lower it")
 
 
@@ -175,7 +175,7 @@ def _responses_of_a_step(config: Config) -> Unusual | None:
     prompts, n = config.data.train_batch_size, config.rollout.n
     if prompts * n <= MOST_RESPONSES:
         return None
-    what = f"data.train_batch_size * rollout.n = {prompts} * {n} is above {MOST_RESPONSES} responses a step"
+    what = f"data.train_batch_size * rollout.n = {prompts} * {n} is above {MOST_RESPONSES} responses per step"
     return Unusual("data.train_batch_size, rollout.n", what, _BATCH, "lower one of the two")
 
 

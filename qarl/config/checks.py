@@ -1,7 +1,7 @@
 """Checks between keys that are each valid on their own.
 
-They work on a flat dict from dotted key to value, not on a `Config`. So they also check the valid keys of an invalid
-config, and one error reports all problems. A check is skipped if a key that it needs is invalid.
+They work on a flat dict of dotted keys, not on a `Config`. So they can also check the valid keys of an invalid config,
+and one error reports all problems. A check is skipped if a key that it needs is invalid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""The largest divisor that is tried; that finds all divisors of numbers up to its square."""
+"""The largest divisor that is tried. This finds all divisors of numbers up to its square."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
@@ -43,7 +43,7 @@ def _between(*keys: str) -> Callable[[_Check], _Check]:
 def _whole_mini_batches(train: int, mini: int) -> Problem | None:
     if train % mini == 0:
         return None
-    reason = f"data.train_batch_size = {train} prompts a step do not split into whole mini-batches of {mini} prompts"
+    reason = f"data.train_batch_size = {train} prompts per step do not split into whole mini-batches of {mini} prompts"
     fix = f"choose a divisor of {train} ({_divisors(train)}), or make data.train_batch_size a multiple of {mini}"
     return Problem("actor.ppo_mini_batch_size", mini, reason, fix)
 
@@ -73,7 +73,7 @@ def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
     patterns = [ignore] if isinstance(ignore, str) else ignore
     if scheme == "bf16" or is_ignored("lm_head", patterns):
         return None
-    reason = "lm_head would be quantized, but rollout engines give wrong results for that without an error"
+    reason = "lm_head would be quantized, but with a quantized lm_head vLLM gives wrong results and no error"
     return Problem("quant.ignore", ignore, reason, "add lm_head to the list")
 
 
@@ -85,7 +85,7 @@ def _something_to_evaluate(val_files: list[str], test_freq: int, val_before_trai
     if test_freq > 0:
         when = f"every {test_freq} steps (trainer.test_freq)"
     fix = "name a file, or set trainer.test_freq=-1 and trainer.val_before_train=false"
-    return Problem("data.val_files", val_files, f"an evaluation is due {when}, but no file is named for it", fix)
+    return Problem("data.val_files", val_files, f"an evaluation is due {when}, but no file is given", fix)
 
 
 @_between("rollout.max_num_batched_tokens", "rollout.max_num_seqs")
@@ -123,8 +123,8 @@ def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
     if (mode == "resume_path") == (path is not None):
         return None
     if path is None:
-        fix = "give trainer.resume_from_path=RUN/checkpoints/step_N, or use auto"
-        return Problem("trainer.resume_mode", mode, "no checkpoint is named to resume from", fix)
+        fix = "set trainer.resume_from_path=RUN/checkpoints/step_N, or use trainer.resume_mode=auto"
+        return Problem("trainer.resume_mode", mode, "no checkpoint to resume from is given", fix)
     reason = f"trainer.resume_mode = {mode} does not use it"
     return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or leave it out")
 
@@ -133,7 +133,7 @@ def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
 def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | None:
     if backend != "local" or temperature == 0:
         return None
-    reason = "backend=local evaluates with one greedy response a prompt"
+    reason = "backend=local evaluates with one greedy response per prompt"
     return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
 
 

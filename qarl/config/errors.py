@@ -1,7 +1,7 @@
 """Errors of the config reader: all problems at once, each with key, value, reason and fix.
 
-Pydantic finds all invalid keys in one pass, but says only what a value should be. This module turns each of its errors
-into a `Problem` that also says where the value came from, what the key means and what to write instead.
+Pydantic finds all invalid keys in one pass, but says only what a value should be. This module converts each of its
+errors to a `Problem` that also says where the value came from, what the key means and what to write instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qarl.errors import UserError
 
 
 class _NotGiven:
-    """Stands for the value of a key that was not given. An explicit `null` is a given value."""
+    """The type of `NOT_GIVEN`, the value of a key that was not given. An explicit `null` is a given value."""
 
     def __repr__(self) -> str:
         return "(not given)"
@@ -128,12 +128,12 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
         key, reason, fix = plain_key, "too few values", "write every value of the list"
     elif kind == "missing":
         value = NOT_GIVEN
-        reason, fix = "required", f"add it to the YAML file, or give {key}=VALUE on the command line"
+        reason, fix = "required", f"add it to the YAML file, or write {key}=VALUE on the command line"
     elif kind == "extra_forbidden":
         reason, fix = _unknown(key, descriptions)
     elif kind == "model_type":
         first = next(path for path in descriptions if path.startswith(f"{key}."))
-        reason = "this is a section: it holds keys, not a value"
+        reason = "this is a section, which holds keys and has no value"
         fix = f"set its keys one by one ({first} and so on), or leave {key} out for their defaults"
     elif kind == "literal_error":
         options = [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")]
@@ -146,7 +146,7 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
     else:
         message = error["msg"]
         reason = message[:1].lower() + message[1:]
-        fix = context.get("fix", "change the value to what the key means")
+        fix = context.get("fix", "give a value that fits the meaning of the key")
     return Problem(key, value, reason, fix, sources.get(plain_key), descriptions.get(plain_key))
 
 

@@ -1,4 +1,4 @@
-"""Describes every config key: its meaning, values, unit and default, read from the schema.
+"""Describe every config key: its meaning, values, unit and default, read from the schema.
 
 `config_help` makes the text of `qarl train --help`. scripts/config_page.py writes the same facts to
 docs/configuration.md, from `key_table`.

@@ -1,14 +1,14 @@
-"""Decides which Linear layers stay in high precision, with one matcher for the trainer and the engine.
+"""Decide which Linear layers stay in high precision, in the same way for the trainer and the engine.
 
-An entry of `ignore` is a module name, compared for equality, or `re:` and a regular expression that must match from
-the start of the name (`re.match`, which does not require the pattern to reach the end). So `model.layers.0.mlp.gate`
-does not match `model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
-`compressed_tensors.utils.match_name` works the same way, and so does vLLM's `should_ignore_layer` for an unfused name.
-compressed-tensors also compares an entry with the module's class names, so an entry `Linear` ignores every Linear.
-vLLM does not do that, so QaRL does not either, and reports such an entry as unmatched.
+An entry of `ignore` is either an exact module name, or `re:` and a regular expression. The expression must match from
+the start of the name but need not reach its end (`re.match`). So the entry `model.layers.0.mlp.gate` does not match
+`model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
+`compressed_tensors.utils.match_name` works in the same way, and so does vLLM's `should_ignore_layer` for a layer that
+is not fused. compressed-tensors also compares an entry with class names, so there an entry `Linear` ignores every
+Linear. vLLM does not do that, so QaRL does not either, and reports such an entry as unmatched.
 
 Python's `re` tries all ways in which a pattern can match, one after another, without a time limit. `re:(a+)+$` would
-practically never finish on a long name, here or in the engine. So a pattern with too many ways is refused before use.
+practically never finish on a long name, here or in the engine. So a pattern with too many ways to match is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from qarl.errors import UserError
 
 REGEX_PREFIX = "re:"
 WAYS_OF_A_STAR = 40
-"""Ways counted for each `.*`: four of them can divide a name of 100 letters in about 40^4 ways, five in 40^5."""
+"""Number of ways that each `.*` counts for. Four `.*` can match a name of 100 letters in about 40^4 ways, five in
+40^5."""
 MOST_WAYS = 1e7
-"""For one name, four `.*` take milliseconds at worst, five a tenth of a second, a nested repetition years."""
+"""Patterns with more ways to match are refused. For one name, a pattern with four `.*` takes milliseconds at worst,
+with five a tenth of a second, with a nested repetition years."""
 
 _parser: Any = importlib.import_module("re._parser")
 """The private parser of `re`. A different parser could miss syntax that `re` supports, such as verbose mode."""
@@ -71,8 +73,8 @@ def pattern_problem(entry: str) -> tuple[str, str] | None:
         return f"{entry} is not a regular expression: {error}", fix
     if ways <= math.log(MOST_WAYS):
         return None
-    what = f"{entry} can match in too many ways: Python's re may never finish on the name of a layer"
-    return what, "replace nested repetitions by .* and use at most four .* in one pattern"
+    what = f"{entry} can match in too many ways, so Python's re may never finish on the name of a layer"
+    return what, "replace nested repetitions with .* and use at most four .* in one pattern"
 
 
 def _log_ways(items: Iterable[tuple[Any, Any]]) -> float:

@@ -1,4 +1,4 @@
-"""Builds a config from the command line or a dict, and reports all its problems in one error."""
+"""Build a config from the command line or a dict. One error reports all problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Build the config from a nested dict, as YAML would give it. Raises `ConfigError` with all problems."""
+    """Build the config from a nested dict, like the content of a YAML file. Raises `ConfigError` with all problems."""
     return _build(values, {}, [], report_missing=True)
 
 

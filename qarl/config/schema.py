@@ -1,15 +1,16 @@
 """The typed configuration of a run: every key, with its meaning, unit, bounds and default.
 
-A run is `python -m qarl.train config=NAME.yaml key=value ...`. Later wins: the defaults below, the YAML file, then the
-overrides. Unknown keys are errors, and so is anything that would fail or mislead later; all errors come at once, before
-any work. `load_config` is the way in; the text under each key below is also what an error about that key quotes.
+`load_config` reads `python -m qarl.train config=NAME.yaml key=value ...`. The YAML file overrides the defaults below,
+and `key=value` overrides the YAML file. Unknown keys are errors, and so are values that would fail or mislead later.
+All errors are reported at once, before any work is done. An error about a key also quotes the text under that key
+below.
 
-Keys are named and counted as in verl where verl has them (https://verl.readthedocs.io/en/latest/examples/config.html):
-batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. Departures: `actor` and
-`rollout` are not nested under `actor_rollout_ref`, the optimizer is a separate section, and `trainer` counts steps
-only, never epochs. Numbers called "the paper's" are those of arXiv 2604.07853, appendix B.
+If verl has a key, it has the same name and unit here (https://verl.readthedocs.io/en/latest/examples/config.html):
+batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. There are three
+departures from verl: `actor` and `rollout` are not nested under `actor_rollout_ref`, the optimizer is a separate
+section, and `trainer` counts only steps, never epochs. "The paper's" values are those of arXiv 2604.07853, appendix B.
 
-Importing this module imports neither torch, transformers, vLLM nor verl. Files are looked for where they are read.
+This module does not import torch, transformers, vLLM or verl, and it does not check whether files exist.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _TBPO = TBPOConfig()
 SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
-"""Those that vLLM computes: `qarl.rollout.engine.check_served` says why not the other."""
+"""Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys forbidden, no silent conversion of types, immutable, finite numbers."""
+    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -64,39 +65,39 @@ class ModelConfig(Section):
     """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
 
     trust_remote_code: bool = False
-    """Run the Python code that a model's folder or Hub repository brings along. It has all your rights, so read it."""
+    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward: less memory for about a third more compute."""
+    """Recompute activations in the backward. This takes less memory but about a third more compute."""
 
 
 class DataConfig(Section):
     """Prompts and batch sizes."""
 
     train_files: PathList = Field(min_length=1)
-    """Parquet or JSON files (.parquet, .jsonl, .json) of training prompts: at least one, in verl's row layout. One name
-    may be given without a list."""
+    """One or more Parquet or JSON files (.parquet, .jsonl, .json) of training prompts, in verl's schema. A single name
+    need not be a list."""
 
     val_files: PathList = []
-    """Files of evaluation prompts, same formats and layout. May be empty only if nothing is evaluated."""
+    """Files of evaluation prompts, in the same formats and schema. May be empty only if nothing is evaluated."""
 
     train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step; each is answered rollout.n times."""
 
     max_prompt_length: Annotated[int, Unit("tokens")] = Field(ge=1)
-    """Longest prompt, in tokens, chat template included."""
+    """Largest number of tokens in a prompt, including the chat template."""
 
     max_response_length: Annotated[int, Unit("tokens")] = Field(ge=1)
-    """Longest response, in tokens; generation stops there."""
+    """Largest number of tokens in a response. Generation stops there."""
 
     shuffle: bool = True
-    """Shuffle the training prompts, by `seed`."""
+    """Shuffle the training prompts, with `seed`."""
 
     prompt_key: Text = "prompt"
     """Column that holds the prompt."""
 
     filter_overlong_prompts: bool = False
-    """Leave out prompts longer than max_prompt_length; if false, such a prompt is an error."""
+    """Leave out prompts longer than max_prompt_length. If false, such a prompt is an error."""
 
 
 class RewardConfig(Section):
@@ -113,20 +114,21 @@ class RolloutConfig(Section):
     """Sampling, and the vLLM engine that does it."""
 
     n: Annotated[int, Unit("responses")] = Field(ge=2)
-    """Responses per prompt, GRPO's group. At least 2: an advantage is relative to the other responses to the prompt."""
+    """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature in training. Above 0: greedy responses to one prompt are all alike and teach nothing."""
+    """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass kept. Below 1, backend=local needs quant.align=model or exact."""
+    """Nucleus sampling: the probability mass that is kept. Below 1, backend=local needs quant.align=model or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample from this many of the likeliest tokens; -1 or 0 means all. backend=local needs what it needs for top_p."""
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. backend=local needs quant.align=model or
+    exact."""
 
     val_temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of evaluations; 0 is greedy. Above 0 only with backend=verl, whose data may ask for several
-    responses per problem (scripts/prepare_math_eval.py)."""
+    """Sampling temperature of evaluations; 0 is greedy. It can be above 0 only with backend=verl, which can evaluate
+    several responses per problem (scripts/prepare_math_eval.py)."""
 
     max_num_seqs: Annotated[int, Unit("sequences")] = Field(default=256, ge=1)
     """Maximum number of sequences that vLLM decodes at once."""
@@ -135,24 +137,24 @@ class RolloutConfig(Section):
     """Maximum number of tokens in one vLLM step, at least max_num_seqs; null means vLLM's default."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the GPU's memory that vLLM may take, weights included; the trainer needs the rest. CUDA only."""
+    """Fraction of the GPU's memory that vLLM may take, including its weights. The trainer needs the rest. CUDA only."""
 
     cpu_kvcache_space_gib: Annotated[float, Unit("GiB")] = Field(default=1.0, gt=0, le=2**20)
     """Size of vLLM's KV cache in GiB. CPU only."""
 
     enforce_eager: bool = True
-    """Run vLLM without CUDA graphs and compilation: starts faster, decodes slower."""
+    """Run vLLM without CUDA graphs and compilation. It starts faster but decodes more slowly."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local."""
 
     router_replay: Literal["auto", "on", "off"] = "auto"
     """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
-    arXiv 2510.11370). `auto`: at quant.align=off and linears, where the trainer's own router chooses others. At `model`
-    and `exact` it chooses the same, and metrics show it. Dense models have no router."""
+    arXiv 2510.11370). `auto` does so at quant.align=off and linears, but not at model and exact, because there trainer
+    and engine choose the same experts. Dense models have no router."""
 
     rebuild_on_failure: bool = False
-    """If vLLM fails or dies, start another engine and continue. Local backend only: verl restarts nothing."""
+    """If vLLM fails or dies, start a new engine and continue. Only for backend=local, because verl restarts nothing."""
 
 
 class QuantConfig(Section):
@@ -164,53 +166,53 @@ class QuantConfig(Section):
     8-bit weights have one scale per output channel, 8-bit activations one per token."""
 
     group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
-    """Weights along the input dimension that share one scale: a multiple of 8. Used by w4a16 and w4a8."""
+    """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
 
     ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
     align: Literal["off", "linears", "model", "exact"] = "model"
-    """How far the trainer's forward follows the engine. `off`: plain BF16, the baseline that shows the mismatch.
-    `linears`: low-bit products on the very tensors that are published. `model`: also the engine's rounding in residual
-    additions, norms, rotary embedding and attention. `exact`: also its own attention operator. bf16 has no low-bit
-    products."""
+    """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
+    layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
+    in residual additions, norms, rotary embedding and attention. `exact`: also use the engine's attention operator."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
-    """Largest mean |δ| between trainer and engine, in nats per token (mismatch/abs_mean). Above it a run stops before
-    its first update; later it only warns. null means the limit of the level: qarl/metrics/guard.py."""
+    """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
+    update, the run stops; later, the run only warns. null means the default of the level (qarl/metrics/guard.py)."""
 
 
 class ActorConfig(Section):
     """The policy update: batch splits and the TBPO loss.
 
-    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, whose
-    spread shrinks as 1/sqrt(tokens): short responses need wider bands, or most of them fall outside and teach nothing.
+    The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
+    spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most of them are outside
+    and teach nothing.
     """
 
     ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
 
     ppo_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
-    """Responses per forward and backward: bounds memory, and changes the gradient by rounding only. Must
-    divide a mini-batch, which is ppo_mini_batch_size * rollout.n responses."""
+    """Responses per forward and backward. It limits memory and changes the gradient only by rounding. Must divide a
+    mini-batch, which has ppo_mini_batch_size * rollout.n responses."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
-    """Responses per forward when the old log-probs are computed. Bounds memory only."""
+    """Responses per forward when the old log-probs are computed. It only limits memory."""
 
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""
 
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest L2 norm of the whole gradient; above it the gradient is scaled down."""
+    """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
 
     loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
-    """How token losses are averaged. TBPO's ratio belongs to a whole sequence: other averages would not be TBPO."""
+    """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
 
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
     """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
 
     seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
-    """Positive advantage, at positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
+    """Positive advantage with positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
 
     neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
     """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
@@ -219,13 +221,15 @@ class ActorConfig(Section):
     """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """C: the trainer/rollout weight of a sequence is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
+    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
-    """A sequence whose weight is outside [1/C, C]: `truncate` to the nearer end, or `drop` (zero loss, counted)."""
+    """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
+    still counted in the mean."""
 
     positive_band: PositiveBand = _TBPO.positive_band
-    """Band for positive advantages: `upper` bound only, as in the paper's text, or `two_sided`, as its table allows."""
+    """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
+    the paper's table allows."""
 
 
 class AlgorithmConfig(Section):
@@ -245,7 +249,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper gives this value for Muon, without a unit (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper gives this value for Muon, but does not define it (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -254,31 +258,31 @@ class OptimConfig(Section):
     """AdamW's epsilon."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay, multiplied by the learning rate each step. The paper's value."""
+    """Decoupled weight decay. In each step it is multiplied by the learning rate. The paper's value."""
 
     lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
-    """Training steps of linear warm-up from 0 to the peak."""
+    """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
 
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """After the warm-up: `constant`, or `cosine` down to min_lr_ratio at the last training step."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """End of the cosine, as a fraction of the peak."""
+    """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
 
     muon_lr: float = Field(default=0.02, ge=0)
-    """Muon's peak learning rate, in spectral norm per update: an element moves by about this / sqrt(input width). The
-    default is the muon-optimizer package's, meant for pre-training; fine-tuning needs less."""
+    """Muon's peak learning rate: the spectral norm of an update. An element changes by about muon_lr / sqrt(input
+    width). The default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
 
     muon_momentum: Fraction = 0.95
     """Muon's momentum."""
 
     master_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights that the optimizer updates. At bf16 updates are rounded stochastically: to nearest, steps of
-    1e-6 would vanish."""
+    """Dtype of the weights that the optimizer updates. With bf16, updates are rounded stochastically, because rounding
+    to nearest would lose updates of relative size 1e-6."""
 
 
 class TrainerConfig(Section):
-    """Length of the run, evaluation and output."""
+    """Length of the run, evaluation, checkpoints and output."""
 
     nnodes: Annotated[int, Unit("machines")] = Field(default=1, ge=1)
     """Number of machines. Must be 1 with backend=local."""
@@ -287,17 +291,18 @@ class TrainerConfig(Section):
     """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
     total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
-    """Training steps; each is one rollout of data.train_batch_size prompts. The data is repeated as needed."""
+    """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data is repeated as
+    needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate after every this many steps; -1 means never."""
+    """Evaluate every test_freq steps; -1 means never."""
 
     val_before_train: bool = True
-    """Also evaluate before the first step, as the number to compare training with."""
+    """Also evaluate before the first step, to compare later evaluations with."""
 
     val_max_prompts: Annotated[int | None, Unit("prompts")] = Field(default=None, ge=1)
-    """Maximum number of prompts per evaluation: the first ones of val_files (verl: drawn by `seed` if data.shuffle is
-    on, the same ones every time); null means all."""
+    """Maximum number of prompts per evaluation; null means all. These are the first ones of val_files, or with
+    backend=verl and data.shuffle, random ones that are the same in every evaluation."""
 
     logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
     """Where metrics go in addition to metrics.jsonl in the run folder, which is always written."""
@@ -306,26 +311,26 @@ class TrainerConfig(Section):
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
-    """CPU threads per process: backend=local runs trainer and engine in one process, verl one process per rank. null
-    means OMP_NUM_THREADS or else all usable CPUs, which verl's ranks on a CPU share; on GPUs Ray decides."""
+    """CPU threads per process. backend=local runs trainer and engine in one process, verl one process per rank. null
+    means OMP_NUM_THREADS if set, otherwise all usable CPUs; verl's ranks on a CPU share them. On GPUs Ray decides."""
 
     save_final: bool = True
-    """At the end write a checkpoint that vLLM loads (compressed-tensors format)."""
+    """At the end, write a checkpoint that vLLM can load (compressed-tensors format)."""
 
     save_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Write a checkpoint to resume from after every this many steps and at the end; -1 means never."""
+    """Write a checkpoint to resume from every save_freq steps and at the end; -1 means never."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
-    """How many of the newest checkpoints are kept; an older one is removed once a newer one is complete on disk. null
-    keeps all. With backend=verl at least 2: verl removes the oldest before the new one is complete."""
+    """Number of newest checkpoints to keep; null keeps all. An old one is removed when a new one is complete on disk.
+    With backend=verl it must be at least 2, because verl removes the oldest before the new one is complete."""
 
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """`auto`: an interrupted run of this name resumes from its last good checkpoint; a finished one is moved aside.
-    `disable`: whatever has this name is moved aside. `resume_path`: resume from resume_from_path."""
+    """`auto`: an interrupted run of this name resumes from its newest good checkpoint; a finished one is moved aside.
+    `disable`: any earlier run of this name is moved aside. `resume_path`: resume from resume_from_path."""
 
     resume_from_path: PathText | None = None
-    """With resume_mode=resume_path: a checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl:
-    global_step_N), of this run or another."""
+    """With resume_mode=resume_path: the checkpoint folder, OUTPUT_DIR/NAME/checkpoints/step_N (verl: global_step_N). It
+    may belong to a different run."""
 
     @field_validator("test_freq", "save_freq")
     @classmethod
@@ -336,20 +341,20 @@ class TrainerConfig(Section):
 
 
 class Config(Section):
-    """A run. Built by `load_config` (command line) or `build_config` (a dict); `Config(...)` itself raises pydantic's
-    `ValidationError` for a bad key and `ConfigError` for keys that do not fit together."""
+    """The config of a run. `load_config` builds it from the command line, `build_config` from a dict. `Config(...)`
+    itself raises pydantic's `ValidationError` for a bad key, and `ConfigError` for keys that do not fit together."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
-    """Name of the run and of its folder: letters, digits, dot, dash, underscore, 200 at most."""
+    """Name of the run and of its folder: at most 200 letters, digits, dots, dashes and underscores."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of data order, sampling and initialisation, 32 bits."""
+    """Seed of data order, sampling and initialisation (32 bits)."""
 
     backend: Literal["local", "verl"] = "local"
     """`local`: one process with vLLM inside, on a CPU or one GPU. `verl`: verl's PPO trainer, several GPUs or nodes."""
 
     output_dir: PathText = "runs"
-    """Folder of all runs; this one writes to output_dir/name."""
+    """Folder of all runs. This run writes to output_dir/name."""
 
     dry_run: bool = False
     """Resolve and check the config, print it, write it to dry_run.yaml in the run folder, and stop."""
@@ -365,9 +370,9 @@ class Config(Section):
     trainer: TrainerConfig
 
     verl: Dotted = {}
-    """Keys of verl's own config, dotted or nested, set after everything that is made from the sections above:
-    `verl.actor_rollout_ref.rollout.top_k=50`. A `+` before a key of the YAML mapping adds one that verl does not have,
-    as on verl's command line. Only with backend=verl."""
+    """Keys of verl's own config, dotted or nested, for example `verl.actor_rollout_ref.rollout.top_k=50`. They override
+    the keys that QaRL sets from the sections above. As on verl's command line, a `+` before a key of the YAML mapping
+    adds a key that verl does not have. Only with backend=verl."""
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
@@ -377,22 +382,22 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of this run: output_dir/name."""
+        """The folder of this run: output_dir/name."""
         return Path(self.output_dir) / self.name
 
     def resolved_yaml(self) -> str:
-        """Every key with its value, defaults included, as YAML. Loading it gives an equal config."""
+        """Return every key with its value, including defaults, as YAML. Loading it gives an equal config."""
         return dump(self.model_dump(mode="json"))
 
 
 def sections() -> dict[str, type[Section]]:
-    """The sections of a config by name, in order."""
+    """Return the sections of a config by name, in order."""
     types = {name: info.annotation for name, info in Config.model_fields.items()}
     return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
 def flat_values(values: Mapping[str, Any], bad_keys: set[str]) -> dict[str, Any]:
-    """Dotted keys and values, with defaults for those not given, without those in `bad_keys`."""
+    """Return dotted keys and values, with defaults for keys that are not given, but without those in `bad_keys`."""
     fields = Config.model_fields.items()
     flat = {name: values.get(name, info.default) for name, info in fields if name not in sections()}
     for name, section in sections().items():

@@ -1,4 +1,5 @@
-"""Turns the command line into a nested dict of unchecked values: finds and reads the YAML file, applies the overrides.
+"""Read the YAML file that the command line names, and apply the overrides. The result is a nested dict, still
+unchecked.
 
 Bad input raises nothing here. All problems are collected so that one error can show them.
 """
@@ -36,7 +37,7 @@ class RawConfig:
 def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "quant.scheme=bf16"]`, into raw values with overrides applied.
 
-    `single_keys` are the known dotted keys that hold a value and not further keys.
+    `single_keys` are the known dotted keys that hold a value and no further keys.
     """
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
@@ -52,19 +53,19 @@ def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConf
 
 
 def shipped_configs() -> Path | None:
-    """Return the folder of shipped configs: inside an installed package, beside the package in a checkout."""
+    """Return the folder of shipped configs. It is inside an installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     if (package / "configs").is_dir():
         return package / "configs"
     beside = package.parent / "configs"
-    # Without the second condition an installed QaRL could use another package's site-packages/configs.
+    # Without the second condition, an installed QaRL could use site-packages/configs of a different package.
     return beside if beside.is_dir() and (package.parent / "pyproject.toml").is_file() else None
 
 
 def find_config(name: str) -> tuple[Path | None, list[Path]]:
     """Return the file that `config=NAME` means, or None, and all paths that are tried, in order.
 
-    These are NAME as given, then in ./configs, then among the shipped configs. An absolute NAME is tried only as given.
+    NAME is tried as given, then in ./configs, then among the shipped configs. An absolute NAME is tried only as given.
     """
     given = Path(os.path.expanduser(name))
     candidates = [given] if given.is_absolute() else [given, *(folder / given for folder in _folders())]
@@ -85,7 +86,7 @@ def _config_path(name: str | None, problems: list[Problem]) -> Path | None:
     available = available_configs()
     listing = f"available: {', '.join(available) or 'none'}"
     if name is None:
-        problems.append(Problem("config", NOT_GIVEN, "a run needs a config file", f"give config=NAME.yaml; {listing}"))
+        problems.append(Problem("config", NOT_GIVEN, "a run needs a config file", f"add config=NAME.yaml; {listing}"))
         return None
     path, tried = find_config(name)
     if path is None:
@@ -132,7 +133,7 @@ def _apply_override(key: str, text: str, single_keys: Collection[str], raw: RawC
     for depth, section in enumerate(sections, start=1):
         path = ".".join(sections[:depth])
         if path in single_keys or not isinstance(node.get(section, {}), dict):
-            refuse(f"{path} holds a value and has no keys below it", f"write {path}=VALUE, or correct the path")
+            refuse(f"{path} is a single value and has no keys below it", f"write {path}=VALUE, or correct the path")
             return
         node = node.setdefault(section, {})
         raw.sources.setdefault(path, COMMAND_LINE)

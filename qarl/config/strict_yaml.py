@@ -1,9 +1,9 @@
-"""Reads and writes the YAML of configs: plain data by the rules of YAML 1.2, with the line number of every key.
+"""Read and write the YAML of configs: plain data by the rules of YAML 1.2, with the line number of every key.
 
 PyYAML follows YAML 1.1, where `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30` is
 750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are
-always decimal. The same rules read files and overrides and decide what to quote in a written config, so it reads back
-equal. Tags, anchors, aliases and merge keys are refused, because people must be able to read a config easily.
+always decimal. The same rules are used to read files, to read overrides, and to decide what to quote in a written
+config, so that it reads back equal. Tags, anchors, aliases and merge keys are refused, to keep configs easy to read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MOST_DIGITS:
-            problem = f"a number of {len(node.value)} digits cannot be held"
+            problem = f"a number of {len(node.value)} digits is too large"
             raise ConstructorError(None, None, problem, node.start_mark)
         return int(node.value)
 
@@ -148,7 +148,7 @@ def _unreadable(path: Path, what: str, fix: str) -> Problem:
 def _refuse(file: YamlFile, reason: str, root: yaml.Node | None) -> None:
     where = str(file.path) if root is None else f"{file.path}:{root.start_mark.line + 1}"
     value = NOT_GIVEN if root is None else "a list" if isinstance(root, yaml.SequenceNode) else root.value
-    file.problems.append(Problem(where, value, reason, "write keys and values, one `key: value` a line"))
+    file.problems.append(Problem(where, value, reason, "write keys and values, one `key: value` per line"))
 
 
 def _mapping(node: yaml.MappingNode, prefix: str, loader: _Loader, file: YamlFile) -> dict[str, Any]:

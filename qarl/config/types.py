@@ -1,6 +1,6 @@
 """Types of values that several config keys share.
 
-A path is refused here if no file system accepts it, so that no later call fails because of it.
+A path that no file system accepts is refused here, so that no later call fails because of it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
 LONGEST_PATH, LONGEST_NAME = 4000, 240
-"""Most bytes of a path and of each name in it. Linux allows 4095 and 255, and the run appends to both."""
+"""Largest number of bytes in a path, and in each name of it. Linux allows 4095 and 255, but a run appends to both."""
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 LARGEST = 2**63 - 1
-"""The largest whole number that every consumer of the config can hold."""
+"""The largest whole number that everything which reads the config can represent."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a key, only for documentation: `Annotated[int, Unit("tokens")]`. It checks nothing."""
+    """The unit of a key, as in `Annotated[int, Unit("tokens")]`. It is only for documentation and checks nothing."""
 
     name: str
 
@@ -54,7 +54,7 @@ def as_dotted(value: Any) -> Any:
 def whole_text(text: str) -> str:
     """Return `text`; raise an error if it contains NUL, which ends a string in C and cannot be in a file name."""
     if "\0" in text:
-        raise PydanticCustomError("nul", "holds the character NUL", {"fix": "remove it"})
+        raise PydanticCustomError("nul", "contains the character NUL", {"fix": "remove it"})
     return text
 
 

@@ -3,9 +3,10 @@
 Files use verl's schema, so one file works with both backends: `data_source`, `prompt` (a list of `{role, content}`),
 `reward_model.ground_truth`, and optionally `extra_info`. `datasets` reads them into memory, without its cache on disk.
 
-There are two departures from verl's `RLHFDataset`. A row that cannot be used is an error that names the row; verl
-treats it as too long and drops it, because its filter catches every exception. And `filter_overlong_prompts` is off by
-default, so that no prompt is dropped unless asked. As in verl, the last incomplete batch of an epoch is dropped.
+There are two departures from verl's `RLHFDataset`. First, a row that cannot be used is an error that names the row.
+verl treats such a row as too long and drops it, because its filter catches every exception. Second,
+`filter_overlong_prompts` is off by default, so no prompt is dropped unless the user asks for it. As in verl, the last
+incomplete batch of an epoch is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY = 900
-"""A value with more opening brackets than this is checked for depth. The number is below Python's recursion limit."""
+"""A JSON value with more opening brackets than this is checked for depth. The number is below Python's recursion
+limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
@@ -84,7 +86,7 @@ def load_prompts(
     """
     files = [files] if isinstance(files, str) else list(files)
     if not files:
-        raise UserError("no data files", why="the list of files is empty", fix="name at least one .parquet or .jsonl")
+        raise UserError("no data files", why="the list of files is empty", fix="give at least one .parquet or .jsonl")
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "the tokenizer has no chat template",
@@ -111,9 +113,9 @@ def load_prompts(
         raise _overlong_error(overlong, len(prompts) + len(overlong), max_prompt_length)
     if not prompts:
         raise UserError(
-            f"none of the {len(overlong)} prompts can be used",
+            f"all {len(overlong)} prompts are too long",
             where=", ".join(files),
-            why=f"all are longer than max_prompt_length={max_prompt_length} tokens "
+            why=f"they have more than max_prompt_length={max_prompt_length} tokens "
             f"(shortest: {min((length for _, length in overlong), default=0)})",
             fix="raise data.max_prompt_length",
         )
@@ -129,7 +131,7 @@ def _read(file: str, prompt_key: str) -> datasets.Dataset:
         raise UserError(
             f"unknown kind of data file: {file}",
             why=f"the name must end in one of {', '.join(_FORMATS)}",
-            fix="convert the file; or rename it, if only its name is wrong",
+            fix="convert the file, or rename it if only its name is wrong",
         )
     rows = _read_rows(file)
     if not len(rows):
@@ -167,7 +169,8 @@ def _read_rows(file: str) -> datasets.Dataset:
 
 
 def _check_json(path: Path) -> None:
-    """Refuse files at which pyarrow's reader would crash the process: the first value is null, or the nesting is deep.
+    """Refuse files that would make pyarrow's reader crash the process. In these the first value is null, or the nesting
+    is deep.
 
     Raises ValueError or RecursionError.
     """
@@ -178,7 +181,7 @@ def _check_json(path: Path) -> None:
             _try_deep(line)
     if first and first not in b"[{":
         raise ValueError(f"a row must be a JSON object, {{...}}, but the file begins with {first!r}")
-    if path.suffix == ".json":  # one value over all lines
+    if path.suffix == ".json":  # the file holds one JSON value, which may span all lines
         _try_deep(path.read_bytes())
 
 
@@ -189,7 +192,7 @@ def _try_deep(value: bytes) -> None:
 
 
 def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. They are decoded when they are read, so a damaged one raises here."""
+    """Yield the rows. Rows are decoded here, so a damaged row raises here."""
     iterator = iter(rows)
     while True:
         try:
@@ -210,7 +213,7 @@ def _unreadable(file: str, error: Exception) -> UserError:
     return UserError(
         f"cannot read the data file {file}",
         why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
-        fix="write it again; it may be truncated, or not in the format that its name says",
+        fix="write it again; it may be truncated, or its name may have the wrong ending",
     )
 
 
@@ -247,7 +250,7 @@ def _to_prompt(
         token_ids: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # templates raise their own errors, e.g. on roles they do not know
+    except Exception as error:  # templates raise their own errors, for example for an unknown role
         raise UserError(
             "the tokenizer's chat template refuses a prompt",
             where=where,
@@ -296,7 +299,7 @@ def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
-    """Return how many prompts of `val` are also in `train`, by their tokens. An honest evaluation needs 0."""
+    """Return how many prompts of `val` are also in `train`, by their tokens. A fair evaluation needs 0."""
     seen = {tuple(prompt.prompt_token_ids) for prompt in train}
     return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
 
@@ -305,8 +308,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
     """Return the number of token ids that the model has but the tokenizer lacks.
 
     `vocab_size`: the model's. Unless they are masked, the extra ids get some of the probability. verl masks them in
-    vLLM but not in its trainer. For example, with 64 logits for 48 tokens and a fresh model, the log-probs of rollout
-    and trainer differ by ln(64/48). A trained model gives extra ids almost no probability, so a caller may allow some.
+    vLLM but not in its trainer. For example, with 64 logits for 48 tokens and an untrained model, the log-probs of
+    rollout and trainer differ by ln(64/48). A trained model gives extra ids almost no probability, so a caller may
+    allow some.
 
     Raises:
         UserError: there are more than `max_unused` extra ids, or the tokenizer has more ids than the model.
@@ -323,18 +327,18 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
         )
     raise UserError(
         sizes,
-        why=f"the {unused} ids in between are masked in the rollout but not in the trainer; this shifts the trainer's "
+        why=f"the {unused} additional ids are masked in the rollout but not in the trainer; this shifts the trainer's "
         "log-probs and looks like a mismatch caused by quantization",
         fix="resize the model's embeddings to the tokenizer, or add tokens to the tokenizer until both agree",
     )
 
 
 class PromptSampler(Iterator[list[int]]):
-    """Endless batches of `batch_size` distinct indices below `num_prompts`, in a new permutation every epoch.
+    """Yield batches of `batch_size` distinct row numbers below `num_prompts`, without end.
 
-    The permutation depends only on `seed` and the epoch, so a resumed run gets the same batches as an uninterrupted
-    one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is dropped, as in
-    verl.
+    Every epoch has a new order. It depends only on `seed` and the epoch, so a resumed run gets the same batches as an
+    uninterrupted one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is
+    dropped, as in verl.
 
     Raises:
         UserError: `batch_size` is below 1 or above `num_prompts`.
@@ -378,8 +382,9 @@ class PromptSampler(Iterator[list[int]]):
         for key in self._SETTINGS:
             if state.get(key) != getattr(self, key):
                 raise UserError(
-                    f"the checkpoint was written with {key}={state.get(key)}, this run has {key}={getattr(self, key)}",
-                    why="the order of the prompts would not continue where it stopped",
+                    f"the checkpoint was written with {key}={state.get(key)}, but this run has "
+                    f"{key}={getattr(self, key)}",
+                    why="the prompts would not continue in the same order",
                     fix="resume with the same data, data.train_batch_size, data.shuffle and seed, or start a new run",
                 )
         drawn = state.get("batches_drawn")

@@ -9,9 +9,9 @@ It may also return a dict with the number under "score".
 The config names it as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It gets
 keyword arguments, as in verl.
 
-If the function raises, returns anything but a finite number, or takes longer than `reward.timeout_s`, the run stops
-with an error that names the row. A score of 0 instead would teach the model to avoid the bug. After a timeout, a score
-of 0 would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function,
+If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
+error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. After a timeout, it
+would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function, but
 Ctrl-C does not.
 """
 
@@ -65,8 +65,8 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. Its time limit (5 seconds to parse,
-    5 to compare) uses an alarm signal, which only works in the main thread. In other threads a separate process does
-    the work, as in verl. In the main thread the caller's own alarm keeps its time, but can fire only between answers.
+    5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a separate
+    process, as in verl. In the main thread, an alarm that the caller has set fires on time or after the current answer.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))
@@ -74,7 +74,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify` with a time limit of `seconds`, for data preparation. Only for the main thread."""
+    """Do the same as `math_verify`, but with a time limit of `seconds`. For data preparation, in the main thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 
@@ -128,7 +128,7 @@ def get_reward_fn(spec: str) -> RewardFn:
             f"{source} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
             where=f"reward.function={spec}",
             why=f"its functions: {', '.join(functions) or 'none'}",
-            fix=f"write reward.function={source}:NAME with one of them",
+            fix=f"write reward.function={source}:NAME with the name of a function",
         ) from None
     _check_signature(fn, spec)
     return fn
@@ -183,7 +183,7 @@ def _check_signature(fn: Any, spec: str) -> None:
             "the reward function is not callable",
             where=where,
             why=f"it is a {type(fn).__name__}",
-            fix="name a function",
+            fix="set reward.function to the name of a function",
         )
     try:
         signature = inspect.signature(fn)
@@ -195,15 +195,17 @@ def _check_signature(fn: Any, spec: str) -> None:
         raise UserError(
             f"the reward function has the wrong signature {signature}",
             where=where,
-            why=f"called with {', '.join(_ARGUMENTS)} by name: {error}",
-            fix=f"def {getattr(fn, '__name__', 'reward')}({', '.join(_ARGUMENTS)}) -> float",
+            why=f"it is called with the keyword arguments {', '.join(_ARGUMENTS)}: {error}",
+            fix=f"define it as def {getattr(fn, '__name__', 'reward')}({', '.join(_ARGUMENTS)}) -> float",
         ) from None
 
 
 def score_responses(
     fn: RewardFn, prompts: Sequence[Prompt], responses: Sequence[str], *, timeout_s: float | None = None
 ) -> list[float]:
-    """Return the score of each `responses[i]`, an answer to `prompts[i]`. `timeout_s`: seconds per response, None: any.
+    """Return the score of each `responses[i]`, an answer to `prompts[i]`.
+
+    `timeout_s`: time limit per response, in seconds; None means no limit.
 
     Raises:
         UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned neither a finite
@@ -238,7 +240,7 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
             f"the reward function {name} took longer than reward.timeout_s={timeout_s:g} seconds",
             where=place,
             why=f"a response without a score cannot be used, and a score of 0 would be wrong (response: {response})",
-            fix="make it faster, give it its own time limit, or raise reward.timeout_s (null means no limit)",
+            fix="make it faster, let it limit its own time, or raise reward.timeout_s (null means no limit)",
         ) from error
     except BaseException as error:
         raise UserError(
@@ -256,7 +258,7 @@ def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: 
         if not isinstance(score, Real) and hasattr(score, "item"):  # a scalar of PyTorch
             score = score.item()
         number = float(score) if isinstance(score, Real) else math.nan
-    except Exception:  # not a number, for example a tensor of several elements, or an integer too large for a float
+    except Exception:  # not a finite number, for example a tensor of several elements, or a huge integer
         number = math.nan
     if not math.isfinite(number):
         response = shortened(arguments["solution_str"])

@@ -5,10 +5,10 @@ socket, and regular expressions that backtrack forever. The timer fires again ev
 catches the exception. The caller's own timer is restored afterwards. If the function sets an alarm itself
 (`signal.alarm`), that replaces our timer, and the running time is checked only when the function returns.
 
-In other threads Python delivers no signals (verl scores responses in threads of a Ray worker). There the function runs
-in a new thread, and the caller waits for it only until the limit. So the caller gets its error in time. The thread is
-told to stop, and ends at its next line of Python. If it stays inside a C function, it is left behind as a daemon
-thread, which does not keep the process alive. Only C code that never releases Python's lock delays the error.
+Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. There the
+function runs in a new thread, and the caller waits for it only until the limit. So the caller gets its error in time.
+The new thread is told to stop, and ends at its next line of Python. If it is inside a C function, it is left behind as
+a daemon thread, which does not keep the process alive. Only C code that never releases Python's lock delays the error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Stop(BaseException):
 
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
-    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function pass through.
+    """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
 
     Raises:
         OutOfTimeError: the function was stopped, or returned too late.

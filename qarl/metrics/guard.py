@@ -1,13 +1,13 @@
-"""Compares the measured mismatch with the limit of the alignment level. Over the limit is an error before the first
-update and a warning later.
+"""Compare the measured mismatch with the limit of the alignment level. Before the first update a mismatch over the
+limit is an error, later a warning.
 
 δ is a sampled token's log-prob in the trainer minus its log-prob in the engine. `mismatch/abs_mean` is the mean of |δ|
-over the tokens of a batch. Each level allows a certain mean. A larger one means that the two sides compute different
-models, because only one of them follows a config key, a weight is not published, or the sampling distributions differ.
-No loss can correct that.
+over the tokens of a batch. Each level has a limit for this mean. A larger mean shows that the two sides compute
+different models: only one of them follows a config key, a weight is not published, or the sampling distributions
+differ. No loss can correct that.
 
-Healthy values, which README lists and `scripts/mismatch_guard_check.py` measures, lie below the limits. Known mistakes
-lie above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.
+Healthy values, which docs/alignment.md lists and `scripts/mismatch_guard_check.py` measures, are below the limits.
+Known mistakes are above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ several threads, or the log-softmax of a different release, may cause 1e-6.
 MODEL_LIMIT = (5e-3, 5e-6)
 """Limit at `model` for short responses, and the amount that each response token adds, up to `DEFAULT_LIMITS["model"]`.
 
-At this level δ comes from the order in which attention sums over keys, so it grows with the length and with the breadth
-of the distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random weights). At 1000
-tokens it is at most 1.6e-3. The limits are 5.3e-3 and 1e-2 there; 1e-2 is half of the smallest known mistake.
+At this level δ comes from the order in which attention sums over keys. So it grows with the length of the responses and
+with the entropy of the distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random
+weights); the limit is then 5.3e-3. At 1000 tokens it is at most 1.6e-3; the limit is then 1e-2, half of the smallest
+known mistake.
 """
 COLDEST = 0.25
-"""Limits are divided by the temperature, because rounded logits are, but by no less than this value. Below it
-distributions are so sharp that most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1,
-3.3e-3 at 0.5, 3.9e-3 at 0.3 and 6.7e-3 at 0.1."""
+"""Limits are divided by the temperature, or by this value if the temperature is lower. The logits are divided by the
+temperature, so their rounding errors grow in the same way. At very low temperatures, distributions are so sharp that
+most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3 and
+6.7e-3 at 0.1."""
 
 
 class MismatchError(UserError):
@@ -44,7 +46,7 @@ def resolve_limit(
     """Return the limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
 
     Args:
-        level: the alignment level that is applied, which may be lower than the one asked for.
+        level: the alignment level that was applied, which may be lower than the one asked for.
         response_length: mean tokens per measured response; None gives the limit for long responses.
         temperature: sampling temperature of the responses. It has no effect at `exact`.
     """
@@ -77,7 +79,7 @@ def check_mismatch(
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if abs_mean <= allowed:  # false for NaN, which is over every limit
         return None
-    found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats a token, over the {allowed:.2g}"
+    found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats per token, over the {allowed:.2g}"
     source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")
     if not before_first_update:
         return f"{found} {source}; the policy that samples may differ from the one that the trainer updates"
@@ -86,6 +88,6 @@ def check_mismatch(
         where="mismatch/abs_mean, before the first update",
         why="they compute different distributions: one side may ignore a key of the model's config or of sampling, "
         "weights may not be published, or the alignment may not fit this model or machine",
-        fix="compare token by token with `python -m qarl.diagnose`; choose another quant.align or model, or raise "
+        fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

@@ -1,16 +1,16 @@
 """Metrics of every step: the mismatch of the trainer's and the rollout's log-probs, scores, lengths, seconds per phase.
 
-These are pure functions of tensors. If verl defines a metric (`verl/trainer/ppo/rollout_corr_helper.py`,
-`metric_utils.py`, `utils/debug/metrics.py`), the definition here is the same, but the prefix is `mismatch/` instead of
-`rollout_corr/`. There are two differences:
+These are pure functions of tensors. If verl also has a metric (`verl/trainer/ppo/rollout_corr_helper.py`,
+`metric_utils.py`, `utils/debug/metrics.py`), it is defined in the same way here, but its prefix is `mismatch/` instead
+of `rollout_corr/`. There are two differences:
 
 - Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
-  correct digit below δ = 3e-4, and an aligned trainer is below that.
+  correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Besides KL estimates there are quantiles, maximum and effective sample size, because means can hide problems. In arXiv
-2605.14220 the mean of |δ| is small while its maximum nears 1, and the KL of the PPO ratio stays flat over the 700 steps
-in which a run begins to decay.
+Means can hide problems, so there are also quantiles, the maximum and the effective sample size. In arXiv 2605.14220 the
+mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat over 700 steps in which the run
+begins to decay.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def mismatch_metrics(
     - `mismatch/abs_mean`, `abs_max`, `abs_p50`, `abs_p90`, `abs_p99`, `abs_p999`: of |δ| over tokens
     - `mismatch/k1` = mean(-δ) and `mismatch/k3` = mean(exp(δ) - δ - 1): estimates of KL(rollout‖trainer), verl's `kl`
       and `k3_kl`
-    - `mismatch/ess`: effective sample size over the number of tokens, in (0, 1], of the token weights exp(δ) truncated
-      at 2: verl's `rollout_is_eff_sample_size`
-    - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity over the rollout's
+    - `mismatch/ess`: effective sample size of the token weights exp(δ) truncated at 2, divided by the number of tokens;
+      in (0, 1]; verl's `rollout_is_eff_sample_size`
+    - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity divided by the rollout's
     - `mismatch/pearson`: correlation of the two probabilities over tokens, verl's `rollout_actor_probs_pearson_corr`;
       NaN if either is constant
 
-    All three arguments are [batch, response_length]; the mask is bool or 0/1. Positions outside the mask may hold
-    anything. Raises ValueError for unequal shapes and for an empty mask.
+    All three arguments are [batch, response_length]; the mask is bool or 0/1. Values outside the mask are ignored.
+    Raises ValueError for unequal shapes and for an empty mask.
     """
     mask = _checked_mask(response_mask, old_log_prob, rollout_log_prob)
     old, rollout = old_log_prob.detach().float(), rollout_log_prob.detach().float()
@@ -97,10 +97,10 @@ def response_metrics(
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names; lengths are in tokens.
 
-    Empty (aborted) responses are left out of `critic/score/*`, as in verl. verl has no `critic/score/std` (population).
-    `response_length/clip_ratio` is the fraction of responses cut off at `max_response_length`. If `finish_reasons` are
-    given, those with "length" count, because a response may end by itself on its last allowed token. Otherwise all
-    responses of full length count, as in verl.
+    Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the population's; verl
+    does not have it. `response_length/clip_ratio` is the fraction of responses cut off at `max_response_length`. With
+    `finish_reasons` it counts those with "length", because a response may end by itself on its last allowed token.
+    Otherwise it counts all responses of full length, as verl does.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
@@ -128,11 +128,11 @@ def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Wall-clock seconds of one training step by phase.
+    """Measure the wall-clock seconds of one training step by phase.
 
-    `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets.
-    On an accelerator pass its `synchronize` (torch.cuda.synchronize). Otherwise kernels that a phase has queued but not
-    finished would count toward the next phase.
+    `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets. On an
+    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise kernels that are queued but not finished at
+    the end of a phase would count toward the next one.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -159,7 +159,7 @@ class PhaseTimer:
     def pop(self) -> dict[str, float]:
         """Return the seconds since the last `pop()`: `timing_s/<phase>` for each phase and `timing_s/step`, the sum.
 
-        As in verl, the sum leaves out evaluation. A phase inside a different phase is not added twice.
+        As in verl, the sum leaves out evaluation. The time of a phase inside another phase is added only once.
         """
         seconds = {**self._seconds, "step": self._step}
         self._seconds, self._step = {}, 0.0

@@ -1,4 +1,4 @@
-"""Plots one run, or several runs in the same figures, from metrics.jsonl.
+"""Plot one run, or several runs in the same figures, from metrics.jsonl.
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
 them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. Noisy series show each step as
@@ -55,7 +55,7 @@ FIGURES = (
     Figure(
         "k3",
         "Mismatch between trainer and rollout",
-        "k3 KL(rollout‖trainer), nats a token",
+        "k3 KL(rollout‖trainer), nats per token",
         {"mismatch/k3": ""},
         log=True,
     ),
@@ -156,7 +156,7 @@ def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | N
     phases, timed = _phases(entries), _timed(entries)
     if not phases:
         return None
-    axes = _new_axes("Wall-clock time of a step by phase", "seconds a step")
+    axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
     heights = [np.nan_to_num([float(entry.get(f"timing_s/{phase}") or 0.0) for entry in timed]) for phase in phases]
     axes.stackplot([e["step"] for e in timed], heights, labels=phases, colors=_colors(phases), step="mid", linewidth=0)
     axes.margins(x=0)
@@ -172,12 +172,12 @@ def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: P
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")
     left = np.zeros(len(runs))
     for phase, color in zip(phases, _colors(phases), strict=True):
-        # The mean is over all steps, so an evaluation every tenth step counts with a tenth of its seconds.
+        # The mean is over all steps, so an evaluation in every tenth step adds a tenth of its seconds.
         width = np.asarray([series(e, f"timing_s/{phase}")[1].sum() / max(1, len(_timed(e))) for e in runs.values()])
         axes.barh(list(runs), width, left=left, label=phase, color=color)
         left += width
     axes.invert_yaxis()
-    axes.set_xlabel("seconds a step")
+    axes.set_xlabel("seconds per step")
     return _save(axes, output / "seconds.png", outside=True)
 
 
@@ -214,7 +214,7 @@ def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plot the runs named on the command line; returns the exit code."""
+    """Plot the runs named on the command line. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m qarl.metrics.plots", description="Plot one run, or several over each other."
     )

@@ -1,9 +1,9 @@
 """Records of a run: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
 
-metrics.jsonl is the record and is always written, one JSON object per line, flushed each step. The other loggers only
-show the same data. JSON has no NaN or infinity, so they are written as the strings "nan", "inf" and "-inf", which
-`float()` reads back. A resumed run appends to the file. If a line has a lower step than the line before,
-`read_metrics` drops all earlier entries from that step on, so nothing has to be rewritten.
+metrics.jsonl is always written, one JSON object per line, flushed each step. The other loggers only show the same data.
+JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf", which `float()` reads back. A
+resumed run appends to the file and may repeat steps. `read_metrics` then uses the newest entries, so no line has to be
+rewritten.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class _Writer(Protocol):
 
 
 class Tracker:
-    """Logs one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
+    """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    metrics.jsonl is the record, so `log` raises if a line cannot be written. If a different logger fails (full disk,
-    closed terminal, network), it is dropped with a message and the run continues. `problem` keeps the first such error
-    so that it can be raised at the end of the run.
+    `log` raises if a line of metrics.jsonl cannot be written. If one of the other loggers fails (full disk, closed
+    terminal, network), it is dropped with a message and the run continues. `problem` keeps the first such error so that
+    it can be raised at the end of the run.
     """
 
     def __init__(
@@ -162,15 +162,15 @@ def check_loggers(loggers: Sequence[str]) -> None:
             raise UserError(
                 f"the logger {logger} is chosen, but the package {logger} is not installed",
                 where="trainer.logger",
-                fix=f"pip install {logger}, or take {logger} out of trainer.logger",
+                fix=f"pip install {logger}, or remove {logger} from trainer.logger",
             )
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step. Numbers in strings become floats again.
 
-    Raises UserError if the file is missing or cannot be read. A line that a crash cut off, or that is not a record of
-    numbers, is skipped.
+    Raises UserError if the file is missing or cannot be read. A line that a crash cut off is skipped, and so is a line
+    that is not a record of numbers.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -201,7 +201,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 class _JsonLines:
-    """Appends only complete lines: if the disk takes only part of a line, that part is removed again."""
+    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -241,7 +241,7 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides steps from `purge_step` on that an earlier run in this directory has logged.
+        # TensorBoard then hides what an earlier run in this directory logged for this step and later ones.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -254,7 +254,8 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Logs to W&B, in project WANDB_PROJECT or `qarl`. A resumed run keeps its W&B id, from the file wandb_id."""
+    """Log to W&B. The project is the environment variable WANDB_PROJECT, or `qarl`. The file wandb_id keeps the run's
+    W&B id for a resume."""
 
     def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         import wandb
@@ -278,7 +279,7 @@ class _WandB:
 
 
 class _Console:
-    """Shows a progress bar on a terminal; elsewhere prints one plain line per step, so log files stay readable."""
+    """Show a progress bar on a terminal. Elsewhere print one plain line per step, so that log files stay readable."""
 
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm
@@ -293,7 +294,7 @@ class _Console:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # Accuracy is not measured in every step, so the last one stays visible.
+        # Accuracy is not measured in every step, so the last measured value stays visible.
         self._accuracy = {k: metrics[k] for k in ("val/accuracy",) if k in metrics} or self._accuracy
         figures = _figures({**self._accuracy, **metrics})
         if self._bar is None:

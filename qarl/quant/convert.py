@@ -1,4 +1,4 @@
-"""Select and convert the linears of a model that become quantized, and make the wire tensors of the whole model.
+"""Select the linears of a model that are quantized, convert them, and make the wire tensors of the whole model.
 
 `quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place.
 `packed_state_dict` yields the tensors that a rollout engine loads and a checkpoint stores, under compressed-tensors
@@ -29,8 +29,10 @@ DEFAULT_IGNORE = ("lm_head",)
 
 @dataclass(frozen=True)
 class QuantReport:
-    """The result of a conversion: quantized linears (name -> kernel), linears left alone (name -> why), ignore entries
-    that matched nothing, and quantized layers of experts (name -> kernel)."""
+    """The result of a conversion.
+
+    `quantized`: quantized linears (name -> kernel). `skipped`: linears left alone (name -> why). `unmatched_ignore`:
+    ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel)."""
 
     scheme: Scheme
     quantized: dict[str, str]
@@ -55,11 +57,11 @@ def select_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> why not).
 
-    A matrix of an expert is listed under the name of a linear, with the module of its layer's experts.
+    Each matrix of an expert is listed like a linear. Its module is the one that holds all experts of its layer.
 
     Raises:
-        UserError: linears that should be quantized have shapes that the scheme cannot hold; the error lists the first
-            four. Or `ignore` covers only some of a layer's experts.
+        UserError: the shapes of some linears do not fit the scheme (the error lists the first four), or `ignore` covers
+            only some of a layer's experts.
     """
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -97,7 +99,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
-    """Return (module, [N, K]) of every linear and of every expert's matrices, in the model's order."""
+    """Return (module, [N, K]) of every linear and of every matrix of an expert, by name, in the model's order."""
     experts = stacked_experts(model)
     found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, module in model.named_modules():
@@ -112,7 +114,8 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
-    """Raise UserError if only some matrices of a layer's experts are quantized. Arguments: names of matrices."""
+    """Raise UserError if only some matrices of a layer's experts are quantized. Both arguments hold names of
+    linears."""
     layers: list[dict[str, str]] = []
     for names in (quantized, skipped):
         matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
@@ -121,7 +124,7 @@ def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> Non
         raise UserError(
             f"quant.ignore covers only some of the experts in {len(split)} layers",
             where=f"{split[0]}: ignored: {layers[1][split[0]]}; quantized: {layers[0][split[0]]}",
-            why="vLLM has one scheme for all experts of a layer",
+            why="vLLM uses one scheme for all experts of a layer",
             fix='ignore all experts of a layer, as in "re:model[.]layers[.]0[.]mlp[.]experts[.]", or none',
         )
 
@@ -136,8 +139,8 @@ def quantize_model(
     """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
     place. Parameters keep their names.
 
-    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not,
-    if the model is already quantized, or as `select_linears` does.
+    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not
+    BF16, if the model is already quantized, or for the reasons that `select_linears` names.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
@@ -168,7 +171,7 @@ def replace_selected(
     *,
     device: torch.device | None = None,
 ) -> QuantReport:
-    """Replace the modules that `select_linears` selected with layers of the two classes."""
+    """Replace the modules that `select_linears` selected with layers of `linear_class` and `experts_class`."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
@@ -189,7 +192,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that `select_linears` selected by their module names, each once."""
+    """Return the modules that `select_linears` selected, by their names in the model, each once."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -238,7 +241,7 @@ def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[t
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Return the second names of parameters that have two: in a tied model, that of the output embedding."""
+    """Return the second names of tied parameters. In a tied model this is the name of the output embedding."""
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False):
         return frozenset()

@@ -1,19 +1,19 @@
-"""QuantExperts: all experts of a layer, multiplied by the low-bit tensors the rollout engine was given; the backward is
-straight-through.
+"""QuantExperts: all experts of a layer. The forward multiplies by the engine's low-bit tensors.
 
     forward   y = sum over a token's experts of w * down(silu(gate(x)) * up(x))    a kernel of qarl.kernels.experts
-    backward  for x, both stacks of weights and the router's weights w             see qarl.kernels.experts.fused
+    backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.fused
 
-The module takes the place of transformers' experts, as `QuantLinear` does of a linear, and keeps their two stacked
-parameters under their own names. transformers' registry of experts functions is not used: it has one name for all
-layers of a model, and a layer can be in `quant.ignore`; and a function would keep its tensors on another's module.
+The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
+their names. transformers' registry of experts functions is not used, for two reasons. It has one function for all
+layers of a model, but a single layer can be in `quant.ignore`. And a function would have to store its tensors on
+transformers' module.
 
-A stack is quantized whole. Scales belong to one row or to a group inside one, so a row's bytes do not depend on the
-rows beside it: they are those of each expert's gate_proj, up_proj and down_proj quantized alone. It happens once per
-optimizer step, as in `qarl.quant.linear`; whoever writes through `.data` calls `invalidate_quantized`.
+A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
+depend on other rows. They are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
+`qarl.quant.linear`, this happens once per optimizer step. After writing through `.data`, call `invalidate_quantized`.
 
-Under scheme bf16 the stacks stay as they are, and the layer is the engine's own BF16 product with our backward: what
-levels `model` and `exact` need (`qarl.align.routing`).
+Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator and the backward is the
+same as for other schemes. Levels `model` and `exact` use this (`qarl.align.model`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from qarl.quant.stacks import STACKS, matrices
 
 @dataclass(frozen=True, eq=False)
 class QuantizedStack:
-    """The stack `name` of `shape` [E, N, K] under `scheme`.
+    """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors of its matrices by compressed-tensors' names, stacked along [E, N]; without
-    `weight_shape`, which every matrix has alike.
+    `tensors`: the wire tensors of its matrices by compressed-tensors' names, stacked along [E, N]. `weight_shape` is
+    left out, because it is the same for every matrix.
     """
 
     name: str
@@ -49,7 +49,7 @@ class QuantizedStack:
     tensors: dict[str, torch.Tensor]
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Checkpoint names and wire tensors of each expert's matrices: views of the stacked ones."""
+        """Yield checkpoint names and wire tensors of each expert's matrices, as views of the stacked tensors."""
         for matrix in matrices(self.name, self.shape):
             for leaf, tensor in self.tensors.items():
                 yield f"{matrix.name}.{leaf}", tensor[matrix.expert, matrix.rows]
@@ -59,10 +59,12 @@ class QuantizedStack:
 
 
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
-    """The stack [E, N, K], BF16, as `quantize` would make each matrix of it; `name` is its state-dict name.
+    """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
+
+    `name`: its state-dict name.
 
     Raises:
-        UserError: a shape that the scheme cannot hold, or a NaN or Inf.
+        UserError: the shape does not fit the scheme, or a weight is NaN or Inf.
     """
     experts, rows, columns = weight.shape
     tensors = {"weight": weight}
@@ -73,7 +75,7 @@ def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> Quanti
 
 
 class QuantExperts(nn.Module):
-    """Experts with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], both BF16; activations are SiLU's."""
+    """Experts with `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], both BF16. The activation function is SiLU."""
 
     def __init__(
         self,
@@ -84,10 +86,11 @@ class QuantExperts(nn.Module):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Takes over the parameters of transformers' `experts` (no copy). The other arguments are `QuantLinear`'s.
+        """Take over the parameters of transformers' `experts` without a copy. For the other arguments see
+        `QuantLinear`.
 
         Raises:
-            UserError: the experts compute something else, or no kernel serves them.
+            UserError: the experts compute a different function, or no kernel supports them.
         """
         super().__init__()
         check_experts(experts, qualified_name)
@@ -113,7 +116,8 @@ class QuantExperts(nn.Module):
         return self.choice.kernel
 
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Both stacks, by leaf name, as the weights are now: what the forward multiplies by and the publisher sends."""
+        """Return both quantized stacks of the current weights, by leaf name. The forward multiplies by them and the
+        publisher sends them."""
         if self.stale:
             self.invalidate()
             weights = [getattr(self, leaf) for leaf in STACKS]
@@ -125,7 +129,7 @@ class QuantExperts(nn.Module):
 
     @torch.no_grad()
     def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
-        """Quantize one stack, unless that is done already; with both there, the kernel prepares them."""
+        """Quantize one stack, unless it is already quantized. Once both are, prepare them for the kernel."""
         if leaf not in self._quantized:
             self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
         if self._low_bit is None and self._quantized.keys() == STACKS.keys():
@@ -136,28 +140,28 @@ class QuantExperts(nn.Module):
         return self._quantized[leaf]
 
     def invalidate(self) -> None:
-        """Forget the quantized tensors; the next use makes them again."""
+        """Drop the quantized tensors. The next use makes them again."""
         self._made_from, self._quantized, self._low_bit = (), {}, None
 
     @property
     def stale(self) -> bool:
-        """Whether a weight was changed, or replaced, since the quantized tensors were made."""
+        """Whether a weight was changed or replaced after its quantized tensors were made."""
         weights = (self.gate_up_proj, self.down_proj)
         return not self._made_from or not all(map(Mark.holds_for, self._made_from, weights))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles make their quantized tensors again: what a kernel prepared may be memory it owns."""
+        """Leave the quantized tensors out of copies and pickles, because a kernel may own their memory."""
         return {**self.__dict__, "_made_from": (), "_quantized": {}, "_low_bit": None}
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H] BF16 with the experts of each token [T, k] and their weights [T, k] -> [T, H] BF16."""
+        """Return BF16 [T, H] from `hidden_states` BF16 [T, H], each token's experts [T, k] and their weights [T, k]."""
         if hidden_states.dtype != torch.bfloat16:
             raise UserError(
                 f"{self.qualified_name} got {hidden_states.dtype} activations",
                 why="the kernels of experts multiply BF16 activations, as the rollout engine does",
-                fix="run the model in bfloat16, without autocast to another dtype",
+                fix="run the model in bfloat16, without autocast to a different dtype",
             )
         self.quantized()
         made = self._low_bit
@@ -180,7 +184,8 @@ class QuantExperts(nn.Module):
 
 
 def check_experts(experts: nn.Module, name: str) -> None:
-    """UserError where transformers' experts are not gate and up in one stack, SiLU, down, without biases."""
+    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)), with gate and up in one stack
+    and without biases."""
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)
@@ -191,6 +196,6 @@ def check_experts(experts: nn.Module, name: str) -> None:
         raise UserError(
             f"{name}: these experts cannot be quantized",
             where=f"{type(experts).__name__}: {', '.join(wrong)}",
-            why="the kernels compute down(silu(gate(x)) * up(x)) of weights [experts, out, in] without biases",
-            fix="train a model of another family",
+            why="the kernels compute down(silu(gate(x)) * up(x)) with weights [experts, out, in] and without biases",
+            fix="train a model of a different family",
         )

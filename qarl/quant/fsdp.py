@@ -1,15 +1,15 @@
-"""Quantized linears under FSDP2, which owns the weights: it shards the FP32 masters and gathers a BF16 copy for a
-forward.
+"""Quantized layers under FSDP2, which shards the FP32 masters and gathers a BF16 copy of a weight for each forward.
 
 Two things differ from `qarl.quant.linear`:
 
-- The gathered weight is one parameter object whose storage comes and goes, and FSDP hides its writes from autograd's
-  version counter. So nothing here can see that a weight has changed: whoever changes weights (an optimizer step, a
-  loaded checkpoint) says so with `invalidate_quantized`. In between, the quantized tensors are made once, by whichever
-  comes first, a forward or a publish, and serve both.
-- The dequantized weight is made again in each backward: kept, it would be the unsharded model a second time.
+- FSDP frees and refills the storage of the gathered weight, and autograd's version counter does not count its writes.
+  So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
+  checkpoint) must call `invalidate_quantized`. After that, the first forward or publish makes the quantized tensors,
+  and all later ones use them.
+- Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
-What is quantized is the BF16 cast of the master, which is what the forward is given: a cast and a gather commute.
+The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 class ShardedQuantLinear(QuantLinear):
-    """A `QuantLinear` whose quantized tensors hold until `invalidate`."""
+    """A `QuantLinear` whose quantized tensors stay valid until `invalidate`."""
 
     def quantized(self) -> QuantizedTensor:
-        """The low-bit tensors. Only inside a forward, where FSDP has gathered the weight, can they be made here."""
+        """Return the low-bit tensors. They can be made here only in a forward, when FSDP has gathered the weight."""
         return self.adopt(self.weight.detach())
 
     def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless that is done already."""
+        """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless it is already quantized."""
         if self._quantized is None:
             self._quantized = self._make(weight)
         return self._quantized
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16."""
+        """The dequantized weight Ŵ, BF16 [N, K]."""
         return self.quantized().dequantize(torch.bfloat16)
 
     @property
@@ -69,9 +69,9 @@ class ShardedQuantExperts(QuantExperts):
 def quantize_before_sharding(
     model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE, device: torch.device
 ) -> convert.QuantReport:
-    """Replace the selected linears of `model`, in place, before `fully_shard`; parameters and their names stay.
+    """Replace the linears and experts that `scheme` quantizes, in place. Parameters and their names stay the same.
 
-    Masters may be FP32 or on the meta device. `device`: where the forward will run.
+    Call this before `fully_shard`. Masters may be FP32 or on the meta device. `device`: where the forward will run.
     """
     selected, skipped = convert.select_linears(model, scheme, ignore)
     classes = ShardedQuantLinear, ShardedQuantExperts
@@ -81,9 +81,10 @@ def quantize_before_sharding(
 def sharded_wire_tensors(
     model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `qarl.quant.packed_state_dict`, for a model sharded by FSDP2; a collective, one layer at a time.
+    """Yield the same as `qarl.quant.packed_state_dict`, for a model that FSDP2 has sharded.
 
-    `gather` makes a whole BF16 tensor of a state-dict entry, on every rank. Floating-point tensors travel in BF16.
+    All ranks must call this together. One layer is gathered at a time. `gather` returns the whole BF16 tensor of a
+    state-dict entry, on every rank.
     """
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
     selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}

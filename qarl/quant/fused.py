@@ -1,9 +1,9 @@
 """Use the fused quantizers of qarl.kernels.triton instead of the eager steps, if both give equal bytes.
 
-`fused_quantizer` compares the two byte by byte on the device, once for each kind of weight: for every BF16 number (or
-FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and uses the eager
-steps. If the grid changed with the device or with a release, checkpoint, wire and forward could disagree. On CPUs the
-eager steps always run.
+`fused_quantizer` compares the two byte by byte on the device, once for each kind of weight. The comparison covers every
+BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and
+uses the eager steps. Otherwise the grid could depend on the device or the release, and checkpoint, wire and forward
+could disagree. On CPUs the eager steps always run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""weight [N, K], arguments -> (values, scale, flag). flag is int32 [1], not 0 if the weight holds a NaN or an Inf."""
+"""A function of weight [N, K] and its arguments that returns (values, scale, flag). The flag, int32 [1], is nonzero if
+the weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:

@@ -134,7 +134,7 @@ class QuantLinear(nn.Linear):
             raise UserError(
                 f"{self.qualified_name} got {input.dtype} activations",
                 why="the low-bit kernels multiply BF16 activations, as the rollout engine does",
-                fix="run the model in bfloat16, without autocast to another dtype",
+                fix="run the model in bfloat16, without autocast to a different dtype",
             )
         self.quantized()
         x = input.reshape(-1, self.in_features)

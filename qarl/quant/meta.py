@@ -1,4 +1,4 @@
-"""Build a model without storage from its config, for names and shapes; and restore torch's default dtype.
+"""Build a model without storage from its config, to get names and shapes. Also restore torch's default dtype.
 
 transformers and vLLM change torch's default dtype while they build a model. If the build fails, vLLM does not restore
 it, and every tensor made later with the default dtype would be BF16 instead of FP32.
@@ -28,7 +28,7 @@ def default_dtype_kept() -> Iterator[None]:
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the causal language model that `hf_config` describes, in BF16 on the meta device.
 
-    Raise ValueError if there is no class for it. Exceptions of the class itself are not caught.
+    Raise ValueError if transformers has no class for it. Exceptions of the class itself are not caught.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Measure the seconds of the parts of quantization: `quantize` (scales and codes), `pack` (codes into int32) and
+"""Measure the time of each phase of quantization: `quantize` (scales and codes), `pack` (codes into int32) and
 `prepare` (the layout of the trainer's kernel).
 
     with measure_phases() as seconds:

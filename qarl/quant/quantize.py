@@ -10,8 +10,8 @@ The quantizer runs on every weight after every optimizer step. For int4 it takes
 different arithmetic, in a third of the time. Three facts make that exact. Non-negative floats sort like their bits.
 Adding a constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits. Clamping
 commutes with rounding, because the bounds are integers. The code must run eagerly, because a compiler that keeps BF16
-intermediates in FP32 would change the grid. Views of wider integers assume a little-endian machine, as every reader of
-`weight_packed` as bytes does.
+intermediates in FP32 would change the grid. The code views tensors as wider integers, so it needs a little-endian
+machine, like every program that reads the bytes of `weight_packed`.
 
 On GPUs one fused kernel replaces these steps if it was found to give equal bits (`qarl.quant.fused`).
 """
@@ -30,7 +30,7 @@ from qarl.quant.scheme import QuantArgs, Scheme
 from qarl.quant.tensor import QuantizedTensor
 
 _HALF_RANGE = {(4, "int"): 7.5, (8, "int"): 127.5, (8, "float"): 448.0}
-"""(num_bits, type) -> half the range, for int4 half of the 15 steps from -8 to 7. So in int4 -absmax gets the code -8,
+"""(num_bits, type) -> half the range. For int4 this is half of the 15 steps from -8 to 7, so -absmax gets the code -8
 and +absmax is clamped to 7."""
 
 
@@ -55,8 +55,8 @@ _ROUNDERS = {
     torch.float16: (1024.0 + 8, 0x6400),
     torch.float32: (1.5 * 2**23 + 8, 0x4B400000),
 }
-"""dtype -> (c + 8, bits of c). c is a number around which floats are exactly the integers: a power of two, for float32
-1.5 times one. The low four bits of c are zero."""
+"""dtype -> (c + 8, bits of c). Near the number c, the representable floats are exactly the integers. c is a power of
+two, or for float32 1.5 times a power of two. The low four bits of c are zero."""
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     """
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
-        raise ValueError(f"quantize makes int4, int8 and e4m3 weights, but scheme {scheme.name!r} has none of them")
+        raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")
     if weight.dtype not in _ROUNDERS:
         raise ValueError(f"{name} is {weight.dtype}; quantize takes bfloat16, float16 and float32")
     if weight.ndim != 2:
@@ -91,8 +91,8 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
         raise UserError(
             f"{count} of the {weight.numel()} values of {name} are NaN or Inf",
             where=f"parameter {name}",
-            why="such a weight has no scale, and a NaN in the engine would stay in its KV cache",
-            fix="lower optim.lr or actor.grad_clip, or check the checkpoint the run started from",
+            why="such a weight cannot be quantized, and a NaN in the engine would stay in its KV cache",
+            fix="lower optim.lr or actor.grad_clip, or check the checkpoint that the run started from",
         )
     if args.num_bits == 4:
         shape = torch.tensor([rows, cols], dtype=torch.int64, device="cpu")
@@ -103,8 +103,8 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
 
 
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values and scales as on the wire, and int32 [1], which is 1 if a number is NaN or Inf. The values and
-    scales are then invalid."""
+    """Return values and scales as on the wire, and a flag, int32 [1]. The flag is 1 if a weight is NaN or Inf; values
+    and scales are then invalid."""
     rows, cols = weight.shape
     with phase("quantize"):
         groups = weight.contiguous().view(rows, -1, args.group_size or cols)
@@ -140,7 +140,7 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """int8 [N, K] from `rows` [N, K] and `scale` [N, 1] of one float dtype."""
+    """Return int8 [N, K] from `rows` [N, K] and `scale` [N, 1], which have the same float dtype."""
     return torch.div(rows, scale).round_().clamp_(-128, 127).to(torch.int8)
 
 

@@ -1,8 +1,8 @@
-"""Quantization schemes: what is low-bit, on which grid, and how compressed-tensors describes it.
+"""Quantization schemes: which operands are low-bit, on which grid, and how compressed-tensors describes them.
 
-A `Scheme` is a small frozen value that both sides agree on. It is converted to and from compressed-tensors'
-`QuantizationConfig`, so compressed-tensors itself has validated the dictionary in `config.json` and in vLLM's
-`hf_overrides`. verl's `qat.mode: w4a16` is different: it is NVFP4 with groups of 16, while ours is int4.
+A `Scheme` is a small frozen value that trainer and engine share. It is converted to and from compressed-tensors'
+`QuantizationConfig`, so compressed-tensors validates the dictionary in `config.json` and in vLLM's `hf_overrides`.
+verl's `qat.mode: w4a16` is different: it is NVFP4 with groups of 16, while ours is int4.
 
     w4a16   int4 weights in groups along K                    pack-quantized
     w4a8    the same weights, and int8 activations            pack-quantized
@@ -11,8 +11,8 @@ A `Scheme` is a small frozen value that both sides agree on. It is converted to 
 
 8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
 All schemes are symmetric. Except for the group size they are compressed-tensors' presets W4A16, W4A8, W8A8 and
-FP8_DYNAMIC. For w4a8, compressed-tensors would choose the format int-quantized, which takes a byte for each int4; the
-packed format halves that on the wire.
+FP8_DYNAMIC. For w4a8, compressed-tensors would choose the format int-quantized, which takes one byte per int4 value. We
+use pack-quantized, which takes half a byte.
 
 compressed-tensors is imported only to write or read a config, so kernels can be tested and measured without it.
 """
@@ -41,8 +41,9 @@ PACK_FACTOR = 8
 class QuantArgs:
     """The grid of one operand, with the field names of compressed-tensors' `QuantizationArgs`.
 
-    `type` is "int" or "float". `strategy` says what shares a scale: "group" (`group_size` elements along K), "channel"
-    (an output row) or "token" (a row of the activations; its scale is computed in the forward, so `dynamic` is true).
+    `type` is "int" or "float". `strategy` says which elements share a scale: "group" (`group_size` elements along K),
+    "channel" (an output row) or "token" (a row of the activations; its scale is computed in the forward, so `dynamic`
+    is true).
     """
 
     num_bits: int
@@ -171,7 +172,7 @@ class Scheme:
         try:
             parsed = QuantizationConfig.model_validate(dict(config))
             return _from_parsed(parsed)
-        except ValueError as error:  # pydantic's is one
+        except ValueError as error:  # pydantic's ValidationError is a ValueError
             raise UserError(
                 "the checkpoint's quantization is not one of QaRL's schemes",
                 where=where,

@@ -1,12 +1,12 @@
 """Names and parts of the parameters that hold all experts of a layer.
 
-transformers stacks the experts; checkpoints, llm-compressor and vLLM's loader have three matrices an expert:
+transformers stacks the experts. Checkpoints, llm-compressor and vLLM's loader have three matrices per expert:
 
     mlp.experts.gate_up_proj [E, 2I, H]    mlp.experts.M.gate_proj.weight and .up_proj.weight [I, H]
     mlp.experts.down_proj    [E, H, I]     mlp.experts.M.down_proj.weight [H, I]
 
-The matrices are what `quant.ignore` names, what is quantized and what is published. A stack is known by its name and
-its three dimensions, so tensors of a checkpoint are taken apart without a model. Parts are views, never copies.
+`quant.ignore`, the quantizer and a publish use the names of the matrices. A stack is recognised by its name and its
+three dimensions, so a checkpoint's tensors can be split without a model. The parts are views, never copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Leaf names of the stacks, and the matrices that each expert has in one, from its first row on."""
+"""Leaf name of each stack -> the matrices of one expert in it, in the order of their rows."""
 
 
 class Matrix(NamedTuple):
@@ -30,12 +30,12 @@ class Matrix(NamedTuple):
 
 
 def is_stack(name: str, shape: Iterable[int]) -> bool:
-    """Whether the tensor of this state-dict name holds the experts of a layer."""
+    """Return whether the state-dict tensor with this name and shape holds all experts of a layer."""
     return name.rpartition(".")[2] in STACKS and len(tuple(shape)) == 3
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
-    """The matrices of the stack `name` of `shape` [E, N, K]: every one of an expert, then the next expert's."""
+    """Yield the matrices of the stack `name` of `shape` [E, N, K], expert by expert."""
     owner, _, leaf = name.rpartition(".")
     experts, height = shape[0], shape[1] // len(STACKS[leaf])
     for expert in range(experts):
@@ -44,7 +44,7 @@ def matrices(name: str, shape: tuple[int, ...]) -> Iterator[Matrix]:
 
 
 def unstacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Checkpoint names and tensors: stacks as the weights of their matrices, everything else as it is."""
+    """Yield checkpoint names and tensors. Stacks are split into their matrices; other tensors are unchanged."""
     for name, tensor in tensors:
         if not is_stack(name, tensor.shape):
             yield name, tensor
@@ -54,7 +54,7 @@ def unstacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 
 def unstacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of what `unstacked` gives."""
+    """Return the names and shapes of the tensors that `unstacked` would yield."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if is_stack(name, shape):
@@ -65,7 +65,7 @@ def unstacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of `model` that hold the stacks of a layer, by name."""
+    """Return the modules of `model` that hold a layer's stacked experts, by name."""
     return {name: module for name, module in model.named_modules() if _holds_stacks(module)}
 
 

@@ -1,7 +1,7 @@
 """`QuantizedTensor`: one weight in low bits, held as the same tensors that go over the wire and to disk.
 
 The trainer's GEMM, the publisher and the checkpoint writer all read this object. So comparing bytes (`equals`) shows
-whether the engine runs what the trainer trained with. `qarl.quant.quantize.quantize` makes it.
+whether the engine has the same weight as the trainer. `qarl.quant.quantize.quantize` makes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class QuantizedTensor:
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return the weight [N, K] that the low-bit GEMM multiplies by, as `dtype`. It is Ŵ of the backward, too.
+        """Return the weight [N, K] that the low-bit GEMM multiplies by, as `dtype`. The backward uses it as Ŵ.
 
         It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype and then
         cast to `dtype`. For a BF16 weight and BF16 output there is one rounding for every scheme:

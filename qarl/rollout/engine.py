@@ -1,11 +1,11 @@
 """vLLM inside the trainer's process. It takes prompts and returns responses, their log-probs and the weight version.
 
 Trainer and engine share one process. So both use the same OpenMP pool (two pools on two cores are 30 times slower),
-and a publish hands tensors over without copying them through a pipe. The engine starts with dummy weights and is
-`stale`: it generates only after a complete publish. If a later publish fails half way, it refuses again.
+and a publish passes tensors without copying them through a pipe. The engine starts with dummy weights and is `stale`,
+so it refuses to generate until a publish is complete. If a later publish fails half way, it refuses again.
 
-Log-probs are vLLM's `processed_logprobs`: they belong to the distribution that was sampled from, after temperature and
-top-p, as in verl. Every request has its own seed, so a response depends neither on the other requests in the batch nor
+Log-probs are vLLM's `processed_logprobs`. They belong to the distribution that was sampled from, after temperature and
+top-p, as in verl. Every request has its own seed, so a response does not depend on the other requests in the batch, or
 on whether the run was resumed.
 """
 
@@ -73,10 +73,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Each list has one entry per response, in the order of the prompts. `preemptions`: how often vLLM gave a KV cache
-    to other requests and computed it again later. `routed_experts`: the experts of every token of prompt and
-    response except the last, in the router's order: [tokens - 1, layers, k] uint8, or int16 if a layer has more than
-    256 experts. A dense layer has zeros."""
+    """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
+    a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
+    experts of every token of prompt and response except the last, in the router's order: [tokens - 1, layers, k] uint8,
+    or int16 if a layer has more than 256 experts. A dense layer has zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -89,7 +89,7 @@ class RolloutBatch:
 
 
 class EngineFailed(ReloadFailed):
-    """vLLM failed or could not be started. Only `rebuild` helps."""
+    """vLLM failed, or could not be started. Only `RolloutEngine.rebuild` helps."""
 
 
 class RolloutEngine:
@@ -120,7 +120,7 @@ class RolloutEngine:
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
         if self.config.enforce_eager and not torch.cuda.is_available():
-            # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
+            # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
@@ -144,7 +144,7 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start a new one with dummy weights. Nothing else helps after `ReloadFailed`.
+        """Close vLLM and start a new one with dummy weights. After `ReloadFailed`, only this helps.
 
         Raises:
             EngineFailed: the new engine does not start.
@@ -217,9 +217,9 @@ class RolloutEngine:
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
-        """Replace all of the engine's weights by `tensors` (checkpoint names, in layer order).
+        """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
 
-        After any exception the engine is stale. Exceptions of the iterable `tensors` pass through.
+        After any exception the engine is stale. Exceptions that iterating over `tensors` raises are not caught.
 
         Raises:
             UserError: the tensors do not fit the engine's model. A later publish can succeed.
@@ -244,14 +244,14 @@ class RolloutEngine:
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Carry a publish to the engine. Return the stream as it is, because the engine is in this process."""
+        """Carry a publish to the engine. Return the stream unchanged, because the engine is in this process."""
         return stream
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._run(self.llm.reset_prefix_cache))
 
     def mark_stale(self, reason: str, *, nan: bool = False) -> None:
-        """Make `generate` refuse, with `reason`, until a complete publish. `nan`: the engine answered NaN."""
+        """Make `generate` refuse, with `reason`, until a publish is complete. `nan`: the engine returned NaN."""
         if self.receiver:
             self.receiver.mark_stale(reason)
             self.receiver.kv_cache_spoilt |= nan
@@ -259,7 +259,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups. Other engines in this process stop working.
 
-        An engine that is still open when the program ends is closed then.
+        If an engine is still open when the program ends, it is closed automatically.
         """
         self.receiver = None
         if hasattr(self, "llm"):
@@ -324,9 +324,9 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
         if not is_refusal(error):
             raise
         why = " ".join(str(error).split())
-        raise UserError("vLLM refuses to sample like this", where=where, why=why, fix="change that key") from error
+        raise UserError("vLLM refuses these sampling values", where=where, why=why, fix="change that key") from error
     if sampling.temperature == 0:
-        return params  # greedy: vLLM resets top_p and top_k, which have no effect then
+        return params  # for greedy sampling vLLM resets top_p and top_k, which have no effect
     changed = {name: found for name, value in asked.items() if (found := getattr(params, name)) != value}
     if changed:
         raise UserError(
@@ -356,7 +356,7 @@ def check_served(scheme_name: str) -> None:
         raise UserError(
             "w4a8 rollouts are refused",
             where="quant.scheme",
-            why="vLLM loads such a checkpoint but computes W4A16 on CPU, and FP8 activations on GPU",
+            why="vLLM loads a W4A8 checkpoint but computes W4A16 on CPUs, and uses FP8 activations on GPUs",
             fix="use w4a16 or w8a8",
         )
 
@@ -396,9 +396,9 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A chunked prefill does not give the same bits as a whole one, and in vLLM 0.29 on CPU a request with a seed
+        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
         # crashes if its prefill is chunked ("CPU Generator does not use offset").
-        # A request with a cached prefix prefills only the rest, so its matrix products are tiled differently, too.
+        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
         arguments["enable_chunked_prefill"] = False
         arguments["enable_prefix_caching"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)

@@ -40,7 +40,7 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
 
     `shape`: [N, K] of one GPU's part of the weight. `full_shape`: [N, K] of the whole weight.
     Raises:
-        ValueError: no kernel of vLLM takes the weight; the message gives the reason for each kernel.
+        ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
         Exception: in an unsupported version of vLLM these functions may be missing or changed.
     """
     configure_vllm_process()

@@ -1,6 +1,7 @@
 """The keys of TBPO. The defaults are the paper's values (arXiv 2604.07853, appendix B).
 
-This is their only definition; the run's config and verl's config take the defaults from here. It does not import torch.
+The keys are defined only here. The run's config and verl's config take their defaults from this module. It does not
+import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class TBPOConfig:
             ("seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
             ("neg_seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
             ("neg_seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
-            ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is held to [1/cap, cap]"),
+            ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is clipped to [1/cap, cap]"),
         ):
             value = getattr(self, name)
             if not (lowest <= value <= highest and value > 0):

@@ -9,9 +9,10 @@ For response i with advantage A_i, over its valid tokens t:
     A_i > 0   band (-inf, 1 + seq_clip_ratio_high]: PPO's bound
     A_i < 0   band [1 - neg_seq_clip_ratio_low, 1 + neg_seq_clip_ratio_high]
 
-Inside its band a response contributes the gradient -clip(w_i) * r_i * A_i / T_i per token. Outside it contributes zero.
-This differs from PPO and GSPO (verl's `compute_policy_loss_gspo`), which take the larger of clipped and unclipped loss.
-They still push down a negative sample whose ratio is above the band, and the larger the ratio, the harder they push.
+Inside its band, a response of T_i tokens contributes the gradient -clip(w_i) * r_i * A_i / T_i per token. Outside its
+band, it contributes zero. PPO and GSPO (verl's `compute_policy_loss_gspo`) instead take the larger of the clipped and
+the unclipped loss. So they still push down a negative sample whose ratio is above the band, and the push grows with the
+ratio.
 
 The bands are for the paper's "error tokens" (section 3.2). These are repetitive, garbled tokens of quantized rollouts,
 mostly in negative samples. Their probability is very low, so their ratios become extreme.
@@ -63,8 +64,8 @@ def tbpo_loss(
             are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
 
     A response with an empty mask does not count at all. A response with A = 0, or dropped by
-    `mismatch_outside_cap="drop"`, has no loss but counts in the denominator. Without any valid token the loss is 0, and
-    still part of the graph.
+    `mismatch_outside_cap="drop"`, has no loss but counts in the denominator. If there is no valid token at all, the
+    loss is a 0 that can still be differentiated.
 
     Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
@@ -112,10 +113,10 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
         actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
         actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C, w < 1/C
-        actor/zero_centred_loss_pos, _neg: C(r) = -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided
-            by the number of all responses, so that the two add up to the mean. Near 0 while the policy is near the old
+        actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
+            number of all responses, so that the two add up to the mean. It is near 0 while the policy is near the old
             one (arXiv 2605.14220, eq. 5)
-        actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, for r
+        actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
     """
     combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
     collected: dict[str, list[float]] = {}
@@ -269,7 +270,7 @@ def _check_values(
     bad = {f"{name} is NaN or Inf": valid & ~tensor.detach().isfinite() for name, tensor in named.items()}
     bad["response_mask is neither 0 nor 1"] = (response_mask != 0) & (response_mask != 1)
     varies = valid & (per_token.float() != advantage.unsqueeze(-1))
-    bad["advantages varies within a response, but TBPO takes one number per response; first"] = varies
+    bad["advantages varies within a response, but TBPO needs one number per response; first"] = varies
     count, *found = torch.stack([valid.any(dim=-1).sum(), *(where.sum() for where in bad.values())]).tolist()
     for (what, where), number in zip(bad.items(), found, strict=True):
         if number:

@@ -1,8 +1,9 @@
 """Sequence-level ratios, and clipping them to a band.
 
 A ratio here is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). It is one number per
-response, shared by all its tokens. The code computes its deviation from 1, because the paper's bands are only 3e-4 to
-7e-4 wide. Near 1, FP32 has an absolute precision of 1e-7 for a ratio, but a relative precision of 1e-7 for a deviation.
+response, shared by all its tokens. The paper's bands are only 3e-4 to 7e-4 wide, so the code computes with r - 1, the
+ratio's deviation from 1. FP32 has a relative precision of 1e-7. For a ratio near 1 this is an error of 1e-7, but for a
+deviation of 3e-4 it is only 3e-11.
 
 Legend: B responses, T token positions (response_length).
 """

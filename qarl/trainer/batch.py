@@ -1,6 +1,6 @@
-"""The tensors of one training step, from a rollout.
+"""The tensors of one training step, made from a rollout.
 
-Legend: B responses, T longest prompt + response, R longest response.
+Legend: B: number of responses. T: tokens of the longest prompt with its response. R: tokens of the longest response.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ _PAD_MULTIPLE = 8
 
 @dataclass
 class Batch:
-    """`input_ids` int64 [B, T], prompt then response then padding; `responses` int64, `response_mask` bool and
-    `rollout_log_probs` FP32, each [B, R]; `prompt_lengths` int64 [B]; `rewards`, `advantages` FP32 [B];
-    `rollout_top_tokens` int64 [B, R] or None, the engine's likeliest tokens; `kept` uint8 [B, R, packed_width(V)] or
-    None, packed masks of the tokens that top-k and top-p kept (`qarl.kernels.kept`), from the old log-probs' pass;
-    `outside` bool [B, R] or None, which response tokens were not among those that the trainer found.
+    """Tensors of all responses of one training step:
 
-    Of a mixture of experts: `routed_experts` int16 [B, T, layers, k], the experts of each token in the rollout, -1 if
-    unknown; `other_experts` bool [B, T] or None, which tokens the trainer's own routers sent elsewhere in the pass for
-    the old log-probs."""
+    input_ids                    int64 [B, T]; prompt, then response, then padding
+    prompt_lengths               int64 [B]
+    responses                    int64 [B, R]
+    response_mask                bool [B, R]
+    rollout_log_probs            FP32 [B, R]
+    rewards, advantages          FP32 [B]
+    rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
+    kept                         uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and
+                                 top-p kept in the pass for the old log-probs (`qarl.kernels.kept`)
+    outside                      bool [B, R] or None; True if the trainer's top-k and top-p had dropped the token
+    routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
+                                 unknown (only in a mixture of experts)
+    other_experts                bool [B, T] or None; True if the trainer's own routers chose different experts for
+                                 the token in the pass for the old log-probs
+    """
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor
@@ -43,7 +51,7 @@ class Batch:
     other_experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with every tensor on `device`."""
+        """Return the same batch with every tensor on `device`."""
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
@@ -53,7 +61,7 @@ class Batch:
         return self.input_ids.shape[0]
 
     def keep(self, rows: slice, kept: torch.Tensor, outside: torch.Tensor) -> None:
-        """Store packed masks, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], of the response tokens of
+        """Store `kept`, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], for the response tokens of
         `rows`."""
         if self.kept is None or self.outside is None:
             self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
@@ -63,19 +71,21 @@ class Batch:
         self.outside[rows][mask] = outside
 
     def note_routing(self, rows: slice, differing: torch.Tensor) -> None:
-        """Store which tokens of `rows`, bool [rows * T], the trainer's own routers sent to other experts."""
+        """Store `differing`, bool [rows * T]: whether the trainer's routers chose different experts for each token."""
         if self.other_experts is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
         self.other_experts[rows] = differing.view(-1, self.input_ids.shape[1])
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
-        """Slices of at most `size` rows that cover rows start to stop."""
+        """Return slices of at most `size` rows that together cover the rows from `start` to `stop`."""
         stop = len(self) if stop is None else stop
         return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
-    """Pad a rollout on the right. All micro-batches of a step share T, so batching cannot change a row's result."""
+    """Return the batch of a rollout, padded on the right.
+
+    All micro-batches of a step have the same T, so the choice of micro-batches cannot change a row's result."""
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]

@@ -158,8 +158,8 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
         raise UserError(
             "the training prompts differ from those of the checkpoint",
             where="data.train_files",
-            why="the files, the tokenizer or the chat template have changed since it was written",
-            fix="restore them, or start fresh with a new name=...",
+            why="the files, the tokenizer or the chat template have changed since the checkpoint was written",
+            fix="restore the old ones, or start fresh with a new name=...",
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):
@@ -191,7 +191,7 @@ def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
     return UserError(
         "the checkpoint belongs to a different model",
         where=f"{checkpoint.folder}: {name}",
-        why="only one side has this tensor, or its shape differs",
+        why="only the checkpoint or only the model has this tensor, or its shapes differ",
         fix="set model.path to the model that the run started with",
     )
 

@@ -88,7 +88,7 @@ def finish_run(
             raise problem
     summary["failed"] = ending.in_words()
     if ending.failure is not None:
-        with suppress(StorageError):  # the file on disk does not have an error that came after it was written
+        with suppress(StorageError):  # write again, because the last error may be newer than the file on disk
             write_summary(run_dir, summary)
         raise ending.failure
     return summary

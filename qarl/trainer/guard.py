@@ -1,4 +1,4 @@
-"""Watches every step of a local run: the mismatch against its limit, dropped tokens, preemptions."""
+"""Check every step of a local run: the mismatch against its limit, tokens outside top-p and top-k, preemptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qarl.trainer.batch import Batch
 def check_batch(
     config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool
 ) -> str | None:
-    """`check_mismatch` of a batch with these metrics; `level`: the alignment level that is applied."""
+    """Call `check_mismatch` for a batch and its metrics. `level`: the alignment level that was applied."""
     lengths = batch.response_mask.sum(1)
     return check_mismatch(
         metrics["mismatch/abs_mean"],
@@ -26,9 +26,12 @@ def check_batch(
 def watch(
     config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool, on_gpu: bool
 ) -> tuple[dict[str, float], list[str]]:
-    """Metrics and warnings of a step whose update has not begun: `mismatch/over_limit` (0 or 1), and with top-p or
-    top-k `mismatch/outside_kept`, the sampled tokens outside of the trainer's kept sets; of a mixture of experts
-    `mismatch/other_experts_frac`, the share of tokens that the trainer's own routers send elsewhere in some layer.
+    """Return metrics and warnings of a step, before its update:
+
+        mismatch/over_limit           1 if the mismatch is over its limit, otherwise 0
+        mismatch/outside_kept         with top-p or top-k: number of sampled tokens outside the trainer's kept sets
+        mismatch/other_experts_frac   in a mixture of experts: share of tokens that the trainer's own routers send to
+                                      different experts in at least one layer
 
     Raises:
         MismatchError: the mismatch is over its limit and nothing has been trained since the program started.
@@ -39,8 +42,8 @@ def watch(
         found["mismatch/outside_kept"] = outside = float(batch.outside.sum())
         if outside:
             warnings.append(
-                f"{outside:.0f} sampled tokens are outside of what the trainer's top-p or top-k keeps, and were kept: "
-                "look at mismatch/abs_max"
+                f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; they were "
+                "added to it; look at mismatch/abs_max"
             )
     if batch.routed_experts is not None and batch.other_experts is not None:
         known = known_routing(batch.routed_experts).any(-1)
@@ -48,7 +51,7 @@ def watch(
     if metrics["rollout/preemptions"]:
         key = "gpu_memory_utilization" if on_gpu else "cpu_kvcache_space_gib"
         warnings.append(
-            f"{metrics['rollout/preemptions']:.0f} times a response was put off and computed again, because the KV "
-            f"cache is too small: raise rollout.{key} or lower rollout.max_num_seqs"
+            f"vLLM interrupted a response and computed it again {metrics['rollout/preemptions']:.0f} times, because "
+            f"the KV cache is too small: raise rollout.{key} or lower rollout.max_num_seqs"
         )
     return found, warnings

@@ -1,15 +1,15 @@
 """The local backend: trainer and vLLM in one process. Read this file to learn the algorithm.
 
-One training step, with one function per stage:
+One training step has one function per stage:
 
-    rollout      sample rollout.n responses a prompt from the engine's low-bit weights
-    reward       score them; group-relative advantages
-    old_log_prob the trainer's own log-probs, through the same kernels as the update
-    update       ppo_mini_batch_size prompts an optimizer step, the TBPO loss
-    publish      the tensors the next forward multiplies by go to the engine, under a new version
+    rollout       sample rollout.n responses per prompt from the engine's low-bit weights
+    reward        score the responses and compute group-relative advantages
+    old_log_prob  compute the trainer's own log-probs, with the same kernels as the update
+    update        minimise the TBPO loss, with one optimizer step per ppo_mini_batch_size prompts
+    publish       send the tensors that the next forward multiplies by to the engine, under a new version
 
-verl's trainer does the same over Ray and FSDP2. Weights are published once after the last optimizer step of a training
-step: nothing is sampled in between.
+verl's trainer does the same over Ray and FSDP2. Weights are published only once per training step, after its last
+optimizer step, because nothing is sampled in between.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ _BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor
 
 
 class LocalTrainer:
-    """Everything of one run. `step` counts finished training steps; it is also the version of the published weights.
-    `rebuilds` counts the engines that were started in place of a spoilt one. `updated`: this program has trained.
-    `warnings`: those of the last step."""
+    """The state of one run and its training step.
+
+    `step`: number of finished training steps, which is also the version of the published weights. `rebuilds`: number of
+    engines started to replace a lost one. `updated`: whether this program has begun an update. `warnings`: of the last
+    step."""
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
-        """`engine`: the one to sample with; None starts the one that `config` describes."""
+        """`engine`: the engine to sample with. If None, start the one that `config` describes."""
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
@@ -65,7 +67,7 @@ class LocalTrainer:
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
     def replace_policy(self, policy: Policy) -> None:
-        """Train `policy` from here on, with a new optimizer."""
+        """Train `policy` from now on, with a new optimizer."""
         self.policy = policy
         self.optimizer = MasterOptimizer(
             policy.model.named_parameters(),
@@ -75,7 +77,7 @@ class LocalTrainer:
         )
 
     def train_step(self) -> dict[str, float]:
-        """One step, and its metrics."""
+        """Run one training step and return its metrics."""
         batch, metrics = self.rollout()
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
@@ -97,7 +99,9 @@ class LocalTrainer:
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
-        """Sample, score and pad: the batch of this step; with `top_tokens` also the engine's likeliest tokens."""
+        """Sample and score responses. Return them as this step's batch, and metrics.
+
+        `top_tokens`: also put the engine's likeliest token at each position into the batch."""
         config = self.config
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler)]
         repeated = [prompt for prompt in prompts for _ in range(config.rollout.n)]
@@ -123,8 +127,9 @@ class LocalTrainer:
 
     @torch.no_grad()
     def old_log_probs(self, batch: Batch) -> torch.Tensor:
-        """The policy's log-probs before the update: FP32 [B, R]. With top-p or top-k also what they keep, for
-        the whole update: `batch.kept`."""
+        """Return the policy's log-probs before the update, FP32 [B, R].
+
+        With top-p or top-k, also store the tokens that they keep in `batch.kept`, which the whole update uses."""
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
         how: dict[str, Any] = {
             "temperature": self.config.rollout.temperature,
@@ -134,7 +139,9 @@ class LocalTrainer:
         return torch.cat(parts)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
-        """`ppo_epochs` passes over the mini-batches, an optimizer step each; none if the gradient is not finite."""
+        """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
+
+        A step with a gradient that is not finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         statistics: list[dict[str, float]] = []
@@ -155,14 +162,16 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
-        # The first mini-batch is on-policy, r = 1 by construction: whether the bands fit shows from the second on.
+        # In the first mini-batch r is 1 by construction, so only the later ones show whether the bands fit.
         after_first = reduce_metrics(later)
         metrics |= {f"{name}_after_first": after_first[name] for name in _BAND_METRICS if name in after_first}
         self.optimizer.scheduler_step()
         return metrics
 
     def backward(self, batch: Batch, old_log_probs: torch.Tensor, start: int, stop: int) -> list[dict[str, float]]:
-        """Gradients of the mini-batch rows start to stop, summed over its micro-batches; TBPO's statistics of each."""
+        """Compute the gradients of one mini-batch (rows `start` to `stop`), summed over its micro-batches.
+
+        Return TBPO's statistics for each micro-batch."""
         responses = int(batch.response_mask[start:stop].any(1).sum())
         statistics = []
         size = self.config.actor.ppo_micro_batch_size_per_gpu
@@ -177,7 +186,9 @@ class LocalTrainer:
     def loss(
         self, batch: Batch, old_log_probs: torch.Tensor, rows: slice, responses: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The forward of a micro-batch out of a mini-batch of `responses` responses: its loss and TBPO's statistics."""
+        """Run the forward of one micro-batch, and return its loss and TBPO's statistics.
+
+        `responses`: number of non-empty responses in the whole mini-batch."""
         return tbpo_loss(
             self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature),
             old_log_probs[rows],
@@ -189,14 +200,15 @@ class LocalTrainer:
         )
 
     def accumulate(self, loss: torch.Tensor) -> None:
-        """The backward of a micro-batch; its gradients join the FP32 sums."""
+        """Run the backward of one micro-batch, and add its gradients to the FP32 sums."""
         loss.backward()
         self.policy.end_replay()
         self.optimizer.accumulate()
 
     def optimizer_step(self) -> float:
-        """Move the weights and quantize them again; returns the gradient's norm. If that is not finite, the
-        weights stay."""
+        """Update the weights and quantize them again. Return the gradient's norm.
+
+        If the norm is not finite, the weights do not change."""
         with self.timer.phase("optimizer"):
             norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
             moved = math.isfinite(norm)
@@ -209,10 +221,10 @@ class LocalTrainer:
         return norm
 
     def publish(self) -> PublishReport:
-        """Quantize once, and give the engine the tensors that the next forward multiplies by.
+        """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
-        What was damaged on the way is sent once more, to each engine; a lost engine is replaced once if
-        `rollout.rebuild_on_failure`. The error of the last attempt is raised.
+        If the tensors are damaged on the way, they are sent once more. If the engine is lost and
+        `rollout.rebuild_on_failure` is set, one new engine is started. The error of the last attempt is raised.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -234,7 +246,8 @@ class LocalTrainer:
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
     ) -> RolloutBatch:
-        """`RolloutEngine.generate`; with `rollout.rebuild_on_failure` once more on another engine."""
+        """Call `RolloutEngine.generate`. If the engine is lost and `rollout.rebuild_on_failure` is set, start a new
+        engine and try once more."""
         try:
             return self.engine.generate(prompts, sampling, seeds)
         except EngineFailed as error:
@@ -243,7 +256,7 @@ class LocalTrainer:
             return self.engine.generate(prompts, sampling, seeds)
 
     def rebuild_engine(self, error: Exception) -> None:
-        """Start another engine in place of a lost one, or raise `error` if that is not asked for."""
+        """Replace a lost engine with a new one. Raise `error` if `rollout.rebuild_on_failure` is not set."""
         if not self.config.rollout.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
@@ -251,7 +264,7 @@ class LocalTrainer:
         self.rebuilds += 1
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of greedy responses to the held-out prompts (with a 0/1 reward, the accuracy)."""
+        """Return the mean reward of greedy responses to the held-out prompts. With a 0/1 reward it is the accuracy."""
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
@@ -260,7 +273,7 @@ class LocalTrainer:
         return {"val/accuracy": sum(scores) / len(scores)}
 
     def score(self, prompts: Sequence[Prompt], responses: RolloutBatch) -> list[float]:
-        """The reward of each response."""
+        """Return the reward of each response."""
         timeout_s = self.config.reward.timeout_s
         return score_responses(self.parts.reward_fn, prompts, self.decode(responses), timeout_s=timeout_s)
 
@@ -270,15 +283,15 @@ class LocalTrainer:
 
 
 def request_seed(seed: int, step: int, index: int) -> int:
-    """A sampling seed that depends on run seed, step and place in the batch alone."""
+    """Return a sampling seed that depends only on the run's seed, the step and the place in the batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """`publish/*`: bytes, their ratio to BF16 in the quantized layers, and seconds of each part.
+    """Return the metrics `publish/*`: bytes, the ratio to BF16 bytes in the quantized layers, and seconds by phase.
 
-    `quantizing`: those of the quantizer, over all optimizer steps of the training step; the others are the publish's.
+    `quantizing`: seconds of the quantizer by phase, over all optimizer steps of the training step.
     """
     metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}

@@ -1,4 +1,4 @@
-"""A run of the local backend from its first publish to its summary: steps, evaluations, checkpoints, failure, Ctrl-C.
+"""The loop of a local run, from its first publish to its summary. It evaluates, writes checkpoints, and handles Ctrl-C.
 
 The algorithm is in `qarl.trainer.local`.
 """
@@ -25,18 +25,18 @@ from qarl.trainer.probe import probe
 from qarl.trainer.setup import prepare_run
 
 _BANDS_TOO_NARROW = (
-    "over 80% of the responses are outside their band after the first mini-batch and teach nothing; "
-    "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need more than the paper's) "
-    "or lower optim.lr"
+    "after the first mini-batch, over 80% of the responses are outside their band and teach nothing; "
+    "widen actor.seq_clip_ratio_high and actor.neg_seq_clip_ratio_* (short responses need wider bands than the "
+    "paper's), or lower optim.lr"
 )
-_SKIPPED = "their gradient was NaN or Inf; if it continues, lower optim.lr or look at mismatch/abs_max"
+_SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
 
 
 def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-    """Run `config` to its end (or to Ctrl-C) and return the summary that `summary.json` holds.
+    """Run `config` to its end or to Ctrl-C. Return the summary, which is also written to `summary.json`.
 
-    `started`: `time.perf_counter()` at the start of the program, from which the summary's seconds count. `checkpoint`:
-    what to resume from, see `qarl.trainer.resume.open_run`.
+    `started`: `time.perf_counter()` at the start of the program; the summary's seconds count from then. `checkpoint`:
+    the checkpoint to resume from (`qarl.trainer.resume.open_run`).
     """
     start = time.perf_counter() if started is None else started
     parts = prepare_run(config)
@@ -48,12 +48,12 @@ def train(config: Config, *, started: float | None = None, checkpoint: Checkpoin
 
 
 def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[bool], start: float) -> dict[str, Any]:
-    """First publish and training; then, also after an error, summary, plots and the final checkpoint are written."""
+    """Publish and train. Then write summary, export and plots, even after an error. Return the summary."""
     config, run_dir = trainer.config, trainer.config.run_dir
     failure: BaseException | None = None
     report = trainer.publish()
     if config.trainer.save_final:
-        # The export holds what was published; without room for it there is no use in training.
+        # The export holds the same bytes as a publish. If the disk has no room for them, training would be wasted.
         check_room(run_dir / EXPORT, report.bytes)
     total, start_step = config.trainer.total_training_steps, trainer.step
     config_dict = config.model_dump()
@@ -91,7 +91,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
 def run_steps(
     trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: list[bool], start: float
 ) -> None:
-    """Step 0 (the evaluation before training), then training steps until the last or until `stop` is filled."""
+    """Evaluate before training (step 0), then train until the last step or until `stop` is filled."""
     settings = trainer.config.trainer
     test_freq, total = settings.test_freq, settings.total_training_steps
     if settings.val_before_train and not trainer.step:
@@ -105,7 +105,7 @@ def run_steps(
         if trainer.parts.val_prompts and (last or (test_freq > 0 and trainer.step % test_freq == 0)):
             metrics |= trainer.evaluate()
         metrics |= trainer.timer.pop()
-        # Ctrl-C may have come during the evaluation.
+        # Look at `stop` again, because Ctrl-C may have come during the evaluation.
         metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
         tracker.log(metrics, step=trainer.step)
         for text in trainer.warnings:
@@ -118,7 +118,8 @@ def run_steps(
 
 @contextmanager
 def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """The first Ctrl-C fills the yielded list, so that the running step ends; the second one interrupts at once."""
+    """Yield a list. The first Ctrl-C fills it, so that the run ends after its current step. The second one interrupts
+    at once."""
     stop: list[bool] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -134,7 +135,8 @@ def finish_step_on_interrupt() -> Iterator[list[bool]]:
 
 
 def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The run in a few numbers; `history` is its metrics, a mapping a step; means are over the training steps."""
+    """Return a few numbers that summarise a run. `history`: one mapping of metrics per step. Means are over the
+    training steps."""
 
     def values(key: str) -> list[float]:
         return [metrics[key] for metrics in history if key in metrics]

@@ -1,4 +1,4 @@
-"""The optimizer step of low-precision parameters: FP32 arithmetic, FP32 gradient sums, a defined rounding back to BF16.
+"""The optimizer step for low-precision parameters, with FP32 arithmetic, FP32 gradient sums and a defined rounding.
 
 A BF16 number has 8 significant bits. So an update below 1/512 of a weight is lost if it is added in BF16 and rounded to
 nearest. At learning rates near 1e-6 that is nearly every update. `optim.master_dtype` chooses one of two solutions:
@@ -9,11 +9,11 @@ nearest. At learning rates near 1e-6 that is nearly every update. `optim.master_
 
 In both cases the gradients of all micro-batches are summed in FP32, because a BF16 sum would lose small ones.
 
-AdamW is `torch.optim.AdamW`, fused: one pass over each parameter, without temporaries. Muon is
-`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, whose other classes need a process group. As in verl,
-weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts training
-steps, not optimizer steps, and starts at zero, so with a warmup the first step has learning rate 0. Unlike verl's
-cosine schedule, which rises again, ours stays at the minimum after `total_training_steps`.
+AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter, without temporaries. Muon is
+`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, because its other classes need a process group. As in
+verl, weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts training
+steps, not optimizer steps, and starts at zero. So with a warmup the first step has learning rate 0. After
+`total_training_steps` our cosine schedule stays at its minimum, while verl's rises again.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def use_muon(name: str, parameter: torch.Tensor) -> bool:
 
 
 class MasterOptimizer:
-    """AdamW or Muon in FP32 over parameters of lower precision, with FP32 gradient sums and the learning-rate schedule.
+    """AdamW or Muon in FP32 for parameters of lower precision, with FP32 gradient sums and a learning-rate schedule.
 
-    For each micro-batch call `accumulate()` after `backward()`; then `clip_grad_norm()`, then `step()` (`zero_grad()`
-    if the norm was not finite), and once per training step `scheduler_step()`.
+    Call `accumulate()` after the `backward()` of each micro-batch. Then call `clip_grad_norm()`, and then `step()`, or
+    `zero_grad()` if the norm is not finite. Call `scheduler_step()` once per training step.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MasterOptimizer:
 
     @property
     def lr(self) -> float:
-        """The current learning rate of AdamW. With `optim.name=muon`: for the parameters that Muon does not update."""
+        """The current learning rate of AdamW. With `optim.name=muon` only some parameters use it (`use_muon`)."""
         return self.config.lr * self._scale
 
     @property
@@ -177,7 +177,7 @@ class MasterOptimizer:
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
-            # The same 1e-6 as torch.nn.utils.clip_grad_norm_.
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
         return norm
 
@@ -221,9 +221,10 @@ class MasterOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state but the parameters that a bitwise resume needs. `torch.load(weights_only=True)` reads it.
+        """Return all state that a bitwise resume needs, except the parameters.
 
-        The tensors are not copied. Raises RuntimeError between `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it. The tensors are not copied. Raises RuntimeError between
+        `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
@@ -239,7 +240,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. FP32 masters also set the parameters. Learning rates come from this run's config.
+        """Restore a `state_dict()`. If it has FP32 masters, they also set the parameters. Learning rates come from this
+        run's config.
 
         Raises:
             UserError: the state was saved with a different optimizer, master_dtype or set of parameters.
@@ -253,7 +255,7 @@ class MasterOptimizer:
                 raise UserError(
                     f"the checkpoint's optimizer state was saved with a different {key}",
                     where=f"optimizer state, {key}",
-                    why=f"saved {_abridged(state[key], ours)}, this run has {_abridged(ours, state[key])}",
+                    why=f"it has {_abridged(state[key], ours)}, but this run has {_abridged(ours, state[key])}",
                     fix="resume with the model and the optim section of the run that wrote the checkpoint",
                 )
         self.zero_grad()

@@ -1,10 +1,8 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16, its linears quantized, its forward aligned with the engine's,
-and the log-probs of responses under it.
+"""The trainer's policy: a Hugging Face causal LM in BF16, with quantized linears and a forward aligned with the engine.
 
-Sequences are prompt and response side by side, padded on the right, and attention is causal: no valid token ever sees
-padding, so no attention mask is needed and a row's log-probs do not depend on the rows beside it. That matters:
-TBPO's bands are narrower than the noise between two ways of batching the same row. (verl pads prompts on the left
-and masks.)
+A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
+padding, no attention mask is needed, and a row's log-probs do not depend on the other rows. This matters because TBPO's
+bands are narrower than the noise between two ways of batching the same row. (verl pads prompts on the left and masks.)
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ if TYPE_CHECKING:
 
 
 PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Families whose logits are lm_head's output as it is: others cap or scale it."""
+"""Families whose logits are lm_head's unchanged output. Other families cap or scale it."""
 
 
 class Policy:
-    """`model`: the live module; `scheme` and `ignore`: what its linears are published as; `align`: the level that was
-    applied, which is lower than the one asked for if that is not built; `report`: what was swapped, and why so.
+    """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
+    that was applied, which may be lower than the one asked for. `report`: the modules that were replaced, and why the
+    level is lower.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Policy:
         align: str = "linears",
         router_replay: str = "auto",
     ) -> None:
-        """`router_replay`: as `rollout.router_replay`; a batch without routing is not replayed."""
+        """`router_replay`: a value of `rollout.router_replay`. Batches without routing are never replayed."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
@@ -99,20 +98,20 @@ class Policy:
     def response_log_probs(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
-        """Log-probs of the response tokens of `batch[rows]`: FP32 [rows, response_length], zero if there is no token.
+        """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
-        With `truncation`, in the pass for the old log-probs, what it keeps is found first and stored in `batch.kept`.
-        If `batch.kept` is set, the log-probs are over the kept tokens alone.
+        `truncation`: top-p and top-k, given only in the pass for the old log-probs. The tokens that they keep are then
+        stored in `batch.kept`. If `batch.kept` is set, the log-probs are over the kept tokens only.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
     def response_log_probs_and_top(
         self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`response_log_probs`, and the likeliest token at each place: int64, zero if there is no token.
+        """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
-        The logits are BF16, as the engine's; they are upcast before the temperature and the softmax. If there would
-        be more than `LOGITS_AT_A_TIME` of them, they are made a block of response tokens at a time.
+        The logits are BF16, like the engine's. They are upcast before the temperature and the softmax. If there are
+        more than `LOGITS_AT_A_TIME` of them, they are computed for one block of response tokens at a time.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -135,10 +134,11 @@ class Policy:
 
     @contextmanager
     def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
-        """Around a forward of `batch[rows]`: send its tokens to the rollout's experts if this policy replays, and in a
-        forward without gradients note which tokens its own routers would have sent elsewhere.
+        """Run a forward of `batch[rows]` in this context. If this policy replays, the rollout's experts get its tokens.
 
-        With gradients the replay lasts until `end_replay`: with checkpointing a backward computes the forward again.
+        Without gradients, also record which tokens the policy's own routers would send to different experts. With
+        gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the forward again in
+        the backward.
         """
         self.end_replay()
         given = batch.routed_experts
@@ -156,16 +156,17 @@ class Policy:
         batch.note_routing(rows, differing_tokens(record.experts(), given))
 
     def end_replay(self) -> None:
-        """Let the routers choose again; call it after the backward of a forward that replayed."""
+        """Let the routers choose again. Call this after the backward of a forward that replayed."""
         self._routing.close()
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
-        """One row for each response token of `batch[rows]`: the logits it is predicted from and False or, if they are
-        too many to hold, the hidden states and True."""
+        """Return the logits that predict each response token of `batch[rows]`, one row per token, and False.
+
+        If there are too many logits to hold, return the hidden states instead of the logits, and True."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
-        # The engine's attention sums a prompt, which it prefills, in another order than the tokens it decodes.
+        # The engine's attention sums a prompt, which it prefills, in a different order than the tokens that it decodes.
         exact = {"prompt_lengths": batch.prompt_lengths[rows]} if self.align == "exact" else {}
         # The logits at position t predict token t + 1; response token j of row i sits at prompt_lengths[i] + j.
         offsets = torch.arange(mask.shape[1], device=mask.device)
@@ -179,13 +180,14 @@ class Policy:
         return logits[places], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Whether the logits of that many positions are too many to hold, and lm_head is one that can be split."""
+        """Return whether the logits of `positions` are too many to hold, and lm_head can be computed in blocks."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Every tensor to publish by checkpoint name; quantized layers as what the next forward multiplies by."""
+        """Return every tensor to publish, with its checkpoint name. For quantized layers these are the tensors that the
+        next forward multiplies by."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,17 +195,17 @@ class Policy:
         return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore)
 
     def requantize(self) -> None:
-        """Make the low-bit tensors of every quantized layer whose weight has changed."""
+        """Quantize every layer again whose weight has changed."""
         for layer in self.quantized_layers().values():
             layer.quantized()
 
     def quantized_layers(self) -> dict[str, QuantLinear | QuantExperts]:
-        """Quantized linears, and by layer its experts."""
+        """Return the quantized linears and the modules of quantized experts, by name."""
         kinds = (QuantLinear, QuantExperts)
         return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write a compressed-tensors checkpoint (an ordinary one for bf16) with config and tokenizer."""
+        """Write a compressed-tensors checkpoint with config and tokenizer. For scheme bf16 it is an ordinary one."""
         from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)

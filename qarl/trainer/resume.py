@@ -1,9 +1,9 @@
-"""Decide where a run starts: fresh, or from a checkpoint. Run folder and config decide, before anything is loaded.
+"""Decide whether a run starts fresh or from a checkpoint. This needs only the run folder and the config.
 
     trainer.resume_mode=auto         an interrupted run of this name resumes; a finished one is moved aside
                         disable      any earlier run of this name is moved aside
-                        resume_path  resume from trainer.resume_from_path, in its own run folder or in a new one; if an
-                                     interrupted run already started from there, resume from its newest checkpoint
+                        resume_path  resume from the checkpoint trainer.resume_from_path; if an interrupted run of this
+                                     name already started from it, resume from the newest checkpoint of that run
 
 A run is finished if its summary says so: it reached `total_training_steps`, and everything was written. Only one
 process at a time works in a run folder; the operating system releases the lock when the process ends. verl has the same
@@ -41,7 +41,7 @@ _FREE = frozenset(
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
 _LENGTH = "trainer.total_training_steps"
-# Keys that limit memory or set threads: the training is the same, but the rounding differs.
+# Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs.
 _ROUNDING = frozenset(
     {
         "trainer.num_threads",
@@ -178,7 +178,8 @@ def _newest(run_dir: Path) -> Start:
             f"all {len(problems)} checkpoints of the run are damaged",
             where=str(checkpoints_dir(run_dir)),
             why=f"{newest.what}: {newest.why}",
-            fix="replace one by a good copy; or set trainer.resume_mode=disable to move the run aside and start fresh",
+            fix="replace one with a good copy, or set trainer.resume_mode=disable to move this run aside and start "
+            "fresh",
         )
     return Start(checkpoint, tuple(problems))
 
@@ -228,12 +229,12 @@ def check_changes(
     notes = []
     if rounding := sorted(changed.keys() & _ROUNDING):
         notes.append(
-            f"changed {', '.join(rounding)}: the training is the same, but not bit for bit that of an uninterrupted run"
+            f"changed {', '.join(rounding)}: the training is the same, but rounds differently than an uninterrupted run"
         )
     if _LENGTH in changed and config.optim.lr_scheduler_type == "cosine":
         before, now = changed[_LENGTH]
         notes.append(
-            f"{_LENGTH} was {before}, now {now}: with lr_scheduler_type=cosine the learning rates from here on "
+            f"{_LENGTH} was {before}, now {now}: with lr_scheduler_type=cosine the learning rates from now on "
             f"are those of a run of {now} steps"
         )
     return tuple(notes)

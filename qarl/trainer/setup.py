@@ -1,6 +1,6 @@
-"""Everything a run needs, loaded and checked before training starts, cheapest checks first.
+"""Load and check everything that a local run needs before it starts. The cheapest checks come first.
 
-A wrong path, a prompt that is too long or a reward function that raises is one clear error here, not a stack trace
+So a wrong path, a prompt that is too long or a reward function that raises gives one clear error, not a stack trace
 after the engine has started.
 """
 
@@ -33,10 +33,10 @@ class RunParts:
 
 
 def prepare_run(config: Config) -> RunParts:
-    """Make every check of a run (`qarl.checks.run`), then load the weights.
+    """Run all checks (`qarl.checks.run`), then load the weights.
 
     Raises:
-        UserError: the first thing that is wrong, and what to do about it.
+        UserError: a check failed. The error describes the first problem and how to fix it.
     """
     run = check_run(config)
     tokenizer = run.tokenizer
@@ -56,7 +56,8 @@ def load_policy(config: Config) -> Policy:
 
 
 def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
-    """The engine of a run. `routing`: it returns the experts of each token, which a dense model does not have."""
+    """Return the engine's config for a run. `routing`: the engine returns the experts of each token; False for a dense
+    model."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,

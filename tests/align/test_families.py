@@ -71,7 +71,7 @@ def test_the_level_is_told_before_the_model_is_loaded(asked, tmp_path, capsys):
     report_level(config(tmp_path, f"quant.align={asked}"), named("mistral"))
     told = capsys.readouterr().err
     assert ("quant.align=model falls back to linears" in told and "not for mistral" in told) == (asked == "model")
-    assert "random models were compared at linears alone: mean |δ|" in told
+    assert "a random model was compared only at level linears: mean |δ|" in told
     report_level(config(tmp_path, f"quant.align={asked}"), named("qwen3"))
     assert capsys.readouterr().err == ""
     assert shown_mismatch(named("qwen3")) is None

@@ -227,9 +227,9 @@ def test_the_config_knows_vllms_lowest_temperature(name, tmp_path):
     ("sampling", "words"),
     [
         (SamplingConfig(4, temperature=0.005), "rollout.temperature=0.005"),
-        (SamplingConfig(4, temperature=2.5), "refuses to sample"),
-        (SamplingConfig(4, top_p=1.5), "refuses to sample"),
-        (SamplingConfig(4, top_p=0.0), "refuses to sample"),
+        (SamplingConfig(4, temperature=2.5), "refuses these sampling values"),
+        (SamplingConfig(4, top_p=1.5), "refuses these sampling values"),
+        (SamplingConfig(4, top_p=0.0), "refuses these sampling values"),
     ],
 )
 def test_what_vllm_changes_or_refuses_is_our_error(sampling, words):

@@ -113,7 +113,7 @@ def test_bad_row(refusal: Refusal, bad_row: dict[str, Any], words: list[str]) ->
 
 
 def test_everything_filtered_out(refusal: Refusal) -> None:
-    words = ["none of the 8 prompts can be used", "train.jsonl", "raise data.max_prompt_length"]
+    words = ["all 8 prompts are too long", "train.jsonl", "raise data.max_prompt_length"]
     refusal("data.max_prompt_length=1", "data.filter_overlong_prompts=true", words=words)
 
 

@@ -103,7 +103,7 @@ NONSENSE = {
     "optim.eps=1e30": "optim.eps=1e+30 is above 0.01",
     "actor.ppo_epochs=9000000000000000000": "actor.ppo_epochs=9000000000000000000 is above 32",
     "rollout.n=100000": "rollout.n=100000 is above 1024",
-    "optim.lr_warmup_steps=1": "is the whole run of 1 steps",
+    "optim.lr_warmup_steps=1": "covers the whole run of 1 steps",
     "optim.lr=0": "nothing would be learned",
 }
 

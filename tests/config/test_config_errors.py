@@ -57,7 +57,7 @@ def test_duplicate_override(folder: Path) -> None:
 
 @pytest.mark.parametrize(("override", "scalar"), [("name.first=x", "name"), ("trainer.logger.0=x", "trainer.logger")])
 def test_override_through_a_scalar(folder: Path, override: str, scalar: str) -> None:
-    assert f"{scalar} holds a value" in override_problem(override).reason
+    assert f"{scalar} is a single value" in override_problem(override).reason
 
 
 def test_override_through_a_scalar_in_the_file(folder: Path) -> None:
@@ -207,7 +207,7 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
             "data.val_files",
             ["every 5 steps"],
         ),
-        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint is named", "resume_from_path="]),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", ["no checkpoint to resume", "resume_from_path="]),
         (["trainer.resume_from_path=a"], "trainer.resume_from_path", ["auto does not use", "resume_mode=resume_path"]),
         (["trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node", ["one process", "backend=verl"]),
         (["rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", ["one process"]),
@@ -272,5 +272,5 @@ def test_error_text(folder: Path) -> None:
           fix: choose a value of 2 or more
 
         actor.ppo_mini_batch_size = 4  (minimal.yaml:13)
-          reason: data.train_batch_size = 7 prompts a step do not split into whole mini-batches of 4 prompts
+          reason: data.train_batch_size = 7 prompts per step do not split into whole mini-batches of 4 prompts
           fix: choose a divisor of 7 (1, 7), or make data.train_batch_size a multiple of 4""")

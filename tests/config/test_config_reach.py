@@ -181,7 +181,7 @@ LOCAL: Table = SHARED | {
     # The trainer follows both, in the old log-probs and in the update.
     "rollout.top_p": Row(0.5, each(sampling("top_p"), *AGREE), ([{1.0}, True, True], [{0.5}, True, True]), UNMOVED),
     "rollout.top_k": Row(3, each(sampling("top_k"), *AGREE), ([{0}, True, True], [{3}, True, True]), UNMOVED),
-    "rollout.val_temperature": Refused(0.5, "one greedy response a prompt"),
+    "rollout.val_temperature": Refused(0.5, "one greedy response per prompt"),
     "rollout.max_num_seqs": Row(7, argument("max_num_seqs"), (256, 7)),
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (4096, 5000)),
     "rollout.gpu_memory_utilization": Row(0.3, gpu_argument("gpu_memory_utilization"), (0.5, 0.3)),

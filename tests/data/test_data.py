@@ -108,7 +108,7 @@ def test_overlong_prompts_are_an_error_or_left_out(tmp_path: Path, tokenizer: Pr
 
 def test_all_filtered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = write(tmp_path / "train.parquet", [row("one"), row("two three")])
-    with pytest.raises(UserError, match="none of the 2 prompts can be used") as error:
+    with pytest.raises(UserError, match="all 2 prompts are too long") as error:
         load(file, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
     assert "shortest: 3" in str(error.value)
 

@@ -164,9 +164,9 @@ def test_memory_that_is_free() -> None:
 
 
 def test_families_that_are_not_aligned_are_said() -> None:
-    assert not any("compared at linears alone" in finding.what for finding in topic_of("model"))
+    assert not any("compared only at level linears" in finding.what for finding in topic_of("model"))
     edit_model_config(model_type="granite", architectures=["GraniteForCausalLM"])
-    (finding,) = [finding for finding in topic_of("model") if "compared at linears alone" in finding.what]
+    (finding,) = [finding for finding in topic_of("model") if "compared only at level linears" in finding.what]
     assert finding.status == "warning" and "fresh vLLM" in str(finding.why)
 
 

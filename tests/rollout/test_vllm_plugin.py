@@ -203,7 +203,7 @@ def method(scheme: str = "w4a16", group_size: int | None = 32, *, ep: bool = Fal
     ],
 )
 def test_experts_that_the_kernel_does_not_multiply_are_refused(given: Any, sizes: tuple[int, int], why: str) -> None:
-    with pytest.raises(UserError, match=rf"(?s)no kernel serves these w4a16 experts.*layers\.0\.mlp.*{why}"):
+    with pytest.raises(UserError, match=rf"(?s)no kernel supports these w4a16 experts.*layers\.0\.mlp.*{why}"):
         given.create_weights(Layer(), 4, *sizes, torch.bfloat16)
 
 

@@ -72,7 +72,7 @@ def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(resu
 )
 def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(results, job, limit):
     for text in results[job]["guard"]:
-        assert "trainer and engine disagree" in text and f"nats a token, over the {limit}" in text
+        assert "trainer and engine disagree" in text and f"nats per token, over the {limit}" in text
     (metrics,) = results[job]["metrics"]  # the update after it, of healthy log-probs
     assert metrics["mismatch/over_limit"] == [0.0]
 

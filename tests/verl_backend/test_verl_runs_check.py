@@ -22,7 +22,7 @@ HEALTHY = {
     "rollout/preemptions": 5.0,
     "response_length/mean": 50.0,
 }
-REFUSAL = "\nerror: trainer and engine disagree: mean |δ| between trainer and engine is 7 nats a token\n  where: x"
+REFUSAL = "\nerror: trainer and engine disagree: mean |δ| between trainer and engine is 7 nats per token\n  where: x"
 EXACT, FEW, OTHER = "exact_two_ranks", "exact_preempted", "other_norm"
 
 

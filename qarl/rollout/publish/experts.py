@@ -1,12 +1,14 @@
 """Experts in the engine's model: where their tensors belong, and how they are written on a CPU.
 
 A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
-one module, `mlp.experts.routed_experts`: `w13_*` is gate_proj above up_proj of every expert, `w2_*` is down_proj. (Its
-parent `mlp.experts`, a MoERunner, has no parameters.) `weight_shape` of experts is checked but not passed to vLLM. Two
-of these arrive for each expert of `w13`, and vLLM's layerwise reload would count the second as an additional weight.
+one module, `mlp.experts.routed_experts`. For each expert, `w13_*` holds gate_proj above up_proj, and `w2_*` holds
+down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) `weight_shape` of experts is checked but not
+passed to vLLM, because `w13` would get two of them per expert, and vLLM's layerwise reload would count the second as an
+additional weight.
 
-The writers are for the classes of QaRL's plugin. Without the plugin vLLM on a CPU cannot serve low-bit experts, and
-computes BF16 ones wrong (`qarl.rollout.vllm_plugin`). On other devices experts go through vLLM's layerwise reload.
+The writers are for the classes of QaRL's plugin. Without the plugin, vLLM on a CPU cannot serve low-bit experts, and
+returns wrong outputs for BF16 experts (`qarl.rollout.vllm_plugin`). On other devices, experts go through vLLM's
+layerwise reload.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from qarl.rollout.vllm_plugin import not_loaded
 
 Part = dict[str, torch.Tensor]
 MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-"""Each matrix of an expert and vLLM's stack that holds it. `write_low_bit` and `write_bf16` use this order."""
+"""Each matrix of an expert -> vLLM's stack that holds it. `write_low_bit` and `write_bf16` rely on this order."""
 _STACKED = ".routed_experts"
 _OWNER = re.compile(rf"(.*)[.](\d+)[.]({'|'.join(MATRICES)})")
 
@@ -36,7 +38,7 @@ def place_of(owner: str, modules: Container[str]) -> str | None:
 
 
 def place_in_layer(owner: str) -> tuple[int, int]:
-    """Sort key for a layer's expert matrices: expert number, then the order of `MATRICES`."""
+    """Return a sort key for a layer's expert matrices: expert number, then the order of `MATRICES`."""
     match = _OWNER.fullmatch(owner)
     assert match is not None, owner
     return int(match[2]), list(MATRICES).index(match[3])
@@ -73,10 +75,10 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
-            f"the experts in {name} are not the experts that a publish would write",
+            f"a publish would not write exactly the experts in {name}",
             where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
             why="experts that are not written would keep the random numbers that the engine starts with",
-            fix="this model family cannot be published to yet: please report it",
+            fix="none: QaRL cannot publish to this model family yet; please report it",
         )
 
 

@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. With two independent
-sources, a layer that is missing on one side is found. vLLM itself accepts a missing scale and answers NaN, and after a
-wrong shape even the next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config, not from the trainer's tensors. So a layer that is
+missing on one side is found. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
+next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Read `str(spec)` back."""
+        """Return the spec that `text` describes. `text` is the result of `str(spec)`."""
         dtype, _, shape = text.partition(" ")
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
@@ -54,7 +54,7 @@ class PublishReport:
     """Sizes and times of one publish.
 
     `bytes`: all bytes on the wire. `quantized_bytes`: those of quantized layers. `quantized_bf16_bytes`: the size of
-    the same layers in BF16. `seconds`: by phase."""
+    the same layers in BF16. `seconds`: duration of each phase."""
 
     version: int
     tensors: int
@@ -72,7 +72,9 @@ class PublishReport:
 def expected_manifest(
     hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
 ) -> Manifest:
-    """Return the checkpoint tensors of a model with this Hugging Face config, with linear layers stored in `scheme`."""
+    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config.
+
+    The linear layers that `ignore` does not name are stored in `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -117,8 +119,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
             where=f"only the trainer: {only_ours}; only the engine: {only_engine}",
             why="trainer and engine read an entry of quant.ignore differently, or the entry covers only a part of a "
             "fused layer; an expert router is a linear layer in vLLM but not in transformers",
-            fix="name layers in quant.ignore by their exact names, fused ones (q/k/v, gate/up) together, routers by "
-            '"re:.*mlp[.]gate$"',
+            fix="use exact layer names in quant.ignore, list all parts of a fused layer (q/k/v, gate/up), and add "
+            '"re:.*mlp[.]gate$" for routers',
         )
 
 
@@ -137,7 +139,9 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """Do the same as `check_complete` when only names, dtypes and shapes are known. `not_finite`: names to report."""
+    """Do the same as `check_complete` if only names, dtypes and shapes are known.
+
+    `not_finite`: names of tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
     for name, found in specs:
@@ -157,7 +161,7 @@ def check_specs(
         raise UserError(
             f"the weights cannot be published: {len(problems)} tensors do not fit the engine",
             where=shown,
-            why="vLLM would accept some of these tensors without an error, and then answer NaN or garbage",
+            why="vLLM would accept some of these tensors without an error, and then return NaN or wrong outputs",
             fix="publish the tensors of packed_state_dict(model), with the engine's scheme, group_size and ignore",
         )
 
@@ -165,8 +169,8 @@ def check_specs(
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no value is NaN or Inf. True for integer tensors.
 
-    The bit patterns of float magnitudes are in the same order as the magnitudes. So one integer maximum is enough. It
-    is ten times as fast as `isfinite`.
+    The bit patterns of float magnitudes sort like the magnitudes, so one integer maximum is enough. This is ten times
+    as fast as `isfinite`.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True

@@ -2,11 +2,11 @@
 
 A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
 goes wrong: a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not generate, because it
-may hold weights of two versions. The next complete publish repairs it. The exception is `ReloadFailed`, which sets
-`broken`: then only a new engine helps.
+may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the receiver is `broken`,
+and only a new engine helps.
 
-Memory: the tensors of one unit (a decoder layer). Set `clone=True` if they are views of a buffer that the transport
-reuses, as in verl.
+The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if they are views of a
+buffer that the transport reuses, as in verl.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Take publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: of the last complete publish; None while the engine is stale, and `stale_because` says why. `broken`: no
-    publish can repair the engine. `seconds`: time of the last publish in `transfer` (taking and checking) and `apply`.
+    `version`: version of the last complete publish, or None while the engine is stale; then `stale_because` says why.
+    `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
+    and `apply`.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class WeightReceiver:
         clone: bool = False,
         direct: bool = True,
     ) -> None:
-        """`expected`: built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which are zeroed after
-        the engine answered NaN. `direct`: write directly into vLLM's storage if possible, not through its reload."""
+        """`expected`: the manifest, built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which
+        are set to zero after the engine returned NaN. `direct`: write directly into vLLM's storage if possible, not
+        through its reload."""
         self.model, self.expected = model, expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
         self.kv_caches, self.clone = kv_caches, clone
@@ -66,7 +68,7 @@ class WeightReceiver:
         self.version, self.stale_because = None, reason
 
     def feed(self, weights: Iterable[wire.NamedTensor]) -> None:
-        """Take the next tensors and records of a publish. The transport may split them into calls anywhere.
+        """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
 
         After any exception the publish is over and the engine is stale.
 
@@ -110,7 +112,9 @@ class WeightReceiver:
         elif name == wire.COMMIT:
             self._commit(wire.read_record(name, tensor))
         elif wire.is_record(name):
-            raise UserError(f"the engine does not know the record {name}", fix="use one version of QaRL on both sides")
+            raise UserError(
+                f"the engine does not know the record {name}", fix="use the same version of QaRL on both sides"
+            )
         else:
             self._unit.append((name, tensor.clone() if self.clone else tensor))
 
@@ -133,14 +137,14 @@ class WeightReceiver:
                 f"{record['unit']} did not arrive as it was sent",
                 where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
                 why="the transport dropped, added or reordered tensors",
-                fix="publish again; if it comes back, look at the transport",
+                fix="publish again; if the error comes back, check the transport",
             )
         if doubled := [name for name in names if name in self._seen]:
             raise wire.TransferFailed(
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
-                fix="publish again; if it comes back, look at the transport",
+                fix="publish again; if the error comes back, check the transport",
             )
         known = {name: self.expected[name] for name in names if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in self._unit], known)
@@ -150,7 +154,7 @@ class WeightReceiver:
                     f"{name} was damaged on the way to the engine",
                     where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
                     why="the engine did not receive the bytes that the trainer's forward used",
-                    fix="publish again; if it comes back, look at the transport and the memory of this machine",
+                    fix="publish again; if the error comes back, check the transport and the memory of this machine",
                 )
         start = time.perf_counter()
         self.plan.write(dict(self._unit))
@@ -163,7 +167,9 @@ class WeightReceiver:
         if missing or self._unit or int(record["version"]) != self._open:
             raise wire.TransferFailed(
                 f"the publish of version {self._open} is not complete",
-                where=f"missing: {', '.join(missing[:8])}" if missing else f"committed as {record['version']}",
+                where=f"missing: {', '.join(missing[:8])}"
+                if missing
+                else f"the last record has version {record['version']}",
                 fix="publish every tensor of packed_state_dict(model)",
             )
         start = time.perf_counter()
@@ -187,7 +193,7 @@ def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong and why, without the advice: a later error quotes it beside its own."""
+    """Return what went wrong and why, but not the fix, because a later error quotes this beside its own fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

@@ -1,12 +1,11 @@
-"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then hands them over.
+"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then passes them on.
 
     validate   compare names, dtypes and shapes with the engine's config, look for NaN and Inf, and make checksums
     transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
     apply      write each unit into vLLM's modules
     commit     refresh tied layers and clear a corrupt KV cache, then set the version, then reset the prefix cache
 
-If anything fails, even the first check, the engine is stale. Its weights are then not the trainer's current weights,
-even if none of them was touched.
+If anything fails, even the first check, the engine is stale, because its weights are not the trainer's current weights.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def publish_weights(
     engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
 ) -> PublishReport:
     """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
-    has them cached already, so this needs no extra memory."""
+    holds them anyway, so this needs no extra memory."""
     start = time.perf_counter()
     try:
         tensors = list(stream)

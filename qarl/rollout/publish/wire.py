@@ -55,8 +55,8 @@ def encode_publish(
     """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
     Args:
-        manifest: every tensor that will follow. With it the engine refuses a publish with a missing tensor or a wrong
-            shape before it touches a weight. Without it the engine finds the problem only when it gets there.
+        manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
+            changes any weight. Without it, the engine notices only when it reaches that tensor.
         digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
             made here, and every unit is checked for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
@@ -90,7 +90,7 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         raise TransferFailed(
             f"the record {name} of a publish cannot be read",
             why=f"{type(error).__name__}: {error}",
-            fix="publish again; if it comes back, the transport damages what it carries",
+            fix="publish again; if the error comes back, the transport damages the data",
         ) from error
     assert isinstance(content, dict)
     return content
@@ -114,6 +114,6 @@ def _check_finite(members: list[NamedTensor]) -> None:
         raise UserError(
             f"{len(bad)} tensors to publish hold NaN or Inf",
             where=", ".join(bad[:8]),
-            why="the engine would answer NaN, and its KV cache would keep the NaN",
+            why="the engine would return NaN, and its KV cache would keep the NaN",
             fix="lower optim.lr or actor.grad_clip, or check what the last update did to these weights",
         )

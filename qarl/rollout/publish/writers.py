@@ -1,12 +1,11 @@
-"""Write published tensors into vLLM's modules, from inside its worker. There are two ways.
+"""Write published tensors into the parameters of vLLM's modules, from inside its worker. There are two ways:
 
-Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
-This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
-which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
-
-Layerwise reload: all other cases (every GPU kernel, tensor parallelism) use vLLM's reload, called only for the modules
-whose tensors have arrived. It moves a module's parameters to the meta device and back. So an exception during reload
-breaks the engine permanently (`ReloadFailed`).
+- Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
+  This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
+  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
+- Layerwise reload: all other cases (every GPU kernel, tensor parallelism) use vLLM's reload, called only for the
+  modules whose tensors have arrived. It moves a module's parameters to the meta device and back. So an exception during
+  reload breaks the engine permanently (`ReloadFailed`).
 
 Layerwise reload of W8A8 on CPU gives NaN. The oneDNN handler keeps the raw address of the scales (csrc/cpu/
 dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler with scales that are not freed (vLLM
@@ -35,7 +34,8 @@ Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload raised. The module that it was loading is lost, and only a new engine helps."""
+    """vLLM's layerwise reload raised an exception. The module that it was loading is lost, so only a new engine
+    helps."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
@@ -59,25 +59,25 @@ class Target:
 
 DERIVED = {
     "cos_sin_cache": "of the rotary embedding, computed from the config",
-    "inv_freq": "likewise",
+    "inv_freq": "of the rotary embedding, computed from the config",
     "normalizer": "of Gemma's embedding, computed from the config",
     "_q_scale": "always 1, because the KV cache is not quantized",
-    "_k_scale": "likewise",
-    "_v_scale": "likewise",
-    "_prob_scale": "likewise",
+    "_k_scale": "always 1, because the KV cache is not quantized",
+    "_v_scale": "always 1, because the KV cache is not quantized",
+    "_prob_scale": "always 1, because the KV cache is not quantized",
     "weight_shape": "of a packed weight, known from the config",
     "azp_adj": "computed from weight and scale, used only for asymmetric activations",
     "bias_fp32": "computed from the bias",
     "_expert_map": "of expert parallelism, computed from the config",
-    "expert_mask": "likewise",
+    "expert_mask": "of expert parallelism, computed from the config",
 }
 """Parameters and buffers of the engine that a publish need not contain, and why."""
 
 
 class WritePlan:
-    """Find once, for every tensor of `expected`, the module of `model` that holds it.
+    """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for every module it writes correctly.
+    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly.
 
     Raises:
         UserError: a tensor has no place in the engine's model, a parameter or buffer of the engine gets no tensor, or
@@ -100,7 +100,7 @@ class WritePlan:
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
-                    fix="this model family cannot be published to yet: please report it",
+                    fix="none: QaRL cannot publish to this model family yet; please report it",
                 )
             module = modules[place]
             target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
@@ -177,7 +177,7 @@ class WritePlan:
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether vLLM knows the tensor from its config and its reload must not get it."""
+        """Return whether vLLM knows the tensor from its config, so that its reload must not get it."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -250,9 +250,8 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights, in blocks of 16 output channels, the parts of a fused layer one after another.
-
-    The scales are transposed."""
+    """Write int4 weights in blocks of 16 output channels. The parts of a fused layer follow each other. The scales are
+    transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -261,7 +260,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights. Only the oneDNN handler holds them, and it points to the layer's scales."""
+    """Write int8 weights. They are stored only in the oneDNN handler, which also points to the layer's scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
@@ -340,8 +339,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def refresh_tied_layers(model: nn.Module) -> None:
     """Let layers that share one weight pack it again for their kernel.
 
-    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head, so
-    without this function it would keep multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
+    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head.
+    Without this function, lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own
+    reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -1,10 +1,10 @@
 """QaRL's plugin for vLLM, so that vLLM serves mixtures of experts on CPUs. vLLM loads it in each of its processes
 through the entry point `vllm.general_plugins`.
 
-vLLM 0.29 on a CPU serves only BF16 experts, computes wrong outputs with them after any reload of weights, and does not
-return the experts that a token was routed to. With the plugin it serves W4A16, W8A8 and FP8 experts in the format of
-compressed-tensors, and multiplies them with the function that the trainer calls (`qarl.kernels.cpu.experts`). It is
-exact after new weights, and returns the routing. On other devices the plugin does nothing, and vLLM uses its own
+On a CPU, vLLM 0.29 serves only BF16 experts, returns wrong outputs for them after any reload of weights, and does not
+return the experts that a token was routed to. With the plugin, vLLM serves W4A16, W8A8 and FP8 experts in the format of
+compressed-tensors, and multiplies with the function that the trainer calls (`qarl.kernels.cpu.experts`). BF16 experts
+are correct after a reload, and the routing is returned. On other devices the plugin does nothing, and vLLM uses its own
 backends.
 
 `internals.py` is the only file that imports vLLM's internals. `experts.py` has the classes that are registered. Nothing
@@ -23,13 +23,13 @@ ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
 _why_not: str | None = _CALLED
-"""Why the plugin is not registered in this process; None if it is, or if vLLM does not need it."""
+"""Why the plugin is not registered in this process. None if it is registered, or if vLLM does not need it."""
 
 
 def register() -> None:
     """Register the plugin's classes. vLLM calls this in each of its processes, in some of them more than once.
 
-    Raise nothing, because an unsupported version of vLLM can still serve dense models."""
+    This never raises, because an unsupported version of vLLM can still serve dense models."""
     global _why_not
     if _why_not is None:
         return
@@ -86,7 +86,7 @@ def not_loaded() -> UserError:
     return UserError(
         "the model is a mixture of experts, but vLLM runs without QaRL's plugin",
         where=f"entry point {ENTRY_POINT} of vllm.general_plugins",
-        why=f"{why}; on a CPU vLLM alone cannot serve low-bit experts, and computes BF16 ones wrong after a publish",
+        why=f"{why}; on a CPU vLLM alone cannot serve low-bit experts, and its BF16 experts are wrong after a publish",
         fix=fix,
     )
 

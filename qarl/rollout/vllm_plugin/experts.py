@@ -94,7 +94,7 @@ class LowBitExperts(_ShowsRouting):
         routed_scaling_factor: float | None = None,
         topk_group: int | None = None,
     ) -> torch.Tensor:
-        """hidden_states [T, H] and router_logits [T, E], both BF16 -> [T, H] BF16."""
+        """Return the experts' output, BF16 [T, H]. `hidden_states` [T, H] and `router_logits` [T, E] are BF16."""
         weights, ids = self._select_experts(
             hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
         )
@@ -103,7 +103,7 @@ class LowBitExperts(_ShowsRouting):
 
 
 class LowBitExpertsMethod(FusedMoEMethodBase):
-    """Experts of one layer under `scheme`: "w4a16" in groups of `group_size`, "w8a8" or "fp8"."""
+    """The experts of one layer in `scheme`, which is "w4a16" (with groups of `group_size`), "w8a8" or "fp8"."""
 
     def __init__(self, moe: FusedMoEConfig, scheme: str, group_size: int | None) -> None:
         super().__init__(moe)
@@ -166,14 +166,14 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
             )
         if why_not is not None:
             raise UserError(
-                f"no kernel serves these {self.scheme} experts on a CPU",
+                f"no kernel supports these {self.scheme} experts on a CPU",
                 where=f"{layer.layer_name}: {shape}",
                 why=why_not,
                 fix="choose a different quant.scheme, or add the experts to quant.ignore",
             )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, vLLM does not need to know them
+        return FUSED_MOE_UNQUANTIZED_CONFIG  # QaRL's kernel applies the scales, so vLLM does not need them
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pass the loaded parameters to the kernel, and empty them."""
@@ -231,7 +231,7 @@ def _ignore_weight(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Load nothing. The weight loader of `weight_shape`, which is known from the config."""
+    """Do nothing. This is the weight loader of `weight_shape`, which is known from the config."""
     return True if return_success else None
 
 
@@ -256,7 +256,7 @@ def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
             None if found.get(part) is None else QuantArgs.from_compressed_tensors(found[part])
             for part in ("weights", "input_activations")
         )
-    except ValueError:  # something that no scheme of QaRL has
+    except ValueError:  # no scheme of QaRL has these settings
         return None
     if weights is None:
         return None

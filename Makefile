@@ -44,14 +44,14 @@ lint: setup
 
 # What needs neither an engine, verl nor a compiler: for a look after every change.
 test-fast: setup
-	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not ($(HEAVY))" $(addprefix --ignore=tests/,$(HEAVY_FOLDERS))
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not ($(HEAVY))" $(addprefix --ignore=tests/,$(HEAVY_FOLDERS))
 
 test: lint model
-	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Long proofs, each beside a shorter test of the same promise in `make test`.
 test-slow: model
-	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 
 clean:
 	rm -rf $(VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache

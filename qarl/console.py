@@ -33,6 +33,11 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def note(text: str) -> None:
+    """Print to stderr a fact that the user may want to know."""
+    say(f"note: {text}")
+
+
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 

@@ -8,12 +8,13 @@ the environment stay as they are.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 
 from qarl.errors import UserError
 
-_ENVIRONMENT = {
+VLLM_ENVIRONMENT = {
     # Engine and worker run in this process, so a publish passes tensors without copying them through a pipe.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # By default vLLM pins one thread to each core that it finds. But here trainer and vLLM share their threads.
@@ -59,10 +60,15 @@ def runs_on_cpu(backend: str) -> bool:
     return platform == "cpu" if platform else not torch.cuda.is_available()
 
 
+def vllm_missing() -> str | None:
+    """Return the reason why vLLM cannot be imported, or None if it is installed. Does not import it."""
+    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
+
+
 def configure_vllm_process() -> None:
     """Set vLLM's environment variables that the user has not set, and allow AMX. Unless the user chose a log level,
     show only those warnings of vLLM that matter."""
-    for key, value in _ENVIRONMENT.items():
+    for key, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
         os.environ[_LOGGING_LEVEL] = "WARNING"

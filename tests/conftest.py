@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+    _long_files_first(items)
+
+
+def _long_files_first(items: list[pytest.Item]) -> None:
+    """Otherwise one process of pytest-xdist works alone at the end. Needs --no-loadscope-reorder, see the Makefile."""
+    marked = {mark: {item.path for item in items if mark in item.keywords} for mark in ("verl", "vllm")}
+    items.sort(key=lambda item: (item.path not in marked["verl"], item.path not in marked["vllm"]))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from qarl.align.families import FAMILIES
 from qarl.align.rotary import head_size_of, is_plain, match_rotary
 from qarl.errors import UserError
-from qarl.kernels.cpu import rotary as vllm_rotary
+from qarl.process import vllm_missing
 
 TABLE = Path(__file__).with_name("config_keys.json")
 ENGINE_ACTIVATIONS = ("silu",)
@@ -194,7 +194,7 @@ def check_config_keys(config: Any) -> None:
 
 def check_rotary(config: Any) -> None:
     """Raise UserError if the rotary embeddings of the two sides differ. Without vLLM this checks nothing."""
-    if is_plain(config) or vllm_rotary.unavailable():
+    if is_plain(config) or vllm_missing():
         return
     parameters = dict(config.rope_parameters or {})
     where = f"model.path: rope_parameters in config.json: {parameters}"

@@ -83,10 +83,11 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
         raise UserError(f"{part} must divide {whole}", where=f"{whole}={getattr(arguments, whole)}")
 
 
-def default_device() -> str:
-    """Return `cuda` if the driver shows a device. Torch cannot be imported yet, because the threads are not set."""
+def device_of(given: Sequence[str]) -> str:
+    """Return the device that is named, by default `cuda` if the driver shows one. Torch must not be imported yet."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
+    default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
+    return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
 
 
 def check_device(device: str) -> None:

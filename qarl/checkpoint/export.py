@@ -44,6 +44,8 @@ def export(request: ExportRequest) -> str:
     Raises:
         UserError: the checkpoint does not exist or is damaged, the output folder cannot be used, or the disk is full.
     """
+    import torch
+
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
     from qarl.checkpoint.sources import find_checkpoint, open_source, reading
     from qarl.checkpoint.storage import recover, whole_folder
@@ -76,7 +78,7 @@ def export(request: ExportRequest) -> str:
             scheme=scheme,
             ignore=quant["ignore"],
             max_shard_bytes=request.max_shard_bytes,
-            dtype=_torch_dtype(request.format),
+            dtype=torch.float32 if request.format == "fp32" else torch.bfloat16,
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
     return f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
@@ -165,9 +167,3 @@ def _size(text: str) -> int:
     if size < 1:
         raise UserError(f"max_shard_size={text} is not a size", fix="write bytes, or a number with KB, MB or GB")
     return size
-
-
-def _torch_dtype(format: str) -> torch.dtype:
-    import torch
-
-    return torch.float32 if format == "fp32" else torch.bfloat16

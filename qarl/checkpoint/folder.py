@@ -187,14 +187,14 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def newest_good(parent: Path) -> tuple[Checkpoint | None, list[CheckpointError]]:
-    """Return the newest undamaged checkpoint in `parent`, and the error of each newer one."""
-    problems: list[CheckpointError] = []
+def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, CheckpointError]]]:
+    """Return the newest undamaged checkpoint in `parent`, and folder and error of each newer one."""
+    problems: list[tuple[Path, CheckpointError]] = []
     for _, folder in list_checkpoints(parent):
         try:
             return open_checkpoint(folder), problems
         except CheckpointError as error:
-            problems.append(error)
+            problems.append((folder, error))
     return None, problems
 
 

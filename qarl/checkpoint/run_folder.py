@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from pathlib import Path
 
 from qarl.checkpoint.storage import CHECKPOINTS
+from qarl.console import note
 from qarl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -33,7 +33,7 @@ def fresh_run_dir(run_dir: Path) -> None:
             why=error.strerror,
             fix="choose a different name=... or output_dir=...",
         ) from error
-    print(f"note: {run_dir} held an earlier run, which is now in {target}", file=sys.stderr)
+    note(f"{run_dir} held an earlier run, which is now in {target}")
 
 
 def holds_a_run(run_dir: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from safetensors import SafetensorError
 
 from qarl.checkpoint.compressed_tensors import model_of, read_tensors, tensor_shapes
 from qarl.checkpoint.folder import Checkpoint, damaged, list_checkpoints, open_checkpoint
-from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, list_torn, list_whole, step_of
+from qarl.checkpoint.verl_shards import CONFIG_FOLDER, VerlWeights, step_of, whole_and_torn
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.quant.convert import tied_names
 from qarl.quant.stacks import unstacked, unstacked_shapes
@@ -51,8 +51,9 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
     checkpoints = run / "checkpoints"
-    local = list_checkpoints(checkpoints)
-    found, torn = dict(local or list_whole(checkpoints)), {} if local else list_torn(checkpoints)
+    found, torn = dict(list_checkpoints(checkpoints)), dict[int, str]()
+    if not found:
+        found, torn = whole_and_torn(checkpoints)
     wanted = max(torn, default=0) if step is None and not found else step
     if wanted in torn:
         raise UserError(
@@ -70,8 +71,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     chosen = max(found) if step is None else step
     if step is None and max(torn, default=0) > chosen:
         newest = max(torn)
-        note = f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {chosen} is used instead"
-        print(f"note: {note}", file=sys.stderr)
+        note(f"the checkpoint of step {newest} is incomplete: {torn[newest]}; step {chosen} is used instead")
     if chosen not in found:
         there = ", ".join(f"step={step}" for step in sorted(found))
         raise UserError(f"the run {run} has no checkpoint of step {chosen}", fix=f"choose from {there}")

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from qarl.errors import UserError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
@@ -205,14 +207,10 @@ def _in_use(path: Path, pid: int) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """Return when a process started, in seconds since 1970, or None if the system does not tell.
-
-    Linux gives the start in ticks since the boot."""
+    """Return when a process started, in seconds since 1970, or None if the system does not tell."""
     try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-        return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, StopIteration):
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
         return None
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from qarl.checkpoint.folder import load_dict
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import checksums
 
@@ -57,16 +57,11 @@ def what_is_missing(folder: Path) -> str | None:
     return f"actor/{torn[0]} is cut short" if torn else None
 
 
-def list_whole(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every complete checkpoint, newest first."""
-    folders = [folder for folder in checkpoints.glob("global_step_*") if what_is_missing(folder) is None]
-    return sorted(((step_of(folder), folder) for folder in folders), reverse=True)
-
-
-def list_torn(checkpoints: Path) -> dict[int, str]:
-    """Return what each incomplete checkpoint lacks, by step."""
-    found = {step_of(folder): what_is_missing(folder) for folder in checkpoints.glob("global_step_*")}
-    return {step: problem for step, problem in found.items() if step and problem is not None}
+def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
+    """Return by step the folders of the complete checkpoints, and what each incomplete one lacks."""
+    folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
+    torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
+    return {step: folder for step, folder in folders.items() if step not in torn}, torn
 
 
 def load_part(file: Path) -> dict[str, Any]:
@@ -147,7 +142,7 @@ class Rank:
 def _read_record(file: Path) -> Mapping[str, str]:
     """Return the checksums by name. If there is no record, print a note and return {}."""
     if not file.is_file():
-        print(f"note: there is no {file}, so the weights of this rank are read unchecked", file=sys.stderr)
+        note(f"there is no {file}, so the weights of this rank are read unchecked")
         return {}
     why = "it is not a table of checksums by name"
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,12 +142,7 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
 
 def check_engine_shapes(shapes: Shapes) -> None:
     """The limits of vLLM's W4A16 kernel for CPUs, on the layers as vLLM fuses them."""
-    bad: list[str] = []
-    for members in fused_groups(shapes).values():
-        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
-        if n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE:
-            bad += members
-    if bad:
+    if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
@@ -160,18 +155,23 @@ def check_engine_shapes(shapes: Shapes) -> None:
 
 def check_tile_shapes(shapes: Shapes) -> None:
     """vLLM sends int8 layers with N in multiples of 16 to its AMX kernel, which then asks for multiples of 32."""
-    bad: list[str] = []
-    for members in fused_groups(shapes).values():
-        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
-        if n % 32 == 16 and k % 32 == 0:
-            bad += members
-    if bad:
+    if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
         raise UserError(
             f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
             why="their output size, over all layers that vLLM fuses, is a multiple of 16 and not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
+
+
+def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
+    """Return the layers for which `refuses` is true of [N, K] of the layer that vLLM fuses them into."""
+    bad: list[str] = []
+    for members in fused_groups(shapes).values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        if refuses(n, k):
+            bad += members
+    return bad
 
 
 def name_layers(names: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu
+from qarl.process import runs_on_cpu, vllm_missing
 
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
@@ -22,7 +21,7 @@ CPU_FLAGS = {
 
 
 def check_engine_installed() -> None:
-    if importlib.util.find_spec("vllm") is None:
+    if vllm_missing():
         raise UserError(
             "vLLM, which makes the rollouts, is not installed",
             where=f"the Python environment {sys.prefix}",

@@ -5,7 +5,6 @@ The local trainer, verl's launcher and the doctor all call the same function.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,9 @@ from qarl.align.families import FAMILIES, check_family, shown_mismatch
 from qarl.align.model import resolve_level
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
+from qarl.console import note
 from qarl.errors import UserError
-from qarl.process import runs_on_cpu
+from qarl.process import runs_on_cpu, vllm_missing
 from qarl.rollout import vllm_rules
 
 _WHERE = "model.path: config.json"
@@ -46,11 +46,10 @@ def report_level(config: Config, hf_config: Any) -> None:
     """Print to stderr if the model gets a lower level than `quant.align`, and the mismatch shown for its family."""
     device = "cpu" if runs_on_cpu(config.backend) else "cuda"
     level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
-    shown = shown_mismatch(hf_config)
     if level != config.quant.align:
-        print(f"note: quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}", file=sys.stderr)
-    if shown:
-        print(f"note: {shown}", file=sys.stderr)
+        note(f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}")
+    if shown := shown_mismatch(hf_config):
+        note(shown)
 
 
 def check_architecture(hf_config: Any) -> None:
@@ -64,7 +63,7 @@ def check_architecture(hf_config: Any) -> None:
             why="vLLM picks its class by architectures, transformers by model_type",
             fix=f"correct the one that is wrong; {name} belongs to model_type {hf_config.model_type!r}",
         )
-    if hf_config.model_type in FAMILIES or vllm_rules.unavailable():
+    if hf_config.model_type in FAMILIES or vllm_missing():
         return
     module = vllm_rules.serving_module(name)
     if module is None:

@@ -102,7 +102,13 @@ def check_tokenizer_files(path: str) -> None:
 
 def _unreadable(path: str, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
-        return needs_code(path)
+        return UserError(
+            f"the model in {path!r} contains Python code, which is not run",
+            where="model.trust_remote_code=false",
+            why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class "
+            "for it; such code runs with all your rights",
+            fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
+        )
     if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):
         return UserError(
             f"the model {path!r} is not on this machine and cannot be downloaded from the Hub",
@@ -115,14 +121,4 @@ def _unreadable(path: str, error: Exception) -> UserError:
         where="model.path",
         why=" ".join(str(error).split())[:400],
         fix="give a folder with config.json and tokenizer.json, or a hub name that this machine can reach",
-    )
-
-
-def needs_code(path: str) -> UserError:
-    return UserError(
-        f"the model in {path!r} contains Python code, which is not run",
-        where="model.trust_remote_code=false",
-        why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class for "
-        "it; such code runs with all your rights",
-        fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
     )

@@ -17,8 +17,6 @@ from qarl.errors import UserError
 from qarl.quant.convert import tied_names
 from qarl.quant.stacks import unstacked_shapes
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 def cannot_load(path: str, why: str) -> UserError:
     return UserError(
@@ -51,11 +49,6 @@ def has_weights(path: str) -> bool:
     return any(file for pattern in ("*.safetensors", "*.bin") for file in Path(path).glob(pattern))
 
 
-def stored_shapes(path: str) -> Shapes:
-    """Return names and shapes of all tensors in the folder's safetensors files, even those that no index lists."""
-    return header_shapes(sorted(Path(path).glob("*.safetensors")))
-
-
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
     """Compare the stored tensors with the model that config.json describes, and return how many were compared.
 
@@ -67,7 +60,7 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
     expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})
-    stored = stored_shapes(path)
+    stored = header_shapes(sorted(Path(path).glob("*.safetensors")))  # also of files that no index lists
     common = expected.keys() & stored.keys()
     if 2 * len(common) < len(expected):
         return None

@@ -115,18 +115,12 @@ _EXPECTED = {
 }
 
 
-def from_pydantic(
-    errors: Iterable[ErrorDetails], descriptions: Mapping[str, str], sources: Mapping[str, str]
-) -> list[Problem]:
-    """Return pydantic's errors as problems, in the same order.
+def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
+    """Return an error of pydantic's as a problem.
 
     `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to where
     their value was written.
     """
-    return [_from_error(error, descriptions, sources) for error in errors]
-
-
-def _from_error(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]
     context = error.get("ctx", {})

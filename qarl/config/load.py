@@ -66,7 +66,8 @@ def _build(
         found += [replace(problem, source=sources.get(problem.key)) for problem in error.problems]
     except ValidationError as error:
         errors = [item for item in error.errors(include_url=False) if report_missing or item["type"] != "missing"]
-        found += from_pydantic(errors, describe_keys(), sources)
+        descriptions = describe_keys()
+        found += [from_pydantic(item, descriptions, sources) for item in errors]
         if report_missing:
             bad_keys = {key_of(item["loc"]).partition("[")[0] for item in errors}
             found += check(flat_values(filled, bad_keys), sources)

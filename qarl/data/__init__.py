@@ -26,15 +26,7 @@ __all__ = [
 __getattr__ = exporter(
     __name__,
     {
-        "Prompt": "prompts",
-        "PromptDataset": "prompts",
-        "PromptSampler": "prompts",
-        "RewardFn": "rewards",
-        "check_disjoint": "prompts",
-        "check_reward_fn": "rewards",
-        "check_vocabulary": "prompts",
-        "get_reward_fn": "rewards",
-        "load_prompts": "prompts",
-        "score_responses": "rewards",
+        "prompts": ("Prompt", "PromptDataset", "PromptSampler", "check_disjoint", "check_vocabulary", "load_prompts"),
+        "rewards": ("RewardFn", "check_reward_fn", "get_reward_fn", "score_responses"),
     },
 )

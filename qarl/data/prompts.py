@@ -212,7 +212,7 @@ def _unreadable(file: str, error: Exception) -> UserError:
     cause = error.__cause__ or error
     return UserError(
         f"cannot read the data file {file}",
-        why=f"{type(cause).__name__}: {_shortened((str(cause).splitlines() or [''])[0])}",
+        why=f"{type(cause).__name__}: {shortened((str(cause).splitlines() or [''])[0])}",
         fix="write it again; it may be truncated, or its name may have the wrong ending",
     )
 
@@ -224,7 +224,7 @@ def _to_prompt(
     data_source = row["data_source"]
     if not isinstance(data_source, str):
         raise UserError(
-            f"data_source is {_shortened(data_source)}",
+            f"data_source is {shortened(data_source)}",
             where=where,
             why="it must be a string",
             fix='name where the row comes from, for example "data_source": "gsm8k"',
@@ -235,13 +235,13 @@ def _to_prompt(
         raise UserError(
             "missing reward_model.ground_truth",
             where=where,
-            why=f"reward_model is {_shortened(reward_model)}, but the reward compares answers with its ground_truth",
+            why=f"reward_model is {shortened(reward_model)}, but the reward compares answers with its ground_truth",
             fix='give each row a reward_model like {"style": "rule", "ground_truth": "42"}',
         )
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, Mapping):
         raise UserError(
-            f"extra_info is {_shortened(extra_info)}",
+            f"extra_info is {shortened(extra_info)}",
             where=where,
             why=f"it is a {type(extra_info).__name__}, but the reward function needs a dict",
             fix='write extra_info as {"key": value}, or leave the column out',
@@ -271,14 +271,18 @@ def _to_messages(value: Any, where: str) -> list[Message]:
             raise UserError(
                 "role and content of every message must be text",
                 where=where,
-                why=_shortened(message),
+                why=shortened(message),
                 fix=fix,
             )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
-def _shortened(value: Any, length: int = 200) -> str:
-    text = repr(value)
+def shortened(value: Any, length: int = 200) -> str:
+    """Return the start of `repr(value)`. The `__repr__` of a user's object may be broken."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= length else text[:length] + "..."
 
 

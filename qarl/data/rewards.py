@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qarl.data.prompts import Prompt
+from qarl.data.prompts import Prompt, shortened
 from qarl.data.time_limit import OutOfTimeError, call_within, preserved_alarm
 from qarl.errors import UserError
 
@@ -230,7 +230,7 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
 
     `where`: text that the error shows before the data source."""
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
-    response = _shortened(arguments["solution_str"])
+    response = shortened(arguments["solution_str"])
     try:
         return call_within(timeout_s, lambda: fn(**arguments))
     except KeyboardInterrupt:
@@ -261,9 +261,9 @@ def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: 
     except Exception:  # not a finite number, for example a tensor of several elements, or a huge integer
         number = math.nan
     if not math.isfinite(number):
-        response = _shortened(arguments["solution_str"])
+        response = shortened(arguments["solution_str"])
         raise UserError(
-            f"the reward function {_name(fn)} returned {_shortened(result)}",
+            f"the reward function {_name(fn)} returned {shortened(result)}",
             where=f"{where}data_source {arguments['data_source']!r}",
             why=f"a reward must be a finite number, or a dict with one under 'score' (response: {response})",
             fix="make it return a number for every response, even an empty or garbled one",
@@ -281,14 +281,6 @@ def _in_words(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return f"{type(error).__name__}: "
-
-
-def _shortened(value: Any, length: int = 200) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= length else text[:length] + "..."
 
 
 def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:

@@ -43,16 +43,16 @@ def _main(argv: list[str]) -> int:
     from qarl.doctor.target import find_target, split_arguments
     from qarl.process import limit_threads
 
-    arguments = split_arguments(argv)
-    config = load_config(arguments.run)
+    arguments, options = split_arguments(argv)
+    config = load_config(arguments)
     threads_given = os.environ.get("OMP_NUM_THREADS")
     limit_threads(config.trainer.num_threads)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from qarl.doctor.run import run_checks
 
-    report = run_checks(config, find_target(arguments.options, config.backend), threads_given=threads_given)
+    report = run_checks(config, find_target(options, config.backend), threads_given=threads_given)
     print(report)
-    if path := arguments.options.get("json"):
+    if path := options.get("json"):
         write_report(path, report)
     return report.exit_code
 

@@ -84,22 +84,15 @@ class Context:
         return tuple(self.config.quant.ignore)
 
     @cached_property
-    def model_path(self) -> str:
-        return self.config.model.path
-
-    @cached_property
-    def trust_remote_code(self) -> bool:
-        return self.config.model.trust_remote_code
-
-    @cached_property
     def is_folder(self) -> bool:
         """Whether the model is a local folder; otherwise it is a name on the Hub."""
-        return Path(self.model_path).is_dir()
+        return Path(self.config.model.path).is_dir()
 
     @cached_property
     def hf_config(self) -> Part[Any]:
         def load() -> Any:
-            hf_config, self.no_model = model_folder.hf_config_or_carried(self.model_path, self.trust_remote_code)
+            model = self.config.model
+            hf_config, self.no_model = model_folder.hf_config_or_carried(model.path, model.trust_remote_code)
             return hf_config
 
         return Part("the model's config", load)
@@ -122,27 +115,20 @@ class Context:
             self.hf_config.get()
             if self.no_model is not None:
                 raise NotCheckedError(self.no_model.what, self.no_model.fix or "")
-            return model_folder.load_tokenizer(self.model_path, self.trust_remote_code)[0]
+            return model_folder.load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)[0]
 
         return Part("the tokenizer", load)
 
     @cached_property
     def model(self) -> Part[nn.Module]:
         """The trainer's model on the meta device, without storage."""
-
-        def build() -> nn.Module:
-            return layers.meta_model(self.hf_config.get(), trust_remote_code=self.trust_remote_code)
-
-        return Part("the model's layers", build)
+        trust = self.config.model.trust_remote_code
+        return Part("the model's layers", lambda: layers.meta_model(self.hf_config.get(), trust_remote_code=trust))
 
     @cached_property
     def linears(self) -> Part[layers.Shapes]:
         """[N, K] of every linear of the trainer's model, including each expert's."""
-
-        def read() -> layers.Shapes:
-            return linear_shapes(self.model.get())
-
-        return Part("the model's layers", read)
+        return Part("the model's layers", lambda: linear_shapes(self.model.get()))
 
     @cached_property
     def quantized(self) -> Part[layers.Shapes]:

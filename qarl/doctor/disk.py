@@ -18,10 +18,8 @@ from qarl.verl.resume import find_verl_start
 
 def check_folder(context: Context, topic: Topic) -> None:
     """Whether the run folder can be written to."""
-    if not context.target.here:
-        return
     run_dir = context.config.run_dir
-    existing = _nearest(run_dir)
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if existing.is_dir():
         problem = _write_problem(existing)
     else:
@@ -34,8 +32,6 @@ def check_folder(context: Context, topic: Topic) -> None:
 
 def check_start(context: Context, topic: Topic) -> None:
     """Whether the run starts fresh or resumes from a checkpoint."""
-    if not context.target.here:
-        return
     config = context.config
     run_dir = config.run_dir
     if config.backend == "verl":
@@ -64,8 +60,6 @@ def check_start(context: Context, topic: Topic) -> None:
 
 def check_space(context: Context, topic: Topic) -> None:
     """Whether there is room for checkpoints."""
-    if not context.target.here:
-        return
     run_dir = context.config.run_dir.absolute()
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     sizes = checkpoint_bytes(context.size.get(), context.config)
@@ -98,11 +92,6 @@ def _write_problem(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror
-
-
-def _nearest(path: Path) -> Path:
-    """`path`, or the nearest of its parents that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 
 CHECKS = (check_folder, check_start, check_space)

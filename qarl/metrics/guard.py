@@ -59,11 +59,6 @@ def resolve_limit(
     return allowed if level == "exact" else allowed / min(max(temperature, COLDEST), 1.0)
 
 
-def over_limit(abs_mean: float, limit: float) -> bool:
-    """Return whether a mean |δ| is over its limit. NaN counts as over."""
-    return not abs_mean <= limit
-
-
 def check_mismatch(
     abs_mean: float,
     *,
@@ -82,7 +77,7 @@ def check_mismatch(
         MismatchError: the mean is over the limit and `before_first_update` is true, so no weight has changed yet.
     """
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
-    if not over_limit(abs_mean, allowed):
+    if abs_mean <= allowed:  # false for NaN, which is over every limit
         return None
     found = f"mean |δ| between trainer and engine is {abs_mean:.2g} nats per token, over the {allowed:.2g}"
     source = source or (f"that quant.align={level} allows" if limit is None else "of quant.mismatch_limit")

@@ -15,6 +15,7 @@ begins to decay.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,13 +123,8 @@ def response_metrics(
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
-    if not values.size:
-        return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), float("nan"))
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    found = {kind: getattr(values, kind)() if values.size else math.nan for kind in ("mean", "max", "min")}
+    return {f"{name}/{kind}": float(value) for kind, value in found.items()}
 
 
 class PhaseTimer:

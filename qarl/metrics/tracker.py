@@ -17,9 +17,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from qarl.checkpoint.json_file import json_safe, number, write_json
@@ -136,9 +135,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -344,9 +341,9 @@ def write_versions(run_dir: str | Path) -> Path:
             "git_commit": _git_commit(),
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": _package_versions(),
+            "packages": package_versions(_PACKAGES),
             "device": _device(),
-            "cpu": _cpu(),
+            "cpu": cpu(),
             "threads": _threads(),
         },
     )
@@ -369,9 +366,10 @@ def _git_commit() -> str | None:
         return None
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of `packages` that are installed."""
     found = {}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -393,7 +391,7 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _cpu() -> dict[str, Any]:
+def cpu() -> dict[str, Any]:
     """Return the CPU's model name and the instruction sets that decide which kernels run."""
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}

@@ -255,15 +255,3 @@ def invalidate_quantized(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()
-
-
-__all__ = [
-    "DEFAULT_IGNORE",
-    "QuantReport",
-    "invalidate_quantized",
-    "linear_shapes",
-    "packed_state_dict",
-    "quantize_model",
-    "select_linears",
-    "tied_names",
-]

@@ -26,13 +26,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import (
-    ExpertsChoice,
-    ExpertsKernel,
-    LowBitExperts,
-    choose_experts_kernel,
-    fused_experts,
-)
+from qarl.kernels.experts.fused import ExpertsKernel, LowBitExperts, choose_experts_kernel, fused_experts
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.marks import Mark
 from qarl.quant.phases import phase
@@ -105,7 +99,7 @@ class QuantExperts(nn.Module):
         self.down_proj: nn.Parameter = given.down_proj
         self.scheme, self.qualified_name = scheme, qualified_name
         count, hidden, intermediate = self.down_proj.shape
-        self.choice: ExpertsChoice = choose_experts_kernel(
+        self.choice = choose_experts_kernel(
             scheme.name,
             device or self.down_proj.device,
             ExpertsShape(count, given.config.num_experts_per_tok, hidden, intermediate),

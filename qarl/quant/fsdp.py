@@ -20,19 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.quant.convert import (
-    DEFAULT_IGNORE,
-    QuantReport,
-    owners,
-    packed_tensor,
-    replace_selected,
-    select_linears,
-    tied_names,
-)
+from qarl.quant import convert
 from qarl.quant.experts import QuantExperts, QuantizedStack
 from qarl.quant.linear import QuantLinear
-from qarl.quant.phases import phase
-from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme
 from qarl.quant.stacks import STACKS, unstacked
 from qarl.quant.tensor import QuantizedTensor
@@ -43,19 +33,12 @@ class ShardedQuantLinear(QuantLinear):
 
     def quantized(self) -> QuantizedTensor:
         """Return the low-bit tensors. They can be made here only in a forward, when FSDP has gathered the weight."""
-        if self._quantized is None:
-            self.adopt(self.weight.detach())
-        assert self._quantized is not None
-        return self._quantized
+        return self.adopt(self.weight.detach())
 
-    @torch.no_grad()
     def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
         """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless it is already quantized."""
         if self._quantized is None:
-            self._quantized = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
-            with phase("prepare"):
-                self.prepared = self.kernel.prepare(self._quantized.tensors)
-            self.generation += 1
+            self._quantized = self._make(weight)
         return self._quantized
 
     @property
@@ -84,19 +67,19 @@ class ShardedQuantExperts(QuantExperts):
 
 
 def quantize_before_sharding(
-    model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE, device: torch.device
-) -> QuantReport:
+    model: nn.Module, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE, device: torch.device
+) -> convert.QuantReport:
     """Replace the linears and experts that `scheme` quantizes, in place. Parameters and their names stay the same.
 
     Call this before `fully_shard`. Masters may be FP32 or on the meta device. `device`: where the forward will run.
     """
-    selected, skipped = select_linears(model, scheme, ignore)
+    selected, skipped = convert.select_linears(model, scheme, ignore)
     classes = ShardedQuantLinear, ShardedQuantExperts
-    return replace_selected(model, selected, skipped, scheme, ignore, *classes, device=device)
+    return convert.replace_selected(model, selected, skipped, scheme, ignore, *classes, device=device)
 
 
 def sharded_wire_tensors(
-    model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
+    model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same as `qarl.quant.packed_state_dict`, for a model that FSDP2 has sharded.
 
@@ -104,8 +87,8 @@ def sharded_wire_tensors(
     state-dict entry, on every rank.
     """
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
-    selected = owners(select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
-    tied = tied_names(model)
+    selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
+    tied = convert.tied_names(model)
     for name, entry in model.state_dict().items():
         if name in tied:
             continue
@@ -119,4 +102,4 @@ def sharded_wire_tensors(
         elif isinstance(layer, ShardedQuantExperts):
             yield from layer.adopt(leaf, whole).named()
         else:
-            yield from packed_tensor(name, whole, scheme)
+            yield from convert.packed_tensor(name, whole, scheme)

@@ -86,8 +86,7 @@ def _run_fused(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]
     with phase("quantize"):
         if args.num_bits == 4:
             made = kernels.quantize_int4(weight, args.group_size or weight.shape[1], grid=weight.dtype)
-        elif args.type == "int":
-            made = kernels.quantize_int8(weight, grid=weight.dtype)
         else:
-            made = kernels.quantize_e4m3(weight, grid=weight.dtype)
+            dtype = torch.int8 if args.type == "int" else torch.float8_e4m3fn
+            made = kernels.quantize_rows(weight, dtype, grid=weight.dtype)
     return made.values, made.scale, made.nonfinite

@@ -89,14 +89,19 @@ class QuantLinear(nn.Linear):
     def quantized(self) -> QuantizedTensor:
         """Return the low-bit tensors of the current weight, which the forward multiplies by and the publisher sends."""
         if self._quantized is None or self.stale:
-            with torch.no_grad():
-                self._quantized = quantize(self.weight.detach(), self.scheme, name=f"{self.qualified_name}.weight")
-                with phase("prepare"):
-                    self.prepared = self.kernel.prepare(self._quantized.tensors)
+            self._quantized = self._make(self.weight.detach())
             self._made_from = Mark.of(self.weight)
             self._dequantized = None
-            self.generation += 1
         return self._quantized
+
+    @torch.no_grad()
+    def _make(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Quantize `weight`, and let the kernel prepare the result."""
+        made = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
+        with phase("prepare"):
+            self.prepared = self.kernel.prepare(made.tensors)
+        self.generation += 1
+        return made
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. The kernel computes it from its own weight if it can."""

@@ -102,11 +102,6 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     return QuantizedTensor(scheme=scheme, shape=(rows, cols), tensors=tensors)
 
 
-def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return `quantized.dequantize(dtype)`, the weight [N, K] that the low-bit GEMM multiplies by."""
-    return quantized.dequantize(dtype)
-
-
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Return values and scales as on the wire, and a flag, int32 [1]. The flag is 1 if a weight is NaN or Inf; values
     and scales are then invalid."""

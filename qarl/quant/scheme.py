@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,14 +56,7 @@ class QuantArgs:
     def to_compressed_tensors(self) -> QuantizationArgs:
         from compressed_tensors.quantization import QuantizationArgs
 
-        return QuantizationArgs(
-            num_bits=self.num_bits,
-            type=self.type,
-            strategy=self.strategy,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            dynamic=self.dynamic,
-        )
+        return QuantizationArgs(**asdict(self))
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:

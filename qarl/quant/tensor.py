@@ -1,12 +1,11 @@
 """`QuantizedTensor`: one weight in low bits, held as the same tensors that go over the wire and to disk.
 
-The trainer's GEMM, the publisher and the checkpoint writer all read this object. So comparing bytes (`equals`,
-`digest`) shows whether the engine has the same weight as the trainer. `qarl.quant.quantize.quantize` makes it.
+The trainer's GEMM, the publisher and the checkpoint writer all read this object. So comparing bytes (`equals`) shows
+whether the engine has the same weight as the trainer. `qarl.quant.quantize.quantize` makes it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,14 +40,6 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes on the wire, including the 16 of `weight_shape`."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def digest(self) -> str:
-        """Return the SHA-256 in hex over names, dtypes, shapes and bytes. It is the same on every device."""
-        sha = hashlib.sha256()
-        for name, tensor in sorted(self.tensors.items()):
-            sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-            sha.update(_bytes(tensor).cpu().numpy().data)
-        return sha.hexdigest()
 
     def equals(self, other: QuantizedTensor) -> bool:
         """Return whether names, dtypes, shapes and bytes are equal. Devices may differ. 0.0 and -0.0 are not equal."""

@@ -11,13 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineConfig", "EngineFailed", "RolloutBatch", "RolloutEngine", "SamplingConfig"]
 
-__getattr__ = exporter(
-    __name__,
-    {
-        "EngineConfig": "engine",
-        "EngineFailed": "engine",
-        "RolloutBatch": "engine",
-        "RolloutEngine": "engine",
-        "SamplingConfig": "engine",
-    },
-)
+__getattr__ = exporter(__name__, {"engine": __all__})

@@ -96,6 +96,8 @@ class RolloutEngine:
     """An in-process vLLM whose weights come from `publish`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        from transformers import AutoConfig
+
         configure_vllm_process()
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise UserError(
@@ -105,7 +107,7 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_served(config.scheme.name)
-        _check_plugin(config)
+        check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -346,13 +348,6 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
         kv_caches=lambda: flatten_kv_caches(runner.kv_caches),
         direct=direct,
     )
-
-
-def _check_plugin(config: EngineConfig) -> None:
-    """Raise UserError if the model is a mixture of experts and vLLM would serve it without QaRL's plugin."""
-    from transformers import AutoConfig
-
-    check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
 
 
 def check_served(scheme_name: str) -> None:

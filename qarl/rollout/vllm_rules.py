@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 
+from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
-
-
-def unavailable() -> str | None:
-    """Return the reason why vLLM cannot be asked, or None if it can."""
-    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def serving_module(architecture: str) -> str | None:
@@ -54,18 +49,7 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
     from vllm.model_executor.kernels import linear as kernels
 
     if scheme.format == "pack-quantized":
-        from vllm.scalar_type import scalar_types
-
-        layer = kernels.MPLinearLayerConfig(
-            full_weight_shape=full_shape[::-1],
-            partition_weight_shape=shape[::-1],
-            weight_type=scalar_types.uint4b8,
-            act_type=torch.bfloat16,
-            group_size=scheme.group_size or -1,
-            zero_points=False,
-            has_g_idx=False,
-        )
-        return str(kernels.choose_mp_linear_kernel(layer).__name__)
+        return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
     with set_current_vllm_config(VllmConfig()):
         if scheme.name == "w8a8":
             chosen: object = kernels.init_int8_linear_kernel(

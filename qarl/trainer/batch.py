@@ -94,7 +94,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
     mask = torch.arange(width)[None, :] < response_lengths[:, None]
-    top = rollout.top_token_ids
+    top, routed = rollout.top_token_ids, rollout.routed_experts
     return Batch(
         input_ids=_pad(sequences, total, pad_token_id, torch.int64),
         prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompt_token_ids]),
@@ -105,20 +105,14 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
         advantages=advantages,
         weight_version=rollout.weight_version,
         rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
-        routed_experts=None if rollout.routed_experts is None else _pad_routing(rollout.routed_experts, total),
+        routed_experts=None if routed is None else _pad(routed, total, -1, torch.int16),
     )
 
 
-def _pad_routing(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Return int16 [B, width, layers, k] from the [tokens, layers, k] of each response; -1 if routing is unknown."""
-    padded = torch.full((len(rows), width, *rows[0].shape[1:]), -1, dtype=torch.int16)
-    for i, row in enumerate(rows):
+def _pad(rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return [B, width, ...] from the numbers or tensors [tokens, ...] of each response, filled up with `value`."""
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    padded = torch.full((len(rows), width, *tensors[0].shape[1:]), value, dtype=dtype)
+    for i, row in enumerate(tensors):
         padded[i, : len(row)] = row
-    return padded
-
-
-def _pad(rows: Sequence[Sequence[float]], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-    padded = torch.full((len(rows), width), value, dtype=dtype)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row, dtype=dtype)
     return padded

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir
 from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
+from qarl.console import note
 from qarl.errors import UserError
 
 # Keys that a resume may change without a note, because they only set the length and the output of the run.
@@ -84,13 +84,13 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     run_dir = config.run_dir
     with lock_run(run_dir) as locked:
         for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
-            _note(done)
+            note(done)
         start = find_start(config)
         for folder, problem in start.damaged:
             name = set_aside(folder, "damaged").name
-            _note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
-        for note in start.notes:
-            _note(note)
+            note(f"{problem.what} ({problem.why}); it was renamed to {name}, and an earlier checkpoint is used")
+        for text in start.notes:
+            note(text)
         if not start.stays_in(run_dir):
             fresh_run_dir(run_dir)
     with lock_run(run_dir, create=True):
@@ -115,19 +115,25 @@ def find_start(config: Config) -> Start:
         start = _newest(run_dir)
     if start.checkpoint is None:
         return start
-    return Start(start.checkpoint, start.damaged, _check_resumable(config, start.checkpoint))
+    checkpoint = start.checkpoint
+    notes = check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+    return replace(start, notes=notes)
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
     """Rename the checkpoints of later steps, which this run replaces, and delete the old summary.
 
     Call it after a successful resume. Does nothing if the checkpoint belongs to a different run."""
-    if not _within(checkpoint.folder, run_dir):
-        return
-    for step, folder in list_checkpoints(checkpoints_dir(run_dir)):
-        if step > checkpoint.step:
+    if _within(checkpoint.folder, run_dir):
+        supersede(run_dir, list_checkpoints(checkpoints_dir(run_dir)), checkpoint.step)
+
+
+def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int) -> None:
+    """Rename those of `checkpoints` that are of a later step than `step`, and delete the old summary."""
+    for later, folder in checkpoints:
+        if later > step:
             renamed = set_aside(folder, "superseded").name
-            _note(f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}")
+            note(f"{folder} is of a later step than the one that the run resumes from; it was renamed to {renamed}")
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
@@ -167,15 +173,15 @@ def _newest(run_dir: Path) -> Start:
     """Return the newest good checkpoint, and the newer ones, which are damaged."""
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if problems and checkpoint is None:
+        _, newest = problems[0]
         raise UserError(
             f"all {len(problems)} checkpoints of the run are damaged",
             where=str(checkpoints_dir(run_dir)),
-            why=f"{problems[0].what}: {problems[0].why}",
+            why=f"{newest.what}: {newest.why}",
             fix="replace one with a good copy, or set trainer.resume_mode=disable to move this run aside and start "
             "fresh",
         )
-    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
-    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
+    return Start(checkpoint, tuple(problems))
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
@@ -189,12 +195,7 @@ def _descendant(config: Config, origin: Path) -> Start | None:
     began = checkpoint.config["trainer"].get("resume_from_path")
     if began is None or Path(began).resolve() != origin.resolve():
         return None
-    folders = [folder for _, folder in list_checkpoints(checkpoints_dir(run_dir))]
-    return Start(checkpoint, tuple(zip(folders, problems, strict=False)))
-
-
-def _check_resumable(config: Config, checkpoint: Checkpoint) -> tuple[str, ...]:
-    return check_changes(config, checkpoint.folder, checkpoint.step, checkpoint.config)
+    return Start(checkpoint, tuple(problems))
 
 
 def check_changes(
@@ -284,7 +285,3 @@ def _busy(run_dir: Path) -> UserError:
         why="two runs that write to one folder would damage each other's files",
         fix="wait for it, stop it, or choose a different name=...",
     )
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

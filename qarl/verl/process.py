@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.process import VLLM_ENVIRONMENT
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
 """Memory that an 80 GB GPU reports; for estimates on a machine without a GPU."""
@@ -35,11 +36,8 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Lets vLLM run its worker inside the engine's process, which it otherwise refuses on CPU: one import less.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_ATTN_SPLIT_KV": "0",
-            "VLLM_CPU_INT4_W4A8": "0",
+            # Here without multiprocessing because vLLM's worker then runs in the engine's process: one import less.
+            **VLLM_ENVIRONMENT,
         }
     elif platform := os.environ.get("VERL_PLATFORM"):
         defaults["VERL_PLATFORM"] = platform

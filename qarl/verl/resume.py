@@ -10,7 +10,6 @@ Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkp
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 import yaml
 
 from qarl.checkpoint.run_folder import fresh_run_dir
-from qarl.checkpoint.storage import set_aside
 from qarl.checkpoint.verl_shards import refuse_code, step_of, what_is_missing
 from qarl.config import Config
+from qarl.console import note
 from qarl.errors import UserError
-from qarl.trainer.resume import check_changes, is_finished, lock_run
+from qarl.trainer.resume import check_changes, is_finished, lock_run, supersede
 from qarl.verl.checks import refuse_moved
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,7 +86,7 @@ def newest_whole(checkpoints: Path) -> Path | None:
             why=f"{tracker.name} says {named!r}: {problem}",
             fix="replace it with a good copy, or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
-    _note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
+    note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
     return whole
 
 
@@ -120,15 +119,15 @@ def _check_config(config: Config, folder: Path) -> None:
     except (OSError, yaml.YAMLError):
         saved = None
     if not isinstance(saved, Mapping):
-        _note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
+        note(f"{path} is missing or not readable, so the run's first config is not compared with this one")
         return
     refuse_moved(saved.get("verl") or {}, str(path))
     before, now = _training_keys(saved.get("verl") or {}), _training_keys(config.verl)
     own = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     rest = {key: value for key, value in saved.items() if key != "verl"}
     also = {f"verl.{key}": pair for key, pair in own.items()}
-    for note in check_changes(config, folder, step_of(folder), rest, also=also):
-        _note(note)
+    for text in check_changes(config, folder, step_of(folder), rest, also=also):
+        note(text)
 
 
 def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,15 +136,7 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
     """Write `folder` into verl's tracker file, rename checkpoints of later steps, and delete the old summary."""
-    for other in folder.parent.glob("global_step_*"):
-        if step_of(other) > step_of(folder):
-            name = set_aside(other, "superseded").name
-            _note(f"{other} is from a later step than the one where the run resumes, so it is renamed to {name}")
+    supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")
     staging.replace(folder.parent / TRACKER)
-    (run_dir / "summary.json").unlink(missing_ok=True)
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

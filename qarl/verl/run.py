@@ -11,7 +11,6 @@ The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; t
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,6 +19,7 @@ from typing import Any
 
 from qarl.checks.run import check_run
 from qarl.config import Config, write_resolved
+from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.tbpo.config import TBPOConfig
@@ -51,8 +51,8 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     set_environment(config, on_cpu)
     check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
-    for note in differences(config, on_cpu):
-        print(f"note: {note}", file=sys.stderr)
+    for text in differences(config, on_cpu):
+        note(text)
     with open_verl_run(config) as start_step:
         write_resolved(config, config.run_dir / "config.yaml")
         return run(config, resolved, start, start_step)
@@ -97,18 +97,9 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     from qarl.metrics.tracker import write_summary
 
     output = config.run_dir / EXPORT
+    step, trust = config.trainer.total_training_steps, config.model.trust_remote_code
     try:
-        print(
-            export(
-                ExportRequest(
-                    config.run_dir,
-                    output,
-                    step=config.trainer.total_training_steps,
-                    overwrite=True,
-                    trust_remote_code=config.model.trust_remote_code,
-                )
-            )
-        )
+        print(export(ExportRequest(config.run_dir, output, step, overwrite=True, trust_remote_code=trust)))
     except UserError as error:
         failed = ": ".join(part for part in (error.what, error.why) if part)
         write_summary(config.run_dir, summary | {"finished": False, "failed": failed})
@@ -216,6 +207,11 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
     return keys | (cpu_keys(config) if on_cpu else {})
 
 
+def same(root: str, section: Any, *names: str) -> Keys:
+    """The keys `names` of one of our sections, which verl has under `root` by the same names."""
+    return {f"{root}.{name}": getattr(section, name) for name in names}
+
+
 def data_keys(config: Config) -> Keys:
     data = config.data
     # verl wants validation files even if nothing is evaluated.
@@ -224,13 +220,9 @@ def data_keys(config: Config) -> Keys:
         "data.train_files": [str(Path(file).resolve()) for file in data.train_files],
         "data.val_files": [str(Path(file).resolve()) for file in data.val_files or data.train_files],
         "data.val_max_samples": limit if data.val_files else 1,
-        "data.train_batch_size": data.train_batch_size,
-        "data.max_prompt_length": data.max_prompt_length,
-        "data.max_response_length": data.max_response_length,
-        "data.shuffle": data.shuffle,
-        "data.seed": config.seed,
-        "data.prompt_key": data.prompt_key,
+        **same("data", data, "train_batch_size", "max_prompt_length", "max_response_length", "shuffle", "prompt_key"),
         "data.filter_overlong_prompts": data.filter_overlong_prompts,
+        "data.seed": config.seed,
         "data.truncation": "error",
         "data.trust_remote_code": config.model.trust_remote_code,
     }
@@ -260,38 +252,29 @@ def model_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def actor_keys(config: Config) -> Keys:
-    actor, keys = config.actor, {}
+    actor, root = config.actor, "actor_rollout_ref.actor"
     bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
-    root = "actor_rollout_ref.actor"
-    keys = {
+    return {
         f"{root}.strategy": "fsdp2",
-        f"{root}.ppo_mini_batch_size": actor.ppo_mini_batch_size,
-        f"{root}.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
-        f"{root}.ppo_epochs": actor.ppo_epochs,
-        f"{root}.loss_agg_mode": actor.loss_agg_mode,
-        f"{root}.grad_clip": actor.grad_clip,
+        **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
+        **same(root, actor, "loss_agg_mode", "grad_clip"),
         f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo",
         f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
         f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
+        **same(f"+{root}.policy_loss", actor, *bands),
+        **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
+        f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
     }
-    keys |= {f"+{root}.policy_loss.{name}": getattr(actor, name) for name in bands}
-    quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align", "mismatch_limit")}
-    keys |= {f"+{root}.fsdp_config.quant.{name}": value for name, value in quant.items()}
-    return keys | {f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore)}
 
 
 def optim_keys(config: Config) -> Keys:
     optim, root = config.optim, "actor_rollout_ref.actor.optim"
     return {
-        f"{root}.lr": optim.lr,
+        **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
         f"{root}.betas": list(optim.betas),
-        f"{root}.weight_decay": optim.weight_decay,
-        f"{root}.lr_warmup_steps": optim.lr_warmup_steps,
-        f"{root}.lr_scheduler_type": optim.lr_scheduler_type,
-        f"{root}.min_lr_ratio": optim.min_lr_ratio,
         f"{root}.clip_grad": config.actor.grad_clip,
         f"{root}.override_optimizer_config": {"eps": optim.eps},
     }
@@ -305,15 +288,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     keys = {
         f"{root}.name": "vllm",
         f"{root}.mode": "async",
-        f"{root}.n": rollout.n,
-        f"{root}.temperature": rollout.temperature,
-        f"{root}.top_p": rollout.top_p,
+        **same(root, rollout, "n", "temperature", "top_p", "enforce_eager", "max_num_seqs"),
+        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization"),
         f"{root}.calculate_log_probs": True,
         f"{root}.logprobs_mode": "processed_logprobs",
-        f"{root}.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
-        f"{root}.gpu_memory_utilization": rollout.gpu_memory_utilization,
-        f"{root}.enforce_eager": rollout.enforce_eager,
-        f"{root}.max_num_seqs": rollout.max_num_seqs,
         f"{root}.max_model_len": longest,
         f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
         f"{root}.load_format": "dummy",
@@ -339,8 +317,7 @@ def batched_tokens(config: Config, on_cpu: bool) -> int:
 
 def algorithm_keys(config: Config) -> Keys:
     return {
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-        "algorithm.norm_adv_by_std_in_grpo": config.algorithm.norm_adv_by_std_in_grpo,
+        **same("algorithm", config.algorithm, "adv_estimator", "norm_adv_by_std_in_grpo"),
         # It would take the rollout's log-probs for the trainer's, and TBPO would see no mismatch.
         "algorithm.rollout_correction.bypass_mode": False,
     }
@@ -352,12 +329,9 @@ def trainer_keys(config: Config) -> Keys:
     # The local backend evaluates after the last step wherever it evaluated before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
     return {
-        "trainer.nnodes": trainer.nnodes,
-        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
-        "trainer.total_training_steps": total,
+        **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
         "trainer.total_epochs": total,
         "trainer.test_freq": total if only_last else trainer.test_freq,
-        "trainer.val_before_train": trainer.val_before_train,
         "trainer.project_name": "qarl",
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],

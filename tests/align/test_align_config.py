@@ -25,15 +25,15 @@ from qarl.config import load_config
 from qarl.doctor.run import run_checks
 from qarl.doctor.target import this_machine
 from qarl.errors import UserError
-from qarl.kernels.cpu import rotary as vllm_rotary
 from qarl.metrics.guard import resolve_limit
+from qarl.process import vllm_missing
 from qarl.trainer.setup import prepare_run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import config_keys
 from config_values import KEYS, LEVELS, NO_NUMBERS, REFUSED_VALUES, ROTARY, refused_row
 
-needs_vllm = pytest.mark.skipif(vllm_rotary.unavailable() is not None, reason=str(vllm_rotary.unavailable()))
+needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,

@@ -17,7 +17,7 @@ from checkpoint_state import CONFIG
 from qarl.checkpoint.export import ExportRequest, export
 from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.sources import open_source, read_config
-from qarl.checkpoint.verl_shards import Rank, VerlWeights, list_torn, list_whole
+from qarl.checkpoint.verl_shards import Rank, VerlWeights, whole_and_torn
 from qarl.checks import weight_files
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.stops import check_stops
@@ -263,7 +263,8 @@ def test_shards_that_are_none(verl_run: Path, kind: str) -> None:
         with pytest.raises(UserError):
             call()
     checkpoints = verl_run / "checkpoints"
-    assert list_whole(checkpoints) == [] and list(list_torn(checkpoints)) == [1]
+    whole, torn = whole_and_torn(checkpoints)
+    assert whole == {} and list(torn) == [1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONTENT if kind != "a folder"])

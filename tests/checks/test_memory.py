@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -411,10 +413,9 @@ def test_a_container_has_what_its_limit_leaves(
     """Bytes; the machine has 4 KiB."""
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       9 kB\nMemAvailable:   4 kB\n")
     (group / "memory.max").write_text(f"{limit}\n")
     if used is not None:
         (group / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
     monkeypatch.setattr(preflight_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
     assert preflight_memory.available_memory() == expected

@@ -123,6 +123,7 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
         ("Qwen3-8B", 8, 8, ["quant.scheme=w8a8"], []),
     ],
 )
+@pytest.mark.verl
 def test_tensor_parallel_sizes(name: str, gpus: int, parallel: int, arguments: list[str], errors: list[str]) -> None:
     prompts = ["data.train_batch_size=48", "actor.ppo_mini_batch_size=48"]
     _, findings = examine_big(name, gpus, parallel, *arguments, *prompts)

@@ -46,6 +46,7 @@ CORES = str(len(os.sched_getaffinity(0)))
         (CORES, ["backend=verl", "trainer.n_gpus_per_node=2"], "warning", f"{CORES} thread"),
     ],
 )
+@pytest.mark.verl
 def test_threads(given: str | None, arguments: list[str], status: str, words: str) -> None:
     found = topic_of("machine", *arguments, threads=given)
     assert any(finding.status == status and words in finding.what for finding in found), found

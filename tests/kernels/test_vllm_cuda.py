@@ -67,10 +67,10 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(vllm_cuda, "_unusable", lambda operator: None)
-        vllm_cuda._engines_choice.cache_clear()
+        vllm_cuda._not_the_engines.cache_clear()
 
     yield pretend
-    vllm_cuda._engines_choice.cache_clear()
+    vllm_cuda._not_the_engines.cache_clear()
 
 
 CHOICES = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.kernels.int4 import unpack_int4
-from qarl.quant.quantize import dequantize, quantize
+from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -33,7 +33,7 @@ def assert_equals_compressed_tensors(weight: Tensor, group_size: int = 128, name
         assert_same_bytes(mine.tensors[tensor_name], tensor)
     for weight_hat in restored:
         assert_same_bytes(mine.dequantize(weight_hat.dtype), weight_hat)
-        assert_same_bytes(dequantize(mine), weight_hat.to(torch.bfloat16))
+        assert_same_bytes(mine.dequantize(), weight_hat.to(torch.bfloat16))
 
 
 def random_finite_bits(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -273,18 +273,17 @@ def test_wire_names_dtypes_and_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w4a16", *EIGHT_BIT])
-def test_digest_and_equals_see_every_byte(name: str) -> None:
+def test_equals_sees_every_byte(name: str) -> None:
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     scheme = get_scheme(name)
     first, second = quantize(weight, scheme), quantize(weight.clone(), scheme)
-    assert first.equals(second) and first.digest() == second.digest()
+    assert first.equals(second)
     for leaf in first.tensors:
         changed = quantize(weight, scheme)
         changed.tensors[leaf].view(torch.uint8).view(-1)[-1] ^= 1
         assert not first.equals(changed), leaf
-        assert first.digest() != changed.digest(), leaf
     recast = quantize(weight.float(), scheme)
-    assert not first.equals(recast) and first.digest() != recast.digest()
+    assert not first.equals(recast)
 
 
 def test_a_fused_quantizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.bench.arguments import DEVICES, default_device, read
+from qarl.bench.arguments import DEVICES, device_of, read
 from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -60,7 +60,7 @@ class Arguments:
     @classmethod
     def parse(cls, part: str, given: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid."""
-        device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
+        device = device_of(given)
         on_cpu = device == "cpu"
         named = {argument.partition("=")[0] for argument in given}
         defaults = ["m=" + ",".join(map(str, CPU_ROWS if on_cpu else GPU_ROWS)), f"device={device}"]

@@ -15,15 +15,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, ends, error_of, random_rows
 from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
-from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route
-from qarl.kernels.reference import grouped_linear as loop
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, route
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
@@ -116,7 +114,7 @@ def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Co
     gate_up, down = layer.weights["gate_up"], layer.weights["down"]
     x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
     flop, rows = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel()), 2 * x.nbytes
-    plain = partial(_plain_layer, x, weights, ids, gate_up, down)
+    plain = partial(ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down}))
     some = ends(x), ends(weights).double(), ends(ids)
     error = error_of(plain, _exact_layer(*some, gate_up, down, torch.Tensor.double))
     share = _share(way)
@@ -178,22 +176,9 @@ def _share(way: Routing) -> float:
 
 def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved: int) -> list[Competitor]:
     """Return the BF16 baseline for x [M, K] and weight [E, N, K]."""
-    call = partial(_plain, x, weight, way.ends)
+    call = partial(grouped.product, x, None, {"weight": weight}, way.ends)
     return [Competitor("bf16", "bf16", call, error_of(call, _by_expert(ends(x).double(), weight, way)), PRODUCT_ERROR,
                        moved, flop)]  # fmt: skip
-
-
-def _plain_layer(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    way = route(ids, len(down))
-    gate, up = _plain(x[way.token], gate_up, way.ends).chunk(2, 1)
-    y = _plain(silu_mul(gate, up), down, way.ends).float() * weights.flatten()[way.order, None]
-    return combine(y.to(x.dtype), way, ids.shape[1])
-
-
-def _plain(x: torch.Tensor, weight: torch.Tensor, until: torch.Tensor) -> torch.Tensor:
-    return F.grouped_mm(x, weight.mT, offs=until) if x.is_cuda else loop(x, weight, until)
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:

@@ -68,7 +68,8 @@ def _triton(layer: Layer, scheme: str, *, copy: bool) -> Any:
 
     if scheme == "w4a16":
         return partial(kernels.quantize_int4, layer.weight, layer.arguments.group_size, dequantize=copy)
-    return partial(kernels.quantize_int8 if scheme == "w8a8" else kernels.quantize_e4m3, layer.weight, dequantize=copy)
+    dtype = torch.int8 if scheme == "w8a8" else torch.float8_e4m3fn
+    return partial(kernels.quantize_rows, layer.weight, dtype, dequantize=copy)
 
 
 def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]) -> float:

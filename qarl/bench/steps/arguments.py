@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qarl.bench.arguments import DEVICES, check_divides, default_device, read
+from qarl.bench.arguments import DEVICES, check_divides, device_of, read
 from qarl.bench.sources import Source, default_group_size, find_model
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -82,7 +82,7 @@ class Arguments:
     @classmethod
     def parse(cls, part: str, given: Sequence[str]) -> Arguments:
         """Read the arguments. Raise UserError if one is invalid, or if they do not fit together."""
-        device = next((one.partition("=")[2] for one in given if one.startswith("device=")), default_device())
+        device = device_of(given)
         defaults = [f"device={device}", f"model={'SmolLM2-135M' if device == 'cpu' else 'Qwen3-8B'}"]
         choices = {"device": DEVICES, "schemes": ROLLOUT_SCHEMES, "levels": LEVELS, "master_dtype": MASTER_DTYPES}
         arguments = read(cls, [*defaults, *given], choices, part=part)

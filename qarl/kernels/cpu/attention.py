@@ -15,13 +15,12 @@ The operator has no autograd; `qarl.align.attention` wraps it.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from qarl.process import configure_vllm_process
+from qarl.process import configure_vllm_process, vllm_missing
 
 BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do not depend on it
 
@@ -31,8 +30,8 @@ def unavailable(device_type: str, head_size: int) -> str | None:
     """Return why the engine's attention cannot be called for this device and head size, or None if it can."""
     if device_type != "cpu":
         return f"vLLM's attention is wrapped only for cpu, not for {device_type}"
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed"
+    if missing := vllm_missing():
+        return missing
     configure_vllm_process()
     import vllm._custom_ops  # noqa: F401  registers torch.ops._C
 

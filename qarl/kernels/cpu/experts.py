@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
+from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
-from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear, cpu_ops_missing
 from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of
 
 _LINEARS: dict[str, tuple[Any, ...]] = {
-    "w4a16": (VllmCpuWNA16Linear,),
-    "w8a8": (VllmCpuInt8TilesLinear, VllmCpuInt8Linear),
+    "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
+    "w8a8": (vllm_ops.VllmCpuInt8TilesLinear, vllm_ops.VllmCpuInt8Linear),
     "fp8": (VllmCpuFP8Linear,),
 }
 """For each scheme, the kernels of vLLM's dense layers on CPUs in order of preference."""
@@ -76,7 +76,6 @@ class VllmCpuExperts:
     def forward(
         x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: PreparedExperts
     ) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16."""
         gate_up, down = prepared
         routing = route(topk_ids, len(gate_up.experts))
         sorted_rows = x[routing.token]
@@ -140,14 +139,14 @@ class VllmCpuBf16Experts:
             return f"needs a hidden size in multiples of {_BF16_ALIGNMENT}, not {shape.hidden}"
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"was checked only on x86, not on {platform.machine()}"
-        return cpu_ops_missing("cpu_fused_moe")
+        return vllm_ops.cpu_ops_missing("cpu_fused_moe")
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
         """Pack the `weight` of `gate_up`, BF16 [E, 2I, H], and that of `down`, [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 
-        isa = bf16_isa()
+        isa = vllm_ops.isa_hint()
         first, second = gate_up["weight"].detach(), down["weight"].detach()
         missing = -second.shape[2] % _BF16_ALIGNMENT
         if missing:  # columns of zeros, as the engine adds them
@@ -170,8 +169,3 @@ class VllmCpuBf16Experts:
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError("BF16 experts do not quantize activations")
-
-
-def bf16_isa() -> str:
-    """Apply vLLM's rule for x86 (`backend_to_kernel_cls`) without importing its module, which is slow."""
-    return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -8,17 +8,11 @@ run on the same queries and compared (`qarl.align.rotary`).
 from __future__ import annotations
 
 import copy
-import importlib.util
 from typing import Any
 
 import torch
 
 from qarl.process import configure_vllm_process
-
-
-def unavailable() -> str | None:
-    """Return why vLLM's rotary embedding cannot be used, or None if it can."""
-    return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:

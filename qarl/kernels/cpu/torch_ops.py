@@ -84,7 +84,6 @@ class TorchInt8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
@@ -114,7 +113,6 @@ class VllmCpuFP8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         values, scale = quantize_fp8(x)
         padding = (0, 0, 0, max(_FP8_MIN_ROWS - x.shape[0], 0))
         if prepared.weight.dtype == FP8:

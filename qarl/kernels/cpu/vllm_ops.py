@@ -18,7 +18,6 @@ products differently. There, too, a row's result does not depend on other rows.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -27,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qarl.kernels.activations import dequantize, quantize_int8_cuda
+from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_cuda
 from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
 from qarl.kernels.int4 import VALUES_PER_INT32
-from qarl.process import allow_matrix_tiles, configure_vllm_process
+from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
 _CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
@@ -60,8 +59,8 @@ class PreparedInt8(NamedTuple):
 
 @cache
 def cpu_ops_missing(operator: str) -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed"
+    if missing := vllm_missing():
+        return missing
     if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment its user controls
         allow_matrix_tiles()
     else:
@@ -76,7 +75,7 @@ def cpu_ops_missing(operator: str) -> str | None:
     return None
 
 
-class VllmCpuWNA16Linear:
+class VllmCpuWNA16Linear(BF16Activations):
     """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
@@ -108,13 +107,9 @@ class VllmCpuWNA16Linear:
             x = x.contiguous()
         output = x.new_empty(x.shape[0], prepared.scales.shape[1])
         torch.ops._C.cpu_gemm_wna16(
-            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, _isa_hint()
+            x, prepared.weight, output, prepared.scales, None, None, bias, VALUES_PER_INT32, isa_hint()
         )
         return output
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class VllmCpuInt8Linear:
@@ -140,7 +135,6 @@ class VllmCpuInt8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -176,7 +170,6 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedInt8Tiles, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         weight, scale, out_features = prepared
         if not len(x):
             return x.new_empty(0, out_features)
@@ -206,6 +199,6 @@ def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
-def _isa_hint() -> str:
-    """Apply vLLM's rule for BF16 scales: matrix tiles if the CPU has them, else vectors."""
+def isa_hint() -> str:
+    """Apply vLLM's rule on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -22,7 +22,6 @@ The Triton kernels compute dX from the wire tensors, which the layer holds anywa
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -30,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qarl.kernels.activations import dequantize
+from qarl.kernels.activations import BF16Activations, dequantize
 from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
-from qarl.process import configure_vllm_process
+from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
 
 _OPS = "vllm._custom_ops"
@@ -71,8 +70,8 @@ class PreparedPacked(NamedTuple):
 @cache
 def _unusable(operator: str) -> str | None:
     """Return why the operator cannot be called in this process, or None if it can."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed"
+    if missing := vllm_missing():
+        return missing
     configure_vllm_process()
     importlib.import_module(_OPS)  # registers torch.ops._C
     if not hasattr(torch.ops._C, operator):
@@ -91,30 +90,33 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
     return _unusable(operator)
 
 
+@cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
     """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses."""
-    chosen = _engines_choice(shape, group_size)
+    try:
+        chosen = chosen_int4_kernel(shape, shape, group_size)
+    except ValueError as error:
+        chosen = f"nothing ({' '.join(str(error).split())})"
     return None if chosen == kernel else f"here vLLM itself runs {chosen}"
 
 
-@cache
-def _engines_choice(shape: tuple[int, int], group_size: int) -> str:
+def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], group_size: int) -> str:
+    """Return the name of the class that vLLM uses for one GPU's part [N, K] of an int4 weight of `full_shape` [N, K].
+
+    Raise ValueError if no class takes the weight; the message gives the reason for each class.
+    """
     from vllm.model_executor.kernels import linear as kernels
 
-    in_out = shape[::-1]
     layer = kernels.MPLinearLayerConfig(
-        full_weight_shape=in_out,
-        partition_weight_shape=in_out,
+        full_weight_shape=full_shape[::-1],
+        partition_weight_shape=shape[::-1],
         weight_type=uint4b8(),
         act_type=torch.bfloat16,
         group_size=group_size,
         zero_points=False,
         has_g_idx=False,
     )
-    try:
-        return str(kernels.choose_mp_linear_kernel(layer).__name__)
-    except ValueError as error:
-        return f"nothing ({' '.join(str(error).split())})"
+    return str(kernels.choose_mp_linear_kernel(layer).__name__)
 
 
 def uint4b8() -> Any:
@@ -124,21 +126,12 @@ def uint4b8() -> Any:
     return scalar_types.uint4b8
 
 
-def _group_size(tensors: Mapping[str, torch.Tensor]) -> int:
-    return tensors["weight_packed"].shape[1] * 8 // tensors["weight_scale"].shape[1]
-
-
-class _PackedLinear:
+class _PackedLinear(BF16Activations):
     """Base of the two W4A16 kernels."""
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         return TritonW4A16Linear.backward_input(grad, prepared.wire)
-
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 class VllmMacheteLinear(_PackedLinear):
@@ -201,8 +194,8 @@ class VllmMarlinLinear(_PackedLinear):
 
         marlin = importlib.import_module(_MARLIN)
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-        group = _group_size(tensors)
         n, k = packed.shape[0], packed.shape[1] * 8
+        group = k // scale.shape[1]
         padded_n, padded_k = marlin.marlin_padded_nk(n, k, group)
         weight = ops.gptq_marlin_repack(
             marlin.marlin_pad_qweight(packed.t().contiguous(), n, k, padded_n, padded_k),
@@ -250,6 +243,8 @@ class VllmMarlinLinear(_PackedLinear):
 class _CutlassLinear:
     """Base of the two 8-bit kernels: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
 
+    backward_input = staticmethod(TritonW8A8Linear.backward_input)
+
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
         """Return the wire tensors themselves. The operator reads the weight as [K, N] with contiguous columns."""
@@ -262,7 +257,6 @@ class _CutlassLinear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         from vllm import _custom_ops as ops
 
         if not len(x):
@@ -272,11 +266,6 @@ class _CutlassLinear:
             values, prepared.weight.t(), scale_a=scale, scale_b=prepared.scale, out_dtype=x.dtype, bias=bias
         )
         return y
-
-    @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
-        return TritonW8A8Linear.backward_input(grad, prepared)
 
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:

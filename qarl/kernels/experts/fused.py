@@ -16,28 +16,25 @@ W4A8 is not supported for experts. A token's experts must all be different, as r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from qarl.errors import UserError
 from qarl.kernels.activations import dequantize, quantize_fp8, quantize_int8, silu_mul
 from qarl.kernels.cpu.experts import VllmCpuBf16Experts, VllmCpuExperts
 from qarl.kernels.experts import grouped
 from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, combine, route, scheme_of, sizes_of
 from qarl.kernels.experts.vllm import VllmCutlassExperts, VllmMarlinExperts, VllmTritonExperts
+from qarl.kernels.registry import Choice, NamedKernel, first_available
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 
 _EIGHT_BIT = ("w8a8", "fp8")
 """Schemes whose activations are quantized."""
 
 
-class ExpertsKernel(Protocol):
+class ExpertsKernel(NamedKernel, Protocol):
     """`prepare` runs once per optimizer step, `forward` on every forward."""
-
-    name: str
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -120,18 +117,6 @@ BF16_KERNELS: tuple[type[ExpertsKernel], ...] = (VllmCpuBf16Experts, ReferenceEx
 """The kernels of experts that are not quantized, in order of preference."""
 
 
-@dataclass(frozen=True)
-class ExpertsChoice:
-    """The chosen kernel, and one line with the reason for each kernel that was passed over."""
-
-    kernel: type[ExpertsKernel]
-    passed_over: tuple[str, ...]
-
-    @property
-    def reason(self) -> str:
-        return f"{self.kernel.name}" + "".join(f"; not {line}" for line in self.passed_over)
-
-
 def choose_experts_kernel(
     scheme_name: str,
     device: torch.device,
@@ -139,22 +124,14 @@ def choose_experts_kernel(
     *,
     group_size: int | None = None,
     force: str | None = None,
-) -> ExpertsChoice:
+) -> Choice[ExpertsKernel]:
     """Return the first kernel that can serve. `force` names the only one to consider. Raise UserError if none can."""
-    passed_over: list[str] = []
-    kernels = BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ())
-    for kernel in kernels:
-        if force is not None and kernel.name != force:
-            continue
-        why_not = kernel.unavailable(scheme_name, device, shape, group_size)
-        if why_not is None:
-            return ExpertsChoice(kernel, tuple(passed_over))
-        passed_over.append(f"{kernel.name}: {why_not}")
-    known = ", ".join(kernel.name for kernel in kernels) or "none"
-    raise UserError(
-        f"no kernel serves {scheme_name} experts on {device.type}",
-        why="; ".join(passed_over) or f"kernels for {scheme_name} experts: {known}",
-        fix="choose another kernel" if force else "choose another quant.scheme or device",
+    return first_available(
+        BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
+        lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
+        force=force,
+        refusal=f"no kernel serves {scheme_name} experts on {device.type}",
+        served=f"{scheme_name} experts",
     )
 
 

@@ -200,7 +200,6 @@ class VllmMarlinExperts:
 
     @staticmethod
     def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16."""
         experts = len(prepared.gate_up)
         nothing = _no_columns(experts, x.device)
         run = importlib.import_module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
@@ -256,7 +255,6 @@ class _EightBitExperts:
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M, K] BF16 -> 8 bits [M, K] and FP32 scales [M, 1]."""
         made: tuple[torch.Tensor, torch.Tensor]
         if scheme_name == "w8a8":
             made = importlib.import_module(f"{_UTILS}.int8_utils").per_token_quant_int8(x.contiguous())
@@ -278,7 +276,6 @@ class VllmTritonExperts(_EightBitExperts):
 
     @staticmethod
     def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16."""
         config = importlib.import_module(f"{_MOE}.config")
         scales = {"w1_scale": prepared.gate_up_scale, "w2_scale": prepared.down_scale}
         if prepared.gate_up.dtype == torch.int8:
@@ -317,7 +314,6 @@ class VllmCutlassExperts(_EightBitExperts):
     def forward(
         cls, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Experts
     ) -> torch.Tensor:
-        """x [T, H] BF16 -> [T, H] BF16."""
         experts, hidden, intermediate = prepared.down.shape
         rows = topk_ids.numel()
         values, scale = cls.quantize("fp8", x)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from qarl.kernels.activations import BF16Activations
+
 MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
 """The lowest CUDA compute capability for each scheme with the tensor-core instructions that Triton 3.6 emits."""
 
@@ -53,15 +55,17 @@ def unavailable(scheme_name: str, device: torch.device) -> str | None:
     return None
 
 
-class TritonW4A16Linear:
-    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
-
+class _TritonLinear:
     name = "triton"
     batch_invariant = False
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         return unavailable(scheme_name, device)
+
+
+class TritonW4A16Linear(_TritonLinear, BF16Activations):
+    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
@@ -70,33 +74,21 @@ class TritonW4A16Linear:
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16."""
         from qarl.kernels.triton.w4a16 import w4a16_linear
 
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 
     @classmethod
     def backward_input(cls, grad: torch.Tensor, prepared: PackedWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
         return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
 
-    @staticmethod
-    def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        return x
 
-
-class TritonW8A8Linear:
+class TritonW8A8Linear(_TritonLinear):
     """int8 weights and activations; our kernel quantizes the activations (activations.py, scaled_mm.py)."""
 
-    name = "triton"
     dtype = torch.int8
-    batch_invariant = False
-
-    @staticmethod
-    def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        return unavailable(scheme_name, device)
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
@@ -114,7 +106,6 @@ class TritonW8A8Linear:
 
     @staticmethod
     def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
-        """grad [M, N] BF16 -> [M, K] BF16."""
         from qarl.kernels.triton.quantize import dequantize_rows
 
         return grad @ dequantize_rows(*prepared)

@@ -36,6 +36,7 @@ _INT_BITS = tl.constexpr(12582912.0)  # x + this has round-half-even(x) in its l
 _CONSTANTS = tl.constexpr(0x3F400000)  # the bits of _INT_BITS times 0x11111111, modulo 2**32
 WEIGHT_TILE = 4096
 _ROW_TILE = 8192
+_HALF_RANGE = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 
 
 class Quantized(NamedTuple):
@@ -212,18 +213,13 @@ def dequantize_rows_kernel(
 
 
 def quantize_int4(
-    weight: torch.Tensor,
-    group_size: int,
-    *,
-    grid: torch.dtype = torch.bfloat16,
-    dequantize: bool = False,
-    nonfinite: torch.Tensor | None = None,
+    weight: torch.Tensor, group_size: int, *, grid: torch.dtype = torch.bfloat16, dequantize: bool = False
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
     `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. torch.bfloat16 quantizes what a BF16
-    forward sees; torch.float32 keeps an FP32 weight as it is. `nonfinite`: an int32 [1] of 0 to share among weights, so
-    that one synchronization serves them all. Raise ValueError for any other dtype or shape.
+    forward sees; torch.float32 keeps an FP32 weight as it is. `dequantize`: also return the BF16 weight. Raise
+    ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape
@@ -233,7 +229,7 @@ def quantize_int4(
     packed = weight.new_empty(rows, cols // 8, dtype=torch.int32)
     scale = weight.new_empty(rows, cols // group_size, dtype=grid)
     copy = weight.new_empty(rows, cols, dtype=torch.bfloat16) if dequantize else None
-    flag = weight.new_zeros(1, dtype=torch.int32) if nonfinite is None else nonfinite
+    flag = weight.new_zeros(1, dtype=torch.int32)
     if groups:
         words = triton.next_power_of_2(group_size // 8)
         a_program = max(WEIGHT_TILE // (words * 8), 1)
@@ -245,67 +241,38 @@ def quantize_int4(
     return Quantized(packed, scale, copy, flag)
 
 
-def quantize_int8(
-    weight: torch.Tensor,
-    *,
-    grid: torch.dtype = torch.bfloat16,
-    dequantize: bool = False,
-    nonfinite: torch.Tensor | None = None,
+def quantize_rows(
+    weight: torch.Tensor, dtype: torch.dtype, *, grid: torch.dtype = torch.bfloat16, dequantize: bool = False
 ) -> Quantized:
-    """`weight` [N, K] as in `quantize_int4` -> int8 [N, K], FP32 scales [N, 1]."""
-    return _quantize_rows(weight, torch.int8, 127.5, grid, dequantize, nonfinite)
-
-
-def quantize_e4m3(
-    weight: torch.Tensor,
-    *,
-    grid: torch.dtype = torch.bfloat16,
-    dequantize: bool = False,
-    nonfinite: torch.Tensor | None = None,
-) -> Quantized:
-    """`weight` [N, K] as in `quantize_int4` -> float8_e4m3fn [N, K], FP32 scales [N, 1]."""
-    return _quantize_rows(weight, torch.float8_e4m3fn, 448.0, grid, dequantize, nonfinite)
-
-
-def _quantize_rows(
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    half_range: float,
-    grid: torch.dtype,
-    dequantize: bool,
-    nonfinite: torch.Tensor | None,
-) -> Quantized:
+    """`weight` [N, K] as in `quantize_int4` -> `dtype` [N, K], which is int8 or float8_e4m3fn, FP32 scales [N, 1]."""
     weight = _checked(weight, grid)
     rows, cols = weight.shape
     values = weight.new_empty(rows, cols, dtype=dtype)
     scale = weight.new_empty(rows, 1, dtype=torch.float32)
     copy = weight.new_empty(rows, cols, dtype=torch.bfloat16) if dequantize else None
-    flag = weight.new_zeros(1, dtype=torch.int32) if nonfinite is None else nonfinite
+    flag = weight.new_zeros(1, dtype=torch.int32)
     if rows:
         block, warps = row_block(cols)
         quantize_rows_kernel[(rows,)](
             weight, _storage(values), scale, scale if copy is None else copy, flag, cols, weight.stride(0),
-            HALF_RANGE=half_range, FP8=dtype != torch.int8, HARDWARE=has_e4m3(weight.device),
+            HALF_RANGE=_HALF_RANGE[dtype], FP8=dtype != torch.int8, HARDWARE=has_e4m3(weight.device),
             BF16_GRID=grid == torch.bfloat16, DEQUANTIZE=dequantize, BLOCK=block, SINGLE=cols <= block,
             num_warps=warps, **LAUNCH,
         )  # fmt: skip
     return Quantized(values, scale, copy, flag)
 
 
-def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K]. Equals `qarl.kernels.int4.dequantize_int4`.
-
-    `out`: a contiguous BF16 [N, K] buffer for the result, which layers can share.
-    """
+def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K]. Equals `qarl.kernels.int4.dequantize_int4`."""
     rows, words_a_row = packed.shape
     require(packed.dtype == torch.int32, f"packed weights must be int32, not {packed.dtype}")
     require(scale.dtype in (torch.bfloat16, torch.float32), f"scales must be BF16 or FP32, not {scale.dtype}")
     fits = scale.ndim == 2 and scale.shape[0] == rows and (words_a_row == 0 or words_a_row % scale.shape[1] == 0)
     require(fits, f"scales {list(scale.shape)} do not divide packed weights {list(packed.shape)} into groups")
-    out = _output(out, packed, rows, words_a_row * 8)
+    out = packed.new_empty(rows, words_a_row * 8, dtype=torch.bfloat16)
     if packed.numel():
         packed, scale = packed.contiguous(), scale.contiguous()
-        require_device(packed, scale, out)
+        require_device(packed, scale)
         dequantize_int4_kernel[(triton.cdiv(packed.numel(), 512),)](
             packed, scale, out, packed.numel(), WORDS_PER_GROUP=words_a_row // scale.shape[1], BLOCK=512,
             num_warps=4, **LAUNCH,
@@ -313,18 +280,18 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, *, out: torch.Ten
     return out
 
 
-def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
 
-    Serves weights and activations, and equals `qarl.kernels.activations.dequantize`. `out` as in `dequantize_int4`.
+    Serves weights and activations, and equals `qarl.kernels.activations.dequantize`.
     """
     rows, cols = values.shape
     require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")
     require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales must be FP32 [{rows}, 1]")
-    out = _output(out, values, rows, cols)
+    out = values.new_empty(rows, cols, dtype=torch.bfloat16)
     if values.numel():
         values = values if values.stride(1) == 1 else values.contiguous()
-        require_device(values, scale, out)
+        require_device(values, scale)
         block = min(triton.next_power_of_2(cols), 2048)
         dequantize_rows_kernel[(rows, triton.cdiv(cols, block))](
             _storage(values), scale.contiguous(), out, cols, values.stride(0), FP8=values.dtype != torch.int8,
@@ -352,11 +319,3 @@ def _checked(weight: torch.Tensor, grid: torch.dtype) -> torch.Tensor:
     require_device(weight)
     weight = weight.detach()
     return weight if weight.stride(1) == 1 else weight.contiguous()
-
-
-def _output(out: torch.Tensor | None, like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    if out is None:
-        return like.new_empty(rows, cols, dtype=torch.bfloat16)
-    fits = out.shape == (rows, cols) and out.dtype == torch.bfloat16 and out.is_contiguous()
-    require(fits, f"out must be contiguous BF16 {[rows, cols]}, not {out.dtype} {list(out.shape)}")
-    return out

@@ -19,18 +19,9 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
-from qarl.rollout.publish.wire import (
-    BEGIN,
-    COMMIT,
-    UNIT,
-    NamedTensor,
-    TransferFailed,
-    is_record,
-    read_record,
-    read_specs,
-)
 from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_layers
 
 
@@ -66,7 +57,7 @@ class WeightReceiver:
         self._applied = 0.0
         self._open: int | None = None
         self._seen: set[str] = set()
-        self._unit: list[NamedTensor] = []
+        self._unit: list[wire.NamedTensor] = []
 
     @property
     def stale(self) -> bool:
@@ -76,7 +67,7 @@ class WeightReceiver:
         """Make the receiver stale, with `reason`, until the next complete publish."""
         self.version, self.stale_because = None, reason
 
-    def feed(self, weights: Iterable[NamedTensor]) -> None:
+    def feed(self, weights: Iterable[wire.NamedTensor]) -> None:
         """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
 
         After any exception the publish is over and the engine is stale.
@@ -108,19 +99,19 @@ class WeightReceiver:
         self._open, self._unit, self._seen = None, [], set()
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if name == BEGIN:
-            self._begin(read_record(name, tensor))
+        if name == wire.BEGIN:
+            self._begin(wire.read_record(name, tensor))
         elif self._open is None:
-            raise TransferFailed(
+            raise wire.TransferFailed(
                 f"{name} arrived outside of a publish",
-                why=f"a publish must start with the record {BEGIN}",
+                why=f"a publish must start with the record {wire.BEGIN}",
                 fix="send everything that qarl.rollout.publish.wire.encode_publish yields, in order",
             )
-        elif name == UNIT:
-            self._write_unit(read_record(name, tensor))
-        elif name == COMMIT:
-            self._commit(read_record(name, tensor))
-        elif is_record(name):
+        elif name == wire.UNIT:
+            self._write_unit(wire.read_record(name, tensor))
+        elif name == wire.COMMIT:
+            self._commit(wire.read_record(name, tensor))
+        elif wire.is_record(name):
             raise UserError(
                 f"the engine does not know the record {name}", fix="use the same version of QaRL on both sides"
             )
@@ -133,7 +124,7 @@ class WeightReceiver:
         self._open, self._seen, self._unit = int(record["version"]), set(), []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
         self.mark_stale(f"the publish of version {self._open} did not complete")
-        announced = read_specs(record["tensors"])
+        announced = wire.read_specs(record["tensors"])
         if announced is not None:
             check_specs(announced.items(), self.expected)
 
@@ -142,14 +133,14 @@ class WeightReceiver:
         if names != list(digests):
             lost = [name for name in digests if name not in names]
             extra = [name for name in names if name not in digests]
-            raise TransferFailed(
+            raise wire.TransferFailed(
                 f"{record['unit']} did not arrive as it was sent",
                 where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
                 why="the transport dropped, added or reordered tensors",
                 fix="publish again; if the error comes back, check the transport",
             )
         if doubled := [name for name in names if name in self._seen]:
-            raise TransferFailed(
+            raise wire.TransferFailed(
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
@@ -159,7 +150,7 @@ class WeightReceiver:
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in self._unit], known)
         for name, found in zip(names, checksums(tensor for _, tensor in self._unit), strict=True):
             if found != digests[name]:
-                raise TransferFailed(
+                raise wire.TransferFailed(
                     f"{name} was damaged on the way to the engine",
                     where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
                     why="the engine did not receive the bytes that the trainer's forward used",
@@ -174,7 +165,7 @@ class WeightReceiver:
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]
         if missing or self._unit or int(record["version"]) != self._open:
-            raise TransferFailed(
+            raise wire.TransferFailed(
                 f"the publish of version {self._open} is not complete",
                 where=f"missing: {', '.join(missing[:8])}"
                 if missing

@@ -11,7 +11,7 @@ If anything fails, even the first check, the engine is stale, because its weight
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from qarl.rollout.publish.checksum import checksums
@@ -61,13 +61,10 @@ def publish_weights(
 
 
 def _report(
-    tensors: Iterable[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
+    tensors: Sequence[NamedTensor], expected: Manifest, version: int, seconds: dict[str, float]
 ) -> PublishReport:
-    layers = quantized_layers(expected)
-    quantized_bytes = elements = count = nbytes = 0
+    layers, quantized_bytes, elements = quantized_layers(expected), 0, 0
     for name, tensor in tensors:
-        count += 1
-        nbytes += tensor.nbytes
         layer, _, leaf = name.rpartition(".")
         if layer not in layers or leaf == "bias":
             continue
@@ -76,11 +73,5 @@ def _report(
             elements += tensor.numel()
         elif leaf == "weight_shape":
             elements += int(tensor.prod())
-    return PublishReport(
-        version=version,
-        tensors=count,
-        bytes=nbytes,
-        quantized_bytes=quantized_bytes,
-        quantized_bf16_bytes=2 * elements,
-        seconds=seconds,
-    )
+    nbytes = sum(tensor.nbytes for _, tensor in tensors)
+    return PublishReport(version, len(tensors), nbytes, quantized_bytes, 2 * elements, seconds)

@@ -6,11 +6,11 @@ remaining processes as the whole batch. So the sampler checks while it waits, an
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future, wait
 from typing import Any
 
-_log = logging.getLogger("qarl.verl.plugin")
+from qarl.errors import UserError
+from qarl.verl.failure import RESUME
 
 SERVER = "vllm_server_"
 OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
@@ -68,6 +68,16 @@ def engine_servers() -> dict[str, Any]:
     if not ray.is_initialized():  # asking would start a Ray
         return {}
     return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
+
+
+def has_stopped(what: str, dead: dict[str, str]) -> UserError:
+    """Return the error for processes that have stopped, which `dead` maps to the reasons. `what` says what they are."""
+    return UserError(
+        what,
+        where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
+        why="something ended them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
+        fix=RESUME,
+    )
 
 
 def _has_engine(name: str) -> bool:

@@ -6,10 +6,13 @@ existing group instead, so this module makes one. A worker of agent loops import
 """
 
 import importlib
+import os
 import sys
 
-from qarl.verl.plugin.platform import join_process_group
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
 
-join_process_group()
+if get_device_name() == "cpu" and "RAY_LOCAL_WORLD_SIZE" in os.environ:
+    initialize_global_process_group_ray(backend="cpu:gloo")
 if "verl.experimental.agent_loop.agent_loop" in sys.modules:
     importlib.import_module("qarl.verl.plugin.agent_loop")

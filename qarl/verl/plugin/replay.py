@@ -19,14 +19,14 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from qarl.errors import UserError
-from qarl.verl.plugin.alive import Watch
+from qarl.verl.failure import RESUME
+from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.preemptions import Preemptions
 
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 """Seconds that a process has to answer after a group has failed."""
-RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
 METRIC = "rollout/preemptions"
 VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which leaves verl's sampler in place"
 
@@ -110,10 +110,5 @@ def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
 
 
 def _stopped(dead: dict[str, str], when: str) -> UserError:
-    stopped = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
-    return UserError(
-        f"{stopped} stopped, {when}",
-        where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
-        why="something ended them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
-        fix=RESUME,
-    )
+    who = "a process that generates has" if len(dead) == 1 else f"{len(dead)} processes that generate have"
+    return has_stopped(f"{who} stopped, {when}", dead)

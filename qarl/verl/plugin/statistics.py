@@ -49,14 +49,12 @@ def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
     [B, T]. A collective."""
     mask = rows["response_mask"] != 0
     known = "old_log_probs" in rows and "rollout_log_probs" in rows
+    different, delta = mask, torch.zeros((), device=mask.device)
     if known:
-        # Places without a token may hold anything.
-        zero = torch.zeros((), device=mask.device)
-        delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), zero).abs()
-        # NaN is unequal to 0, too.
-        sums = [mask.any(-1).sum(), mask.sum(), (mask & (delta != 0)).sum(), delta.double().sum()]
-    else:
-        sums = [mask.any(-1).sum(), mask.sum(), mask.sum(), torch.zeros((), device=mask.device)]
+        # Places without a token may hold anything. NaN is unequal to 0, too.
+        delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), delta).abs()
+        different = mask & (delta != 0)
+    sums = [mask.any(-1).sum(), mask.sum(), different.sum(), delta.double().sum()]
     counts = torch.stack([one.double() for one in sums])
     if torch.distributed.is_initialized():
         counts = counts.to(get_device_id())

@@ -10,14 +10,7 @@ from triton_rig import DEVICE
 
 from qarl.kernels.activations import dequantize as dequantize_tokens
 from qarl.kernels.int4 import dequantize_int4 as int4_reference
-from qarl.kernels.triton.quantize import (
-    Quantized,
-    dequantize_int4,
-    dequantize_rows,
-    quantize_e4m3,
-    quantize_int4,
-    quantize_int8,
-)
+from qarl.kernels.triton.quantize import Quantized, dequantize_int4, dequantize_rows, quantize_int4, quantize_rows
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import get_scheme
 from qarl.quant.tensor import QuantizedTensor
@@ -29,7 +22,7 @@ SCHEMES = ("w4a16", "w8a8", "fp8")
 def run(weight: torch.Tensor, scheme: str, group_size: int = 32, **options: Any) -> Quantized:
     if scheme == "w4a16":
         return quantize_int4(weight, group_size, **options)
-    return {"w8a8": quantize_int8, "fp8": quantize_e4m3}[scheme](weight, **options)
+    return quantize_rows(weight, {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[scheme], **options)
 
 
 def check(weight: torch.Tensor, scheme: str, group_size: int = 32, grid: torch.dtype = BF16) -> None:
@@ -149,9 +142,8 @@ def test_dequantize_int4(group_size: int, cols: int, dtype: torch.dtype) -> None
     torch.manual_seed(5)
     packed = torch.randint(-(2**31), 2**31 - 1, (7, cols // 8), dtype=torch.int32, device=DEVICE)
     scale = torch.randn(7, cols // group_size, device=DEVICE).to(dtype)
-    buffer = torch.empty(7, cols, dtype=BF16, device=DEVICE)
-    found = dequantize_int4(packed, scale, out=buffer)
-    assert found is buffer and torch.equal(found, int4_reference(packed, scale))
+    found = dequantize_int4(packed, scale)
+    assert torch.equal(found, int4_reference(packed, scale))
     strided = torch.stack((packed, packed), dim=2)[:, :, 0]
     assert torch.equal(dequantize_int4(strided, scale), found)
     assert dequantize_int4(packed[:0], scale[:0]).shape == (0, cols)
@@ -177,15 +169,13 @@ def test_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         quantize_int4(weight, 4)
     with pytest.raises(ValueError, match="float16"):
-        quantize_int8(weight.half())
+        quantize_rows(weight.half(), torch.int8)
     with pytest.raises(ValueError, match="grid"):
-        quantize_int8(weight, grid=FP32)
+        quantize_rows(weight, torch.int8, grid=FP32)
     with pytest.raises(ValueError, match="3 dimensions"):
-        quantize_e4m3(weight[None])
+        quantize_rows(weight[None], torch.float8_e4m3fn)
     packed = torch.zeros(4, 8, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="groups"):
         dequantize_int4(packed, torch.ones(4, 3, dtype=BF16, device=DEVICE))
-    with pytest.raises(ValueError, match="out must be"):
-        dequantize_int4(packed, torch.ones(4, 2, dtype=BF16, device=DEVICE), out=weight.float())
     with pytest.raises(ValueError, match="FP32"):
         dequantize_rows(packed.to(torch.int8), torch.ones(4, 1, dtype=BF16, device=DEVICE))

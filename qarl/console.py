@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print to stderr a fact that the user may want to know."""
+    """Print a note for the user to stderr."""
     say(f"note: {text}")
 
 

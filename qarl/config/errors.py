@@ -116,7 +116,7 @@ _EXPECTED = {
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
-    """Return an error of pydantic's as a problem.
+    """Return a `Problem` for one of pydantic's errors.
 
     `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to where
     their value was written.

@@ -367,7 +367,7 @@ def _git_commit() -> str | None:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those of `packages` that are installed."""
+    """Return the versions of `packages`, without those that are not installed."""
     found = {}
     for package in packages:
         try:

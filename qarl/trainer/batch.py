@@ -110,7 +110,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
 
 
 def _pad(rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers or tensors [tokens, ...] of each response -> [B, width, ...], filled up with `value`."""
+    """Return [B, width, ...] from the numbers or tensors [tokens, ...] of each response, filled up with `value`."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     padded = torch.full((len(rows), width, *tensors[0].shape[1:]), value, dtype=dtype)
     for i, row in enumerate(tensors):

@@ -130,7 +130,7 @@ def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 
 def supersede(run_dir: Path, checkpoints: Iterable[tuple[int, Path]], step: int) -> None:
-    """Rename those of `checkpoints` that are of a later step than `step`, and delete the old summary."""
+    """Rename the checkpoints of steps after `step`, and delete the old summary."""
     for later, folder in checkpoints:
         if later > step:
             renamed = set_aside(folder, "superseded").name

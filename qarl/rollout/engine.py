@@ -33,7 +33,7 @@ from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.vllm_plugin import check_loaded
+from qarl.rollout.vllm_plugin import check_eager, check_loaded
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -349,10 +349,13 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
 
 
 def _check_plugin(config: EngineConfig) -> None:
-    """Raise UserError if the model is a mixture of experts and vLLM would serve it without QaRL's plugin."""
+    """Raise UserError if the model is a mixture of experts that vLLM would serve without QaRL's plugin, or compile."""
     from transformers import AutoConfig
 
-    check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
+    hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    check_loaded(hf_config)
+    if not torch.cuda.is_available():
+        check_eager(hf_config, config.enforce_eager)
 
 
 def check_served(scheme_name: str) -> None:

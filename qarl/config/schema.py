@@ -366,7 +366,7 @@ class Config(Section):
 
     verl: Dotted = {}
     """Keys of verl's own config, dotted or nested, set after everything that is made from the sections above:
-    `verl.actor_rollout_ref.rollout.top_k=50`. A `+` before a key of the YAML mapping adds one that verl does not have,
+    `verl.trainer.rollout_data_dir=samples`. A `+` before a key of the YAML mapping adds one that verl does not have,
     as on verl's command line. Only with backend=verl."""
 
     @model_validator(mode="after")

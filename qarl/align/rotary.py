@@ -51,7 +51,7 @@ def is_plain(config: Any) -> bool:
     """Return whether both sides are known to compute the same embedding. Then vLLM, which is slow to import, is not
     needed."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
-    keys = PLAIN.get(parameters.pop("rope_type", "default"))
+    keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
     parameters.pop("rope_theta", None)
     stretched = getattr(config, "dual_chunk_attention_config", None) is not None

@@ -38,8 +38,10 @@ def check_served(hf_config: Any) -> None:
     """Make the checks of `check_model` except the one for the family: any family with publishable layers passes."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
+    check_outputs(hf_config)
+    model = meta_model(hf_config)
     if hf_config.model_type not in FAMILIES:
-        check_checkpoint_layers(meta_model(hf_config), hf_config.model_type)
+        check_checkpoint_layers(model, hf_config.model_type)
 
 
 def report_level(config: Config, hf_config: Any) -> None:
@@ -105,6 +107,19 @@ def trainer_class(hf_config: Any) -> str:
     return str(chosen.__name__)
 
 
+def check_outputs(hf_config: Any) -> None:
+    """Raise UserError for keys with which transformers' model would not return what the trainer reads."""
+    wrong = {"return_dict": not getattr(hf_config, "return_dict", True)}
+    wrong["output_attentions"] = bool(getattr(hf_config, "output_attentions", False))
+    for key in (key for key, bad in wrong.items() if bad):
+        raise UserError(
+            f"{key}={getattr(hf_config, key)!r} in the model's config is refused",
+            where=_WHERE,
+            why="the trainer reads logits by name and computes no attention weights",
+            fix="delete the key from config.json: it changes what a model returns, not what it computes",
+        )
+
+
 def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
     """Raise UserError if the checkpoint itself holds fused layers, because QaRL publishes their parts one by one."""
     fused = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} & set(FUSED_LAYERS))
@@ -123,7 +138,7 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
     found = getattr(hf_config, "quantization_config", None)
     if found is None:
         return
-    found = found if isinstance(found, Mapping) else found.to_dict()
+    found = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
     raise UserError(
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",

@@ -9,7 +9,8 @@ from typing import Any
 from qarl.checks import hub
 from qarl.errors import UserError
 
-MOST_LAYERS = 10_000
+MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
+"""Keys of config.json of which transformers makes lists while it reads the file, and their largest sane values."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -38,7 +39,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
     check_model_folder(path)
     try:
-        _check_layers(path)
+        _check_sizes(path)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub.loading_options(path))
     except UserError:
         raise
@@ -62,18 +63,19 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
         return AutoConfig.for_model(**carried[1]), error
 
 
-def _check_layers(path: str) -> None:
-    """Raise UserError if a config has too many layers: transformers makes a list of them while it reads the file."""
+def _check_sizes(path: str) -> None:
+    """Raise UserError if a value of config.json is above `MOST`: reading the file would take all memory."""
     file = Path(path) / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    layers = content.get("num_hidden_layers") if isinstance(content, dict) else None
-    if isinstance(layers, int | float) and layers > MOST_LAYERS:
-        raise UserError(
-            f"config.json says {layers:.3g} layers",
-            where=f"model.path: {file}",
-            why=f"no model has more than {MOST_LAYERS}",
-            fix="give a config.json as it was published",
-        )
+    for key, most in MOST.items():
+        value = content.get(key) if isinstance(content, dict) else None
+        if isinstance(value, int | float) and value > most:
+            raise UserError(
+                f"config.json says {key}={value:.3g}",
+                where=f"model.path: {file}",
+                why=f"no model has more than {most}",
+                fix="give a config.json as it was published",
+            )
 
 
 def check_model_folder(path: str) -> None:

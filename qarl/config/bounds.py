@@ -179,5 +179,16 @@ def _responses_of_a_step(config: Config) -> Unusual | None:
     return Unusual("data.train_batch_size, rollout.n", what, _BATCH, "lower one of the two")
 
 
+def _one_token_to_sample(config: Config) -> Unusual | None:
+    if config.rollout.top_k != 1:
+        return None
+    why = "only the likeliest token is left, so the responses to one prompt are alike and teach nothing"
+    return Unusual("rollout.top_k", "rollout.top_k=1 leaves nothing to sample", why, "choose 2 or more, or -1 for all")
+
+
 MOST_RESPONSES = 2**20
-_TOGETHER: tuple[Callable[[Config], Unusual | None], ...] = (_warm_up_without_end, _responses_of_a_step)
+_TOGETHER: tuple[Callable[[Config], Unusual | None], ...] = (
+    _warm_up_without_end,
+    _responses_of_a_step,
+    _one_token_to_sample,
+)

@@ -370,9 +370,9 @@ class Config(Section):
     trainer: TrainerConfig
 
     verl: Dotted = {}
-    """Keys of verl's own config, dotted or nested, for example `verl.actor_rollout_ref.rollout.top_k=50`. They override
-    the keys that QaRL sets from the sections above. As on verl's command line, a `+` before a key of the YAML mapping
-    adds a key that verl does not have. Only with backend=verl."""
+    """Keys of verl's own config, dotted or nested, for example `verl.trainer.rollout_data_dir=samples`. They are set
+    after all keys that QaRL sets from the sections above. As on verl's command line, a `+` before a key of the YAML
+    mapping adds a key that verl does not have. Only with backend=verl."""
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:

@@ -247,6 +247,13 @@ def _to_prompt(
             why=f"{type(error).__name__}: {error}",
             fix="correct the row's messages (roles, order), or use a different chat template",
         ) from error
+    if not len(token_ids):
+        raise UserError(
+            "a prompt has no tokens",
+            where=where,
+            why=f"the chat template renders {_shortened(messages)} as text without a token; vLLM refuses such a prompt",
+            fix="give the messages some content, or leave the row out",
+        )
     return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(extra_info or {}))
 
 

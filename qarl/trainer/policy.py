@@ -78,8 +78,11 @@ class Policy:
                     trust_remote_code=config.model.trust_remote_code,
                     **hub.loading_options(config.model.path),
                 )
-        except (OSError, ValueError) as error:
-            raise cannot_load(config.model.path, str(error).splitlines()[0]) from error
+        except RuntimeError:  # of torch: `load_policy` says that config and weights do not fit
+            raise
+        except Exception as error:  # what transformers raises depends on the key that it cannot use
+            why = (str(error).splitlines() or [""])[0]
+            raise cannot_load(config.model.path, why or type(error).__name__) from error
         model, loading = loaded
         if loading["missing_keys"]:
             raise lacks_tensors(config.model.path, loading["missing_keys"])

@@ -194,7 +194,7 @@ def _descendant(config: Config, origin: Path) -> Start | None:
     if checkpoint is None or is_finished(run_dir):
         return None
     began = checkpoint.config["trainer"].get("resume_from_path")
-    if began is None or Path(began).resolve() != origin.resolve():
+    if not isinstance(began, str) or "\0" in began or Path(began).resolve() != origin.resolve():
         return None
     return Start(checkpoint, tuple(problems))
 

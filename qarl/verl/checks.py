@@ -17,6 +17,21 @@ OLD_PLUGIN = "qarl.verl_plugin"
 """The plugin's module before QaRL's modules became packages. Old configs still name it."""
 
 
+OWN_KEYS = {
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.hf_config_path": "model.path",
+    "actor_rollout_ref.model.tokenizer_path": "model.path",
+    "data.train_files": "data.train_files",
+    "data.val_files": "data.val_files",
+    "trainer.total_training_steps": "trainer.total_training_steps",
+    "trainer.total_epochs": "trainer.total_training_steps",
+    "trainer.resume_mode": "trainer.resume_mode",
+    "trainer.resume_from_path": "trainer.resume_from_path",
+}
+"""verl's keys that the section `verl` may not set, and QaRL's key to set instead. QaRL checks the model and the data
+before a run, chooses its checkpoint and decides whether it is finished; verl would use what nobody has checked."""
+
+
 def unsupported(config: Config) -> dict[str, str]:
     """Return QaRL's keys that verl has no counterpart of and that are not neutral, each with its neutral value."""
     problems = {
@@ -46,6 +61,17 @@ def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
             where=f"{where}: {'; '.join(f'verl.{key}: {value}' for key, value in moved.items())}",
             why=f"{OLD_PLUGIN} is now {PLUGIN}",
             fix=f"write {PLUGIN} there; if the run resumes, also in its saved config",
+        )
+
+
+def refuse_own(keys: Mapping[str, Any]) -> None:
+    """Raise UserError if `keys` (the section `verl`) sets what a key of QaRL's sets: see `OWN_KEYS`."""
+    if found := {key: OWN_KEYS[plain] for key in keys if (plain := key.removeprefix("+")) in OWN_KEYS}:
+        raise UserError(
+            f"the section verl sets {', '.join(found)}, which QaRL has keys for",
+            where=", ".join(f"verl.{key}" for key in found),
+            why="QaRL's checks, its choice of a checkpoint and its summary would belong to another run than verl's",
+            fix="set " + ", ".join(sorted(set(found.values()))) + " instead",
         )
 
 
@@ -119,6 +145,13 @@ def refuse_ignored(composed: Any) -> None:
             "responses would come from several versions of the weights, and quant.mismatch_limit would report an error",
         ),
         (not composed.trainer.use_v1, "trainer.use_v1", False, True, "QaRL runs only in verl's v1 trainer"),
+        (
+            "file" not in (composed.trainer.logger or ()),
+            "trainer.logger",
+            composed.trainer.logger,
+            "a list with file in it",
+            "QaRL reads the metrics from verl's file logger; without it the run would end as if it had taken no step",
+        ),
     ]
     for wrong, key, value, neutral, why in problems:
         if wrong:

@@ -30,6 +30,7 @@ from qarl.verl.checks import (
     refuse_ignored,
     refuse_moved,
     refuse_no_export,
+    refuse_own,
     refuse_unsupported,
     unsupported,
     validate,
@@ -143,6 +144,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
     refuse_moved(config.verl, "the section verl of the config")
+    refuse_own(config.verl)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
             raise UserError(

@@ -103,9 +103,10 @@ def test_missing_column(refusal: Refusal) -> None:
         (row() | {"prompt": []}, ["empty list"]),
         (row() | {"prompt": [{"role": "user", "content": None}]}, ["content of every message must be text"]),
         (row() | {"data_source": None}, ["data_source"]),
+        (row(""), ["a prompt has no tokens", "the chat template renders"]),
         (row(" ".join(["t5"] * 20)), ["20 tokens", "max_prompt_length=16", "data.filter_overlong_prompts=true"]),
     ],
-    ids=["no ground truth", "no messages", "no content", "no data source", "too long"],
+    ids=["no ground truth", "no messages", "no content", "no data source", "no tokens", "too long"],
 )
 def test_bad_row(refusal: Refusal, bad_row: dict[str, Any], words: list[str]) -> None:
     write_rows("train.jsonl", [row() for _ in range(5)] + [bad_row])

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from bad_runs import edit_model_config
 from checkpoint_state import CONFIG
 
 from qarl.checkpoint.export import ExportRequest, export
@@ -25,6 +26,7 @@ from qarl.data import load_prompts
 from qarl.data.rewards import get_reward_fn
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker, read_metrics
+from qarl.train import main
 from qarl.trainer.resume import is_finished
 
 DEEP = b"[" * 100_000
@@ -146,6 +148,40 @@ def test_keys_of_config_json(pristine_model: Path, tmp_path: Path, key: str, val
     except UserError:
         return
     assert key == "rope_parameters" and value in (None, {})  # the defaults of the family
+
+
+ODD_CONFIGS: list[tuple[str, Any]] = [
+    ("num_labels", 2**70),
+    ("num_labels", 10**8),
+    ("return_dict", False),
+    ("return_dict", None),
+    ("output_attentions", True),
+    ("text_config", "silu"),
+    ("quantization_config", "gptq"),
+    ("quantization_config", [1]),
+    ("architectures", 5),
+    ("rope_parameters", {"rope_type": ["default"]}),
+    ("rope_parameters", {"rope_type": {"a": 1}}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": {}}),
+    ("rope_parameters", {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 128}),
+    ("layer_types", [["full_attention"]]),
+    ("max_position_embeddings", "x"),
+    ("_attn_implementation", 0.5),
+    ("base_model_tp_plan", "1"),
+]
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+@pytest.mark.parametrize(("key", "value"), ODD_CONFIGS, ids=repr)
+def test_odd_configs_of_a_model_are_refused_before_the_engine_starts(
+    startable_run: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, scheme: str
+) -> None:
+    """Keys that no table of attention or rotary embeddings has: transformers uses them, or its loader does."""
+    edit_model_config(**{key: value})
+    assert main(["config=run.yaml", f"quant.scheme={scheme}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "model" in said and "fix: " in said, said
 
 
 REWARDS: dict[str, str | bytes] = {

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_runs import EngineConstructed
 from random_models import save_random_model
 
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.stops import check_stops, model_stops
 from qarl.errors import UserError
+from qarl.train import main
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,17 @@ def test_a_difference_is_worth_a_warning(folder: Path, tmp_path: Path, files: di
 def test_ids_that_are_no_end(folder: Path, tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         warnings_of(edited(folder, tmp_path, **files))
+
+
+def test_a_run_says_where_its_responses_end(startable_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generation = Path("model/generation_config.json")
+    generation.write_text(json.dumps({"eos_token_id": 2}))
+    with pytest.raises(EngineConstructed):
+        main(["config=run.yaml"])
+    assert "warning: the tokenizer's EOS is 1" in capsys.readouterr().err
+    generation.write_text(json.dumps({"eos_token_id": 7}))
+    assert main(["config=run.yaml"]) == 2
+    assert "responses would end at token 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("files", [*AGREE, *(files for files, _ in WARN)], ids=str)

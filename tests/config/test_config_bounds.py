@@ -105,6 +105,7 @@ NONSENSE = {
     "rollout.n=100000": "rollout.n=100000 is above 1024",
     "optim.lr_warmup_steps=1": "covers the whole run of 1 steps",
     "optim.lr=0": "nothing would be learned",
+    "rollout.top_k=1": "leaves nothing to sample",
 }
 
 

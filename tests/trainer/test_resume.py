@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from checkpoint_state import interrupted_run
+from checkpoint_state import interrupted_run, reseal
 from engine_helpers import config
 
 from qarl.checkpoint.folder import STATE_FILE, CheckpointError
@@ -123,6 +123,18 @@ def test_resume_path_again_goes_on_where_its_own_run_was_killed(tmp_path, name):
     (settings.run_dir / "summary.json").write_text('{"finished": true}')
     with pytest.raises(CheckpointError, match="no such folder"), open_run(settings):
         raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("began", [5, ["a"], {}, "\0", None])
+def test_a_beginning_of_another_type_is_no_beginning(tmp_path, began):
+    """A state.json that somebody changed and sealed again."""
+    path = interrupted_run(config(tmp_path, "name=origin"), 2) / "checkpoints" / "step_2"
+    settings = config(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    run_dir = interrupted_run(settings, 6)
+    saved = settings.model_dump(mode="json")
+    saved["trainer"]["resume_from_path"] = began
+    reseal(run_dir / "checkpoints" / "step_6", config=saved)
+    assert find_start(settings).checkpoint.step == 2
 
 
 def test_finding_the_start_changes_nothing(tmp_path):

@@ -11,8 +11,10 @@ from engine_helpers import config
 from idle_trainer import Checkpoints, Trainer
 
 from qarl.checkpoint.storage import StorageError
+from qarl.metrics.guard import MismatchError
 from qarl.metrics.tracker import Tracker
 from qarl.trainer import checkpoints as checkpointing
+from qarl.trainer import loop
 from qarl.trainer.loop import run_and_keep, run_steps
 
 pytestmark = pytest.mark.usefixtures("in_the_checkout", "no_probe")
@@ -31,6 +33,19 @@ def test_ctrl_c_during_an_evaluation_makes_that_step_the_last_and_warnings_are_s
         "step 1: the mismatch is over its limit",
         "step 2: the mismatch is over its limit",
     ]
+
+
+def test_a_probe_that_fails_ends_the_run_before_its_first_step(tmp_path, monkeypatch):
+    def disagree(trainer: Trainer) -> str:
+        raise MismatchError("trainer and engine disagree")
+
+    monkeypatch.setattr(loop, "probe", disagree)
+    trainer = Trainer(config(tmp_path, *OVERRIDES, "trainer.save_final=false"))
+    with pytest.raises(MismatchError):
+        run_and_keep(trainer, Checkpoints(), [], 0.0)
+    assert trainer.step == 0
+    summary = json.loads((trainer.config.run_dir / "summary.json").read_text())
+    assert summary["finished"] is False and "trainer and engine disagree" in summary["failed"]
 
 
 def test_without_room_for_the_export_no_step_is_taken(tmp_path):

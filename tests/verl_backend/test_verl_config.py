@@ -22,7 +22,7 @@ from qarl.errors import UserError
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
 from qarl.trainer.setup import tbpo_config as local_tbpo_config
-from qarl.verl.checks import refuse_unsupported
+from qarl.verl.checks import OWN_KEYS, refuse_unsupported
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 from qarl.verl.process import worker_environment
 from qarl.verl.run import differences, dry_run, verl_config, verl_keys
@@ -303,12 +303,31 @@ def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
         ("trainer.v1.trainer_mode", "colocate_async"),
         ("trainer.v1.trainer_mode", "separate_async"),
         ("trainer.use_v1", False),
+        ("trainer.logger", ["console"]),
+        ("trainer.logger", None),
     ],
 )
 def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
     with pytest.raises(UserError, match="does not go with backend=verl") as caught:
         verl_config(quickstart(verl={key: value}), on_cpu=True)
     assert caught.value.where == f"verl.{key}"
+
+
+def test_other_loggers_of_verls_may_be_added():
+    added = verl_config(quickstart(verl={"trainer.logger": ["file", "wandb"]}), on_cpu=True)
+    assert list(added.trainer.logger) == ["file", "wandb"]
+
+
+@pytest.mark.parametrize("key", OWN_KEYS)
+def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
+    """What QaRL checked, and the steps by which it tells a finished run, would be those of another run."""
+    composed = verl_config(quickstart(), on_cpu=True)
+    assert OmegaConf.select(composed, key, throw_on_missing=True) is not None or key.endswith("path")
+    for sign in ("", "+"):
+        with pytest.raises(UserError, match="which QaRL has keys for") as caught:
+            verl_config(quickstart(verl={f"{sign}{key}": OmegaConf.select(composed, key)}), on_cpu=True)
+        assert caught.value.where == f"verl.{sign}{key}" and OWN_KEYS[key] in caught.value.fix
+    assert OWN_KEYS[key] in describe_keys()
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.7), ("top_k", 5), ("temperature", 0.5)])

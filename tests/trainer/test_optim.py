@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from muon import SingleDeviceMuonWithAuxAdam
+from same_bytes import same_bytes
 
 from qarl.errors import UserError
 from qarl.trainer.optim import MasterOptimizer, lr_scale, stochastic_round, use_muon
@@ -72,10 +73,6 @@ def train(optimizer: MasterOptimizer, parameters: dict[str, torch.nn.Parameter],
         optimizer.accumulate()
         optimizer.step()
         optimizer.scheduler_step()
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
 
 
 def test_adamw_on_masters_is_torch_adamw_in_fp32() -> None:

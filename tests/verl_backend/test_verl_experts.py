@@ -12,6 +12,7 @@ import yaml
 from cpu_features import needs_w4a16_cpu
 from fsdp_ranks import BANDS, QUANT, as_batch, load_policy, make_rows, run_engine
 from random_models import save_random_model
+from same_bytes import same_bytes
 
 from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import ExportRequest, export
@@ -22,7 +23,7 @@ from qarl.tbpo import TBPOConfig, tbpo_loss
 pytest.importorskip("verl")
 pytestmark = [needs_w4a16_cpu, pytest.mark.verl]
 
-SCHEMES = ("w4a16", "bf16")
+SCHEMES = ("w4a16", "bf16", "w8a8", "fp8")
 JOBS = [
     {"quant": QUANT | {"scheme": scheme}, "bands": BANDS, "lr": lr, "micro": 1}
     for scheme in SCHEMES
@@ -78,7 +79,7 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
         assert float((actual - expected).norm()) <= 2**-7 * float(expected.norm()), name
     published = dict(packed_state_dict(policy.model))
     assert found["published"].keys() == published.keys()
-    assert all(torch.equal(tensor, found["published"][name]) for name, tensor in published.items())
+    assert all(same_bytes(tensor, found["published"][name]) for name, tensor in published.items())
     assert set(found["made"]) == {1} and not found["made_again"]
 
 
@@ -99,10 +100,10 @@ def test_an_update_publishes_the_new_experts_one_by_one(results: Any, scheme: st
         if ".experts." not in name:
             continue
         owner, weight = name.removesuffix(".weight"), master.bfloat16()
-        wire = quantize(weight, get_scheme("w4a16", 32)).tensors if scheme == "w4a16" else {"weight": weight}
+        wire = {"weight": weight} if scheme == "bf16" else quantize(weight, get_scheme(scheme, 32)).tensors
         for leaf, tensor in wire.items():
-            assert torch.equal(after["published"][f"{owner}.{leaf}"], tensor)
-            moved += not torch.equal(before["published"][f"{owner}.{leaf}"], tensor)
+            assert same_bytes(after["published"][f"{owner}.{leaf}"], tensor)
+            moved += not same_bytes(before["published"][f"{owner}.{leaf}"], tensor)
     assert moved > 8
 
 

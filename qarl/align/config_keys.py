@@ -100,10 +100,18 @@ REFUSED: dict[str, Refusal] = {
     "head_dtype": Refusal(FAMILIES, _is("bfloat16", "model"), "vLLM computes logits in it, transformers in BF16"),
 }
 
-_OTHERS = "it belongs to encoders, state-space or multimodal models, or is an old name of such a key"
-_LOADING = "only code that loads, tokenizes or generates reads it, not the forward"
-_TRAINING = "it is for dropout (set to 0), for initializing new weights, or for a loss that is not used"
-_NEITHER: dict[str, str] = {
+_OTHERS = "neither: it belongs to encoders, state-space or multimodal models, or is an old name of such a key"
+_LOADING = "neither: only code that loads, tokenizes or generates reads it, not the forward"
+_TRAINING = "neither: it is for dropout (set to 0), for initializing new weights, or for a loss that is not used"
+_WINDOWS = "both: layer_types is computed from it"
+_ROTARY = "rotary: the rotations of both sides are compared"
+_KEYS: dict[str, str] = {
+    "both": "attention_bias head_dim hidden_size intermediate_size max_position_embeddings mlp_bias "
+    "moe_intermediate_size norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers "
+    "num_key_value_heads rms_norm_eps tie_word_embeddings vocab_size",
+    _WINDOWS: "sliding_window max_window_layers use_sliding_window",
+    _ROTARY: "rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings "
+    "max_trained_positions rotary_emb_dim rotary_emb_interleaved rotary_emb_scale_base xdrope_section",
     _LOADING: "architectures bos_token_id eos_token_id pad_token_id dtype use_cache model_type name_or_path "
     "sub_configs text_config to_diff_dict standardize_rope_params validate_rope model_max_length quantization_config "
     "compression_config method model is_heterogeneous",
@@ -118,57 +126,17 @@ _NEITHER: dict[str, str] = {
     "pooling position_embedding_type qk_nope_head_dim qkv_proj_bias retrieval_attention_contract rotary_kwargs "
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
-NEITHER = {key: reason for reason, keys in _NEITHER.items() for key in keys.split()}
-BOTH = frozenset(
-    [
-        "attention_bias",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "mlp_bias",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_attention_heads",
-        "num_experts_per_tok",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "vocab_size",
-    ]
-)
-WINDOWS = frozenset({"sliding_window", "max_window_layers", "use_sliding_window"})
-"""Both sides compute `layer_types` from these keys."""
-ROTARY = frozenset(
-    [
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "partial_rotary_factor",
-        "original_max_position_embeddings",
-        "max_trained_positions",
-        "rotary_emb_dim",
-        "rotary_emb_interleaved",
-        "rotary_emb_scale_base",
-        "xdrope_section",
-    ]
-)
+VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
+"""Key -> `both`, `rotary` or `neither`, with a reason, for every family that does not refuse the key."""
 
 
 def verdict(family: str, key: str) -> str | None:
     """Return `both`, `rotary`, `neither` or `refused`, with a reason; None if the key has no verdict."""
     if key in REFUSED and family in REFUSED[key].families:
         return f"refused: {REFUSED[key].why}"
-    if key in WINDOWS:
-        return "both: layer_types is computed from it"
-    if key in ROTARY or key.startswith("rope_parameters."):
-        return "rotary: the rotations of both sides are compared"
-    if key in BOTH:
-        return "both"
-    if key in NEITHER:
-        return f"neither: {NEITHER[key]}"
-    return "neither: the class of this family does not read it" if key in REFUSED else None
+    if key.startswith("rope_parameters."):
+        return _ROTARY
+    return VERDICTS.get(key, "neither: the class of this family does not read it" if key in REFUSED else None)
 
 
 def check_config_keys(config: Any) -> None:

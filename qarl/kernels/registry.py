@@ -38,22 +38,18 @@ class LinearKernel(NamedKernel, Protocol):
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
         """Return why this kernel cannot serve the scheme on weights of `shape` [N, K] here, or None if it can."""
-        ...
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> Any:
         """Convert the wire tensors of one weight to the layout that `linear` reads."""
-        ...
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16, rows may be strided -> [M, N] BF16, a new tensor."""
-        ...
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
         """Return, in BF16 [M, K], the activations that `linear` multiplies for this x: x itself if not quantized."""
-        ...
 
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {

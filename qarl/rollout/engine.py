@@ -29,7 +29,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
-from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
+from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
@@ -343,14 +343,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    runner = worker.model_runner
-    return WeightReceiver(
-        worker.get_model(),
-        worker.vllm_config,
-        expected,
-        kv_caches=lambda: flatten_kv_caches(runner.kv_caches),
-        direct=direct,
-    )
+    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
 
 
 def check_served(scheme_name: str) -> None:

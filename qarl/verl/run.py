@@ -24,17 +24,9 @@ from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
+from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
-from qarl.verl.checks import (
-    PLUGIN,
-    refuse_ignored,
-    refuse_moved,
-    refuse_no_export,
-    refuse_own,
-    refuse_unsupported,
-    unsupported,
-    validate,
-)
+from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
@@ -49,7 +41,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
     """Run `config` in verl to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
     start = time.perf_counter() if started is None else started
     on_cpu = runs_on_cpu(config.backend)
-    refuse_unsupported(config)
+    checks.refuse_unsupported(config)
     set_environment(config, on_cpu)
     check_run(config)
     resolved = verl_config(config, on_cpu=on_cpu)
@@ -120,7 +112,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
 def dry_run(config: Config) -> str:
     """verl's whole config for this run as YAML, checked as verl checks it, and at its end what is missing; nothing is
     started. With something missing the run itself is refused: `refuse_unsupported`."""
-    on_cpu, missing = runs_on_cpu(config.backend), unsupported(config)
+    on_cpu, missing = runs_on_cpu(config.backend), checks.unsupported(config)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
@@ -143,8 +135,8 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         composed = compose(config_name="ppo_trainer")
-    refuse_moved(config.verl, "the section verl of the config")
-    refuse_own(config.verl)
+    checks.refuse_moved(config.verl, "the section verl of the config")
+    checks.refuse_own(config.verl)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
             raise UserError(
@@ -162,10 +154,10 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 why=str(error).splitlines()[0],
                 fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
             ) from error
-    refuse_no_export(config, composed)
-    refuse_ignored(composed)
+    checks.refuse_no_export(config, composed)
+    checks.refuse_ignored(composed)
     refuse_partial_batches(composed, config.verl)
-    validate(composed)
+    checks.validate(composed)
     return composed
 
 

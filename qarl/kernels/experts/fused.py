@@ -39,22 +39,18 @@ class ExpertsKernel(NamedKernel, Protocol):
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
         """Return why this kernel cannot serve experts of this scheme and shape here, or None if it can."""
-        ...
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Any:
         """Convert the stacked wire tensors to the layout that `forward` reads."""
-        ...
 
     @staticmethod
     def forward(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, prepared: Any) -> torch.Tensor:
         """x [T, H] BF16, FP32 weights and int32 ids [T, k] -> [T, H] BF16, a new tensor."""
-        ...
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize x [M, K] BF16 as this kernel does for an 8-bit scheme: values [M, K], FP32 scales [M, 1]."""
-        ...
 
 
 class _GroupedExperts:

@@ -59,6 +59,13 @@ class WeightReceiver:
         self._seen: set[str] = set()
         self._unit: list[wire.NamedTensor] = []
 
+    @classmethod
+    def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
+        """Return the receiver for vLLM's model runner of one worker. `options`: `clone`, `direct`."""
+        return cls(
+            runner.get_model(), runner.vllm_config, expected, kv_caches=lambda: _flat(runner.kv_caches), **options
+        )
+
     @property
     def stale(self) -> bool:
         return self.version is None
@@ -183,13 +190,13 @@ class WeightReceiver:
         self.version, self._open = self._open, None
 
 
-def flatten_kv_caches(kv_caches: Any) -> list[torch.Tensor]:
+def _flat(kv_caches: Any) -> list[torch.Tensor]:
     """Return the tensors in vLLM's `model_runner.kv_caches`. Their nesting depends on the attention backend."""
     if isinstance(kv_caches, torch.Tensor):
         return [kv_caches]
     if isinstance(kv_caches, dict):
         kv_caches = list(kv_caches.values())
-    return [tensor for item in kv_caches or () for tensor in flatten_kv_caches(item)]
+    return [tensor for item in kv_caches or () for tensor in _flat(item)]
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -14,8 +14,7 @@ dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
+from qarl.quant.meta import default_dtype_kept
 from qarl.rollout.publish import experts
 from qarl.rollout.publish.manifest import Manifest
 
@@ -313,7 +313,9 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
     loader: Any = model
     model_config = vllm_config.model_config
-    with set_current_vllm_config(vllm_config), _default_dtype(model_config.dtype):
+    with set_current_vllm_config(vllm_config), default_dtype_kept():
+        # vLLM's model loader sets it, too, because layers read it in their processing after loading.
+        torch.set_default_dtype(model_config.dtype)
         for module in modules:
             initialize_layerwise_reload(module)
         try:
@@ -323,17 +325,6 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
         except BaseException as error:
             names = ", ".join(list(tensors)[:4])
             raise ReloadFailed(f"vLLM could not reload {names} ...", why=f"{type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype, as vLLM's model loader does, because layers read it in their processing after loading."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def refresh_tied_layers(model: nn.Module) -> None:

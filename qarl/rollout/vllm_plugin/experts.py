@@ -126,14 +126,14 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         """Register empty parameters. Raise UserError if the kernel cannot multiply experts of these sizes."""
         shape = ExpertsShape(num_experts, self.moe.experts_per_token, hidden_size, intermediate_size_per_partition)
         self._check(layer, shape)
-        sizes = {
-            "w13": (num_experts, 2 * shape.intermediate, hidden_size),
-            "w2": (num_experts, hidden_size, shape.intermediate),
-        }
+        sizes = {"w13": (2 * shape.intermediate, hidden_size), "w2": (hidden_size, shape.intermediate)}
         kind = "group" if self.scheme == "w4a16" else "channel"
-        for stack, (experts, rows, columns) in sizes.items():
-            for name, (dtype, width) in self._columns(columns, params_dtype).items():
-                parameter = nn.Parameter(torch.empty(experts, rows, width, dtype=dtype), requires_grad=False)
+        scheme = get_scheme(self.scheme, group_size=self.group_size or 0)
+        for stack, (rows, columns) in sizes.items():
+            wire = scheme.wire_tensors(rows, columns)
+            for name in self.names:
+                dtype, size = wire[name]
+                parameter = nn.Parameter(torch.empty(num_experts, *size, dtype=dtype), requires_grad=False)
                 layer.register_parameter(f"{stack}_{name}", parameter)
                 set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
             if self.scheme == "w4a16":
@@ -142,14 +142,6 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
                 layer.register_parameter(f"{stack}_weight_shape", unused)
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
-
-    def _columns(self, columns: int, params_dtype: torch.dtype) -> dict[str, tuple[torch.dtype, int]]:
-        if self.scheme == "w4a16":
-            assert self.group_size is not None
-            scales = (params_dtype, columns // self.group_size)
-            return {"weight_packed": (torch.int32, columns // 8), "weight_scale": scales}
-        dtype = torch.int8 if self.scheme == "w8a8" else torch.float8_e4m3fn
-        return {"weight": (dtype, columns), "weight_scale": (torch.float32, 1)}
 
     def _check(self, layer: Any, shape: ExpertsShape) -> None:
         why_not = VllmCpuExperts.unavailable(self.scheme, torch.device("cpu"), shape, self.group_size)

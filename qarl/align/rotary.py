@@ -12,7 +12,6 @@ vLLM's module and transformers' module rotate the same random queries. There are
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -74,26 +73,16 @@ def match_rotary(config: Any) -> RotaryMatch:
         "dual": getattr(config, "dual_chunk_attention_config", None),
     }
     key = json.dumps(described, sort_keys=True, default=str)
-    return _match(key, _Hidden(config))
+    if key not in _MATCHES:
+        _MATCHES[key] = _compare(config, head_size)
+    return _MATCHES[key]
 
 
-class _Hidden:
-    """A wrapper that passes a config to `_match` without making it part of the cache's key."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
+_MATCHES: dict[str, RotaryMatch] = {}
+"""The results so far, because a run asks for the same one several times."""
 
 
-@functools.lru_cache(maxsize=32)
-def _match(key: str, hidden: _Hidden) -> RotaryMatch:
-    config = hidden.config
-    head_size = head_size_of(config)
+def _compare(config: Any, head_size: int) -> RotaryMatch:
     generator = torch.Generator().manual_seed(0)
     positions = torch.linspace(0, config.max_position_embeddings - 1, _PROBES).long().unique()
     query = torch.randn(len(positions), head_size, generator=generator).bfloat16()

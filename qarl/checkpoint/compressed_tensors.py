@@ -96,9 +96,9 @@ def write_model(
     config = copy.deepcopy(files.config)
     if dtype is not None:
         config.dtype = dtype
-    config.save_pretrained(folder)
     if scheme.quantized:
-        _add_quantization_config(folder / "config.json", scheme.quantization_config(list(ignore)))
+        config.quantization_config = scheme.quantization_config(list(ignore))
+    config.save_pretrained(folder)
     if files.generation_config is not None:
         # `save_pretrained` refuses settings that many public models have, such as do_sample=false with a temperature.
         files.generation_config.to_json_file(folder / "generation_config.json")
@@ -232,9 +232,3 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` contiguous in a storage that holds nothing else, because safetensors refuses shared storages."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _add_quantization_config(path: Path, quantization_config: dict[str, Any]) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization_config"] = quantization_config
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

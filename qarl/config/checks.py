@@ -44,7 +44,7 @@ def _whole_mini_batches(train: int, mini: int) -> Problem | None:
     if train % mini == 0:
         return None
     reason = f"data.train_batch_size = {train} prompts per step do not split into whole mini-batches of {mini} prompts"
-    fix = f"choose a divisor of {train} ({_divisors(train)}), or make data.train_batch_size a multiple of {mini}"
+    fix = f"choose a divisor of {train} ({divisors(train)}), or make data.train_batch_size a multiple of {mini}"
     return Problem("actor.ppo_mini_batch_size", mini, reason, fix)
 
 
@@ -56,7 +56,7 @@ def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
         f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
         f"which do not split into whole micro-batches of {micro} responses"
     )
-    fix = f"choose a divisor of {mini * n}: {_divisors(mini * n)}"
+    fix = f"choose a divisor of {mini * n}: {divisors(mini * n)}"
     return Problem("actor.ppo_micro_batch_size_per_gpu", micro, reason, fix)
 
 
@@ -172,7 +172,8 @@ def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
     return Problem("rollout.val_temperature", temperature, reason, f"set it to 0 (greedy) or {MIN_TEMPERATURE} or more")
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """Return the divisors of `number` as text; of more than 12 only the first and the last five."""
     small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
     return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])

@@ -34,10 +34,6 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def as_dotted(value: Any) -> Any:
     """Return a nested mapping as a flat one with dotted keys; empty mappings stay values."""
     if not isinstance(value, Mapping):
@@ -101,5 +97,5 @@ RewardName = Annotated[PathText, AfterValidator(reward_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Below = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Fraction, Fraction], BeforeValidator(as_tuple)]
+Pair = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 Dotted = Annotated[dict[str, Any], BeforeValidator(as_dotted)]

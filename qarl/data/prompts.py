@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from qarl.errors import UserError
 
@@ -48,22 +48,12 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class PromptDataset(Sequence[Prompt]):
+class PromptDataset(list[Prompt]):
     """The prompts in file order. `num_filtered`: number of overlong prompts that were left out."""
 
-    prompts: list[Prompt]
-    num_filtered: int = 0
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        return self.prompts[index]
+    def __init__(self, prompts: Iterable[Prompt], *, num_filtered: int = 0) -> None:
+        super().__init__(prompts)
+        self.num_filtered = num_filtered
 
 
 def load_prompts(

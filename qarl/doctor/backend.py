@@ -1,4 +1,4 @@
-"""Checks whether the backend supports the config, and whether batches divide over the ranks."""
+"""Checks whether the backend supports the config, and whether its ranks divide into rollout engines."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ def check_backend(context: Context, topic: Topic) -> None:
     topic.ok(f"backend={config.backend}: {count} trainer process{'es' * (count > 1)}{replicas}")
 
 
-def check_ranks(context: Context, topic: Topic) -> None:
-    """Whether batches and engines divide over the ranks. verl asserts this when it starts."""
+def check_engines(context: Context, topic: Topic) -> None:
+    """Whether the ranks divide into rollout engines. verl asserts this when it starts."""
     config = context.config
     count, parallel = ranks(config), config.rollout.tensor_model_parallel_size
     if config.backend != "verl":
         return
-    ranks_are = f"trainer.nnodes * trainer.n_gpus_per_node = {count} ranks"
     if count % parallel:
         topic.error(
-            f"{ranks_are} do not split into rollout engines of {parallel}",
+            f"trainer.nnodes * trainer.n_gpus_per_node = {count} ranks do not split into rollout engines of {parallel}",
             where="rollout.tensor_model_parallel_size",
             fix=f"choose a divisor of {count}",
         )
@@ -44,35 +43,6 @@ def check_ranks(context: Context, topic: Topic) -> None:
             why="tensor parallelism across machines waits for the network in every layer",
             fix=f"choose at most {config.trainer.n_gpus_per_node}",
         )
-    for key, prompts in (
-        ("data.train_batch_size", config.data.train_batch_size),
-        ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
-    ):
-        responses = prompts * config.rollout.n
-        if responses % count:
-            topic.error(
-                f"{key} * rollout.n = {responses} responses do not split over {ranks_are}",
-                where=key,
-                why="each rank takes the same number of responses",
-                fix=f"choose {key} so that {key} * rollout.n is a multiple of {count}",
-            )
-    actor = config.actor
-    for key, batch, prompts, micro in (
-        ("ppo_micro_batch_size_per_gpu", "mini-batch", actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu),
-        (
-            "log_prob_micro_batch_size_per_gpu",
-            "batch",
-            config.data.train_batch_size,
-            actor.log_prob_micro_batch_size_per_gpu,
-        ),
-    ):
-        per_rank = prompts * config.rollout.n // count
-        if per_rank % micro:
-            topic.error(
-                f"the {per_rank} responses of a rank's {batch} do not split into micro-batches of {micro}",
-                where=f"actor.{key}",
-                fix=f"choose a divisor of {per_rank}",
-            )
 
 
 def check_hidden_code(context: Context, topic: Topic) -> None:
@@ -92,4 +62,4 @@ def check_muon(context: Context, topic: Topic) -> None:
         )
 
 
-CHECKS = (check_backend, check_ranks, check_hidden_code, check_muon)
+CHECKS = (check_backend, check_engines, check_hidden_code, check_muon)

@@ -33,7 +33,7 @@ from qarl.rollout.publish.receive import WeightReceiver, flatten_kv_caches
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.rollout.vllm_plugin import check_loaded
+from qarl.rollout.vllm_plugin import check_eager, check_loaded
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -107,7 +107,10 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_served(config.scheme.name)
-        check_loaded(AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code))
+        hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        check_loaded(hf_config)
+        if not torch.cuda.is_available():
+            check_eager(hf_config, config.enforce_eager)
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from qarl.tbpo.config import TBPOConfig
 
 if TYPE_CHECKING:
-    from qarl.tbpo.loss import reduce_metrics, tbpo_loss
+    from qarl.tbpo.loss import after_first_metrics, reduce_metrics, tbpo_loss
 
-__all__ = ["TBPOConfig", "reduce_metrics", "tbpo_loss"]
+__all__ = ["TBPOConfig", "after_first_metrics", "reduce_metrics", "tbpo_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,6 @@ import hashlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -34,15 +33,13 @@ from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, Sampl
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.tbpo import reduce_metrics, tbpo_loss
+from qarl.tbpo import after_first_metrics, reduce_metrics, tbpo_loss
 from qarl.trainer.advantages import grpo_advantages
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.guard import watch
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import RunParts, engine_config, tbpo_config
-
-_BAND_METRICS = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
 
 
 class LocalTrainer:
@@ -130,12 +127,11 @@ class LocalTrainer:
         """Return the policy's log-probs before the update, FP32 [B, R].
 
         With top-p or top-k, also store the tokens that they keep in `batch.kept`, which the whole update uses."""
-        size = self.config.actor.log_prob_micro_batch_size_per_gpu
-        how: dict[str, Any] = {
-            "temperature": self.config.rollout.temperature,
-            "truncation": truncation(self.config),
-        }
-        parts = [self.policy.response_log_probs(batch, rows, **how) for rows in batch.micro_batches(size)]
+        temperature, kept = self.config.rollout.temperature, truncation(self.config)
+        parts = [
+            self.policy.response_log_probs(batch, rows, temperature=temperature, truncation=kept)
+            for rows in batch.micro_batches(self.config.actor.log_prob_micro_batch_size_per_gpu)
+        ]
         return torch.cat(parts)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
@@ -162,9 +158,7 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
-        # In the first mini-batch r is 1 by construction, so only the later ones show whether the bands fit.
-        after_first = reduce_metrics(later)
-        metrics |= {f"{name}_after_first": after_first[name] for name in _BAND_METRICS if name in after_first}
+        metrics |= after_first_metrics(later)
         self.optimizer.scheduler_step()
         return metrics
 

@@ -25,6 +25,7 @@ from qarl.checkpoint.run_folder import checkpoints_dir, fresh_run_dir
 from qarl.checkpoint.storage import recover, set_aside
 from qarl.config import Config
 from qarl.config.errors import show
+from qarl.config.types import as_dotted
 from qarl.console import note
 from qarl.errors import UserError
 
@@ -242,15 +243,8 @@ def check_changes(
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value now) for each changed key that both configs have."""
-    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
+    before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= {f"{key}.{child}": v for child, v in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat
 
 
 @contextmanager

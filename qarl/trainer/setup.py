@@ -41,18 +41,14 @@ def prepare_run(config: Config) -> RunParts:
     run = check_run(config)
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    policy = load_policy(config)
+    try:
+        policy = Policy.load(config)
+    except RuntimeError as error:
+        raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
     check_sampling(config, level=policy.align, vocabulary=policy.model.get_output_embeddings().weight.shape[0])
     return RunParts(
         policy, tokenizer, pad_token_id or 0, run.train_prompts, run.val_prompts, run.sampler, run.reward_fn
     )
-
-
-def load_policy(config: Config) -> Policy:
-    try:
-        return Policy.load(config)
-    except RuntimeError as error:
-        raise cannot_build(config.model.path, " ".join(str(error).split())[:400]) from error
 
 
 def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:

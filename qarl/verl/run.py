@@ -24,6 +24,7 @@ from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
+from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import (
     PLUGIN,
     refuse_ignored,
@@ -161,6 +162,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
             ) from error
     refuse_no_export(config, composed)
     refuse_ignored(composed)
+    refuse_partial_batches(composed, config.verl)
     validate(composed)
     return composed
 

@@ -19,7 +19,7 @@ from qarl.bench.kernels.timing import Times, measure
 from qarl.bench.sources import MODELS, find_model, linear_shapes
 from qarl.errors import UserError
 from qarl.kernels.cuda.vllm_ops import VllmMarlinLinear
-from qarl.kernels.experts.fused import ExpertsShape
+from qarl.kernels.experts.fused import ExpertsShape, ReferenceExperts
 from qarl.kernels.registry import LINEAR_KERNELS
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -121,6 +121,17 @@ def test_every_competitor_of_experts_computes_the_same(operation: str, routing: 
         assert [competitor.wrong() for competitor in found] == [None] * len(found)
         assert all(competitor.bytes_moved > 0 and competitor.flop > 0 for competitor in found)
     assert layer.failures == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other kernels serve on GPUs")
+def test_kernels_of_a_layer_of_experts() -> None:
+    """The engine's own BF16 operator is the fair baseline; our products in float64 only stand in for a kernel."""
+    pytest.importorskip("vllm")
+    layer = experts.ExpertLayer(ExpertsShape(6, 2, 96, 64), SOME, torch.device("cpu"))
+    names = [competitor.name for competitor in experts.experts(layer, "layer", 5, "balanced")]
+    assert names[:2] == ["bf16 bf16", "bf16 vllm_cpu_bf16"]
+    assert "fp8 vllm_cpu" in names and "fp8 reference" not in names
+    assert layer.kernels("w8a8", torch.device("meta")) == [ReferenceExperts]
 
 
 def test_routings() -> None:

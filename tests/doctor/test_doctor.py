@@ -175,6 +175,11 @@ FAULTS: dict[str, Fault] = {
 
 FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
 
+FAULTS["responses of a rank that are no whole micro-batches"] = (
+    nothing,
+    ["backend=verl", "actor.log_prob_micro_batch_size_per_gpu=5"],
+)
+
 FAULTS["a value for a section of verl's"] = (nothing, ["backend=verl", "verl.trainer=1"])
 
 FAULTS["output folder where none can be made"] = (nothing, ["output_dir=/proc/none/x"])

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from random_moe import IGNORE, save_random_moe
 
 pytest.importorskip("vllm")
 
+from qarl.checks.run import CHECKS
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import get_scheme
@@ -113,6 +115,28 @@ def test_a_run_of_a_mixture_asks_for_the_plugin_before_vllm_starts(
         return
     with pytest.raises(UserError, match=why):
         vllm_plugin.check_installed(hf_config)
+
+
+@needs_w4a16_cpu
+def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
+    """vLLM's own error is a page about data-dependent expressions; dense models may be compiled."""
+    from qarl.rollout.engine import EngineConfig, RolloutEngine
+
+    save_random_moe(tmp_path / "model")
+    scheme = get_scheme("w4a16", 32)
+    with pytest.raises(UserError, match=r"(?s)cannot compile a mixture.*rollout\.enforce_eager=true"):
+        RolloutEngine(EngineConfig(str(tmp_path / "model"), scheme, IGNORE, 64, enforce_eager=False))
+    check = next(check for check in CHECKS if check.name == "experts")
+    for backend in ("local", "verl"):
+        for hf_config, enforce_eager, refused in (
+            (DENSE, False, False),
+            (MIXTURE, True, False),
+            (MIXTURE, False, True),
+        ):
+            config = SimpleNamespace(backend=backend, rollout=SimpleNamespace(enforce_eager=enforce_eager))
+            run: Any = SimpleNamespace(config=config, hf_config=hf_config)
+            with pytest.raises(UserError, match="cannot compile") if refused else nullcontext():
+                check.make(run)
 
 
 def test_names_of_the_number_of_experts_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

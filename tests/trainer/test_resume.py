@@ -16,8 +16,8 @@ from checkpoint_state import interrupted_run
 from engine_helpers import config
 
 from qarl.checkpoint.folder import STATE_FILE, CheckpointError
+from qarl.config.types import as_dotted
 from qarl.errors import UserError
-from qarl.trainer import resume
 from qarl.trainer.checkpoints import rng_state, set_rng_state
 from qarl.trainer.resume import changed_keys, check_changes, find_start, make_newest, open_run
 
@@ -211,7 +211,7 @@ def test_a_key_may_change_on_a_resume_for_a_reason_or_not_at_all(tmp_path):
     """Every key of the config, each changed alone: without a word, with a note about rounding, or refused by name."""
     settings = config(tmp_path, "optim.lr_scheduler_type=constant")
     assert changed_keys(settings.model_dump(mode="json"), settings) == {}
-    keys = list(resume._flat(settings.model_dump(mode="json")))
+    keys = list(as_dotted(settings.model_dump(mode="json")))
     assert len(keys) > 70 and MAY_CHANGE.keys() | OTHER_ROUNDING.keys() <= set(keys)
     for key in keys:
         saved = settings.model_dump(mode="json")

@@ -335,7 +335,7 @@ def test_the_mismatch_limit_reaches_the_workers_settings():
 
 def test_what_verls_own_checks_say_is_an_error_of_ours():
     with pytest.raises(UserError, match="verl refuses the configuration"):
-        verl_config(quickstart(**{"trainer.n_gpus_per_node": 7}), on_cpu=True)
+        verl_config(quickstart(verl={f"{ROLLOUT}.mode": "sync"}), on_cpu=True)
 
 
 def test_differences_are_said():

@@ -6,12 +6,13 @@
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
 `m` counts tokens; each has `top_k` rows. BF16 is `torch.nn.functional.grouped_mm` on GPUs, and one product per expert
-on CPUs. The first and last rows or tokens are checked against float64, which multiplies the kernel's quantized input.
+on CPUs, where vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens are checked
+against float64, which multiplies the kernel's quantized input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -20,8 +21,8 @@ from qarl.bench.kernels.arguments import Arguments
 from qarl.bench.kernels.competitor import FP8_ERROR, PRODUCT_ERROR, Competitor, ends, error_of, random_rows
 from qarl.kernels.activations import silu_mul
 from qarl.kernels.experts import grouped
-from qarl.kernels.experts.fused import EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
-from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, route
+from qarl.kernels.experts.fused import BF16_KERNELS, EXPERTS_KERNELS, ExpertsKernel, ReferenceExperts, TritonExperts
+from qarl.kernels.experts.grouped import ExpertsShape, Routing, Tensors, route, scheme_of
 from qarl.kernels.triton.linears import unavailable as triton_unavailable
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
@@ -58,6 +59,14 @@ class ExpertLayer:
         """Quantize all experts in one call, which is correct because groups and channels do not span rows."""
         made = quantize(weight.flatten(0, 1), scheme).tensors
         return {name: tensor.view(*weight.shape[:2], -1) for name, tensor in made.items() if name != "weight_shape"}
+
+    def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
+        """Return the kernels for the whole layer, without our own in PyTorch if there is another: it is very slow."""
+        group_size = self.group_size if scheme == "w4a16" else None
+        kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
+        able = [kernel for kernel in kernels if kernel.unavailable(scheme, device, self.shape, group_size) is None]
+        fast = [kernel for kernel in able if kernel is not ReferenceExperts]
+        return fast if fast or scheme == "bf16" else able
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights, ids) [T, k]. Balanced routing gives every expert the same number of rows. Skewed routing
@@ -116,25 +125,21 @@ def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Co
     flop, rows = 2 * tokens * layer.shape.top_k * (gate_up[0].numel() + down[0].numel()), 2 * x.nbytes
     plain = partial(ReferenceExperts.forward, x, weights, ids, ({"weight": gate_up}, {"weight": down}))
     some = ends(x), ends(weights).double(), ends(ids)
-    error = error_of(plain, _exact_layer(*some, gate_up, down, torch.Tensor.double))
+    bf16: dict[str, Tensors] = {name: {"weight": weight} for name, weight in layer.weights.items()}
+    exact = _exact_layer(*some, bf16, torch.Tensor.double)
     share = _share(way)
     moved = rows + int(share * (gate_up.nbytes + down.nbytes))
-    found = [Competitor("bf16", "bf16", plain, error, LAYER_ERROR["bf16"], moved, flop)]
-    for scheme, parts in layer.quantized.items():
-        both = (_exact_weight(parts["gate_up"]), _exact_weight(parts["down"]))
+    found = [Competitor("bf16", "bf16", plain, error_of(plain, exact), LAYER_ERROR["bf16"], moved, flop)]
+    for scheme, parts in [("bf16", bf16), *layer.quantized.items()]:
         moved = rows + int(share * sum(map(_nbytes, parts.values())))
-        for kernel in EXPERTS_KERNELS[scheme]:
-            group_size = layer.group_size if scheme == "w4a16" else None
-            behind = kernel is ReferenceExperts and x.is_cuda  # too slow: it reads counts from the GPU, in float64
-            if behind or kernel.unavailable(scheme, x.device, layer.shape, group_size) is not None:
-                continue
+        for kernel in layer.kernels(scheme, x.device):
             try:
                 prepared = kernel.prepare(parts["gate_up"], parts["down"])
             except Exception as raised:  # third-party code may raise anything; the rest must still be measured
                 layer.failures[f"{scheme} {kernel.name}"] = f"{type(raised).__name__}: {raised}"
                 continue
             call = partial(kernel.forward, x, weights, ids, prepared)
-            error = error_of(call, _exact_layer(*some, *both, _as_read(kernel, scheme)))
+            error = error_of(call, _exact_layer(*some, parts, _as_read(kernel, scheme)))
             found.append(Competitor(scheme, kernel.name, call, error, LAYER_ERROR[scheme], moved, flop))
     return found
 
@@ -183,15 +188,15 @@ def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved:
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
     """Return the function that converts rows to the float64 values by which a product of `kernel` multiplies."""
-    if scheme == "w4a16":
+    if scheme in ("w4a16", "bf16"):
         return torch.Tensor.double
     return lambda x: _exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """Return each code multiplied by its scale, [E, N, K]. W4A16 rounds the product to BF16. The other schemes do not,
+    """Return each code multiplied by its scale, [E, N, K]. W4A16 rounds the product to BF16. The 8-bit schemes do not,
     because they scale the sum."""
-    if "weight_packed" in tensors:
+    if scheme_of(tensors) in ("w4a16", "bf16"):
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])
 
@@ -211,8 +216,7 @@ def _exact_layer(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    parts: Mapping[str, Tensors],
     rounded: Rounded,
 ) -> torch.Tensor:
     """Compute the layer for a few tokens in float64, but round to BF16 between the products."""
@@ -220,8 +224,10 @@ def _exact_layer(
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (inputs[token] @ gate_up[expert].double().t()).bfloat16().chunk(2, 1)
-        y = rounded(silu_mul(gate, up)) @ down[expert].double().t()
+        # One expert at a time: all experts of a large layer would take gigabytes in float64.
+        gate_up, down = ({n: t[expert : expert + 1] for n, t in parts[part].items()} for part in ("gate_up", "down"))
+        gate, up = (inputs[token] @ _exact_weight(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
+        y = rounded(silu_mul(gate, up)) @ _exact_weight(down)[0].double().t()
         out.index_add_(0, token, y * weights[token, place, None])
     return out
 

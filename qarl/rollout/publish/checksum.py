@@ -4,8 +4,8 @@ The bytes are read as 64-bit words. Each word is mixed (its upper half into its 
 that depends on its position, and mixed again. The results are added modulo 2**64. With several blocks, the sums of the
 blocks are treated in the same way. Each step is one-to-one, so damage within one word, such as a flipped bit, is always
 found. Damage to several words is missed with a probability of about 2**-32. Without the mixing, two flipped signs at
-the top of their words would cancel. The checksum detects accidents, not attacks. `qarl.checkpoint.folder.tensor_digest`
-(SHA-256, computed on the CPU) also detects attacks.
+the top of their words would cancel. The checksum detects accidents, not attacks. `tensor_digest` of
+`qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
 """
 
 from __future__ import annotations

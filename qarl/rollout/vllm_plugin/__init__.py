@@ -66,6 +66,18 @@ def check_installed(hf_config: Any) -> None:
         raise not_loaded()
 
 
+def check_eager(hf_config: Any, enforce_eager: bool) -> None:
+    """Raise UserError if vLLM would compile a mixture of experts on a CPU."""
+    if enforce_eager or not experts_of(hf_config):
+        return
+    raise UserError(
+        "vLLM cannot compile a mixture of experts on a CPU",
+        where="rollout.enforce_eager=false",
+        why="torch.compile cannot follow how many tokens each expert gets, and vLLM would fail at its start",
+        fix="set rollout.enforce_eager=true",
+    )
+
+
 def _left_out() -> bool:
     """Return whether the environment variable VLLM_PLUGINS excludes the plugin."""
     allowed = os.environ.get("VLLM_PLUGINS")

@@ -49,7 +49,7 @@ from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.state import check_files, check_record, save_record
-from qarl.verl.plugin.statistics import MiniBatchCounts, StepStatistics, count_mini_batch
+from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
 
 _log = logging.getLogger("qarl.verl.plugin")
@@ -221,7 +221,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         if self.quant is None and loss_mode(loss_function) != "tbpo":
             return super().train_batch(data, loss_function)
-        counts = self._count(data)
+        counts = count_mini_batch(_tokens_of(data), self.get_data_parallel_group())
         self._temperature = temperature_of(data)
         self._responses = max(counts.responses, 1)
         if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
@@ -272,16 +272,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             _log.warning(warning)
         return warning is not None
 
-    def _count(self, data: Any) -> MiniBatchCounts:
-        """Counts of a mini-batch over all ranks."""
-        names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in data]
-        return count_mini_batch(data.select(*names).to_padded_tensor(), self.get_data_parallel_group())
-
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self._responses is None or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in micro_batch]
-        rows = micro_batch.select(*names).to_padded_tensor()
+        rows = _tokens_of(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
         mine = MicroBatch(rollout, self._responses)
         token = MICRO_BATCH.set(mine)
@@ -327,6 +321,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 return entry.full_tensor() if isinstance(entry, DTensor) else entry
 
         return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore)
+
+
+def _tokens_of(batch: Any) -> Any:
+    """Return the mask and the known log-probs of a batch's responses, padded: [B, T] each."""
+    names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
+    return batch.select(*names).to_padded_tensor()
 
 
 def flash_cross_entropy() -> bool:
@@ -377,9 +377,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
 
 def register() -> None:
     """Put the engine into verl's registry wherever the place is free."""
-    places: list[dict[str, Any]] = [{"device": "cpu"}]
-    places += [{"device": "cuda", "vendor": vendor} for vendor in ("nvidia", "amd")]
-    for place in places:
+    for place in ({"device": "cpu"}, {"device": "cuda", "vendor": "nvidia"}, {"device": "cuda", "vendor": "amd"}):
         for backend in ("fsdp", "fsdp2"):
             try:
                 EngineRegistry.register("language_model", backend, **place)(QaRLFSDPEngine)

@@ -32,10 +32,11 @@ def _device_module() -> ModuleType:
         return None
 
     module = ModuleType("qarl_cpu_device", "torch.cpu with the names that verl uses of torch.cuda")
-    for name in ("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"):
-        setattr(module, name, nothing)
-    for name in ("reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
-        setattr(module, name, nothing)
+    without_effect = (
+        *("empty_cache", "synchronize", "ipc_collect", "set_device", "set_per_process_memory_fraction"),
+        *("reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
+    )
+    vars(module).update(dict.fromkeys(without_effect, nothing))
     members: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -52,8 +53,7 @@ def _device_module() -> ModuleType:
         "stream": torch.cpu.stream,
         "current_stream": torch.cpu.current_stream,
     }
-    for name, value in members.items():
-        setattr(module, name, value)
+    vars(module).update(members)
     return module
 
 

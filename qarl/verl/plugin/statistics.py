@@ -15,10 +15,7 @@ import torch
 from verl.utils.device import get_device_id
 
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.tbpo import reduce_metrics
-
-AFTER_FIRST = ("actor/inside_band_frac", "actor/pos_outside_band_frac", "actor/neg_outside_band_frac")
-"""Reported once more, `_after_first`, without the first mini-batch, whose ratios are 1 by construction."""
+from qarl.tbpo import after_first_metrics, reduce_metrics
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,7 @@ class StepStatistics:
         ranks = [tbpo for tbpo, _, _ in gathered]
         everything = [one for rank in ranks for mini_batch in rank for one in mini_batch]
         later = [one for rank in ranks for mini_batch in rank[1:] for one in mini_batch]
-        found = reduce_metrics(everything)
-        after_first = reduce_metrics(later)
-        found |= {f"{name}_after_first": after_first[name] for name in AFTER_FIRST if name in after_first}
+        found = reduce_metrics(everything) | after_first_metrics(later)
         tokens = [part for _, parts, _ in gathered for part in parts]
         if any(old.numel() for old, _, _ in tokens):
             found |= mismatch_metrics(*_padded(tokens))

@@ -1,0 +1,121 @@
+"""The check that each rank's share of verl's batches splits into whole micro-batches.
+
+verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
+multiple of the micro-batch size: for log-probs the share of all responses of a step, for an update the share of a
+mini-batch. verl finds out only in the first step, after a whole generation, and its AssertionErrors name no key. If
+micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
+
+Read in verl 0.9.1: `_get_required_batch_multiple` (trainer/ppo/v1/trainer_base.py), `train_mini_batch`
+(workers/engine_workers.py), `get_data_parallel_size` (workers/engine/fsdp/transformer_impl.py) and
+`prepare_micro_batches` (workers/engine/utils.py). The critic, which QaRL does not use, is not checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from qarl.config.checks import divisors
+from qarl.errors import UserError
+
+ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+PROMPTS, RESPONSES, MINI_BATCH = "data.train_batch_size", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"
+NODES, GPUS, SEQUENCE = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}.ulysses_sequence_parallel_size"
+MICRO_BATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+LOG_PROBS, REFERENCE_LOG_PROBS = (f"{part}.log_prob_micro_batch_size_per_gpu" for part in (ROLLOUT, REFERENCE))
+
+OURS = {
+    RESPONSES: "rollout.n",
+    MINI_BATCH: "actor.ppo_mini_batch_size",
+    MICRO_BATCH: "actor.ppo_micro_batch_size_per_gpu",
+    LOG_PROBS: "actor.log_prob_micro_batch_size_per_gpu",
+    PROMPTS: PROMPTS,
+    NODES: NODES,
+    GPUS: GPUS,
+}
+"""verl's keys that QaRL's config sets, and QaRL's names for them."""
+
+
+class Batches:
+    """The sizes of verl's batches in `composed`. `written` is the section `verl` of QaRL's config.
+
+    Raises:
+        UserError: a size that is not a whole number above 0.
+    """
+
+    def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
+        self._composed, self._written = composed, {key.removeprefix("+") for key in written}
+        self.prompts, self.n, self.mini = (self.size(key) for key in (PROMPTS, RESPONSES, MINI_BATCH))
+        self.ranks = max(1, self.size(NODES) * self.size(GPUS) // self.size(SEQUENCE))
+
+    def size(self, key: str) -> int:
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.select(self._composed, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            name = self.name(key)
+            raise UserError(f"{name} must be a whole number above 0, got {value!r}", where=name)
+        return value
+
+    def name(self, key: str) -> str:
+        """The key as QaRL's config names it, or as the section `verl` does if it is set there."""
+        return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
+
+    @property
+    def shown_ranks(self) -> str:
+        text = f"{self.name(NODES)} * {self.name(GPUS)}"
+        if self.size(SEQUENCE) > 1:
+            text += f" / {self.name(SEQUENCE)}"
+        return f"{text} = {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+    @property
+    def shown_mini_batch(self) -> str:
+        responses = self.mini * self.n
+        return f"a mini-batch is {self.name(MINI_BATCH)} * {self.name(RESPONSES)} = {responses} responses"
+
+
+def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
+    """Raise UserError if verl's batches do not split over the ranks, or a rank's share not into whole micro-batches."""
+    batches = Batches(composed, written)
+    _refuse_partial_shares(batches)
+    if composed.actor_rollout_ref.actor.use_dynamic_bsz:
+        return
+    mini = batches.mini * batches.n
+    _refuse_partial_micro_batches(batches, MICRO_BATCH, mini // batches.ranks, batches.shown_mini_batch)
+    multiple = math.lcm(mini, batches.ranks)
+    step = math.ceil(batches.prompts * batches.n / multiple) * multiple
+    shown_step = f"a step has {batches.name(PROMPTS)} * {batches.name(RESPONSES)} = {step} responses"
+    if step != batches.prompts * batches.n:
+        shown_step = f"verl pads a step to whole mini-batches, which is {step} responses"
+    if not composed.algorithm.rollout_correction.bypass_mode:
+        _refuse_partial_micro_batches(batches, LOG_PROBS, step // batches.ranks, shown_step)
+    if composed.actor_rollout_ref.actor.use_kl_loss or composed.algorithm.use_kl_in_reward:
+        _refuse_partial_micro_batches(batches, REFERENCE_LOG_PROBS, step // batches.ranks, shown_step)
+
+
+def _refuse_partial_shares(batches: Batches) -> None:
+    if (batches.mini * batches.n) % batches.ranks == 0:
+        return
+    name, prompts = batches.name(MINI_BATCH), batches.name(PROMPTS)
+    unit = batches.ranks // math.gcd(batches.ranks, batches.n)
+    fix = f"make it a multiple of {unit} that divides {prompts}={batches.prompts}"
+    if batches.prompts % unit:
+        fix = f"make {prompts} and {name} multiples of {unit}"
+    raise UserError(
+        f"the responses of {name}={batches.mini} cannot be divided equally among {batches.ranks} ranks",
+        where=name,
+        why=f"{batches.shown_mini_batch}, and {batches.shown_ranks}",
+        fix=f"{fix}, or change the number of ranks",
+    )
+
+
+def _refuse_partial_micro_batches(batches: Batches, key: str, share: int, of: str) -> None:
+    micro, name = batches.size(key), batches.name(key)
+    if share % micro:
+        raise UserError(
+            f"{name}={micro} does not divide a rank's {share} responses",
+            where=name,
+            why=f"{of}, a rank's share is {share} ({batches.shown_ranks}), and verl needs whole micro-batches",
+            fix=f"choose a divisor of {share}: {divisors(share)}",
+        )

@@ -135,7 +135,7 @@ def test_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("FOLDER/good.py:LIMIT", ["not callable", "int"]),
         ("FOLDER/good.py:two_arguments", ["wrong signature", "data_source", "def two_arguments("]),
         ("FOLDER/good.py:other_names", ["wrong signature (source, solution, truth, info)", "def other_names("]),
-        ("FOLDER/good.py:by_position", ["wrong signature", "by name"]),
+        ("FOLDER/good.py:by_position", ["wrong signature", "keyword arguments"]),
     ],
 )
 def test_bad_names(tmp_path: Path, spec: str, parts: list[str]) -> None:

@@ -6,17 +6,17 @@ keys:
   run=runs/NAME           the folder of a run (local or verl backend)
   output=DIR              the folder to write; must be missing or empty, unless overwrite=true
   step=N                  the step of the checkpoint; default: the latest
-  format=quantized        (default) the bytes that were published at that step, in compressed-tensors
-                          format with the run's quant.scheme, group_size and ignore
+  format=quantized        (default) the bytes that were published at that step, as a
+                          compressed-tensors checkpoint with the run's quant keys
   format=bf16             the weights that the forward used, as an ordinary checkpoint
   format=fp32             the optimizer's FP32 masters (needs optim.master_dtype=fp32)
   max_shard_size=5GB      limit on the size of a file, in bytes or with KB, MB, GB; default: 5GB
   overwrite=true          replace an earlier export; default: false
   trust_remote_code=true  run the code that comes with the run's model; default: false
 
-The checkpoint's digests or checksums are verified; its files are never changed. Tensors are streamed,
-one shard at a time. The folder appears complete or not at all. If the disk is full, there is an error
-and no partial folder is left. `python -m qarl.export` is the same command.
+The checkpoint is verified by its digests or checksums, and its files are never changed. Tensors are
+streamed, one shard at a time. The folder appears complete or not at all. If the disk is full, there
+is an error and no partial folder is left. `python -m qarl.export` is the same command.
 
 exit codes:
   0    the folder was written

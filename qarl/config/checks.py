@@ -173,7 +173,7 @@ def _val_temperature_is_taken_as_it_is(temperature: float) -> Problem | None:
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of `number` as text; of more than 12 only the first and the last five."""
+    """Return the divisors of `number` as text. If there are more than 12, show only the first and the last five."""
     small = [divisor for divisor in range(1, min(number, _TRIED) + 1) if number % divisor == 0]
     found = [str(divisor) for divisor in sorted({*small, *(number // divisor for divisor in small)})]
     return ", ".join(found if len(found) <= 12 else [*found[:5], "...", *found[-5:]])

@@ -140,8 +140,10 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the shares inside and outside the bands as `NAME_after_first`, from the statistics of every mini-batch of
-    a step but the first. In the first, r is 1 by construction, so only the others show whether the bands fit."""
+    """Return the shares inside and outside the bands as `NAME_after_first`.
+
+    `statistics`: those of all mini-batches of a step except the first. In the first one r is 1 by construction, so only
+    the later ones show whether the bands fit."""
     metrics = reduce_metrics(statistics)
     return {f"{name}_after_first": value for name, value in metrics.items() if name.endswith("_band_frac")}
 

@@ -251,7 +251,7 @@ def _to_prompt(
         raise UserError(
             "a prompt has no tokens",
             where=where,
-            why=f"the chat template renders {_shortened(messages)} as text without a token; vLLM refuses such a prompt",
+            why=f"the chat template renders {shortened(messages)} as text without a token; vLLM refuses such a prompt",
             fix="give the messages some content, or leave the row out",
         )
     return Prompt(index, data_source, messages, list(token_ids), ground_truth, dict(extra_info or {}))

@@ -184,6 +184,21 @@ def test_odd_configs_of_a_model_are_refused_before_the_engine_starts(
     assert said.count("error: ") == 1 and "model" in said and "fix: " in said, said
 
 
+INDEXES: list[Any] = [{}, [], 3, {"weight_map": []}, {"weight_map": 3}, {"weight_map": {"a": 5}}, {"weight_map": {}}]
+
+
+@pytest.mark.parametrize("content", INDEXES, ids=str)
+def test_an_index_of_shards_of_another_content(
+    startable_run: Path, capsys: pytest.CaptureFixture[str], content: Any
+) -> None:
+    """Which exception transformers raises depends on the content."""
+    Path("model/model.safetensors").rename("model/model-00001-of-00001.safetensors")
+    Path("model/model.safetensors.index.json").write_text(json.dumps(content))
+    assert main(["config=run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "model.path" in said and "fix: " in said, said
+
+
 REWARDS: dict[str, str | bytes] = {
     "binary": bytes(range(256)),
     "syntax": "def f(:",

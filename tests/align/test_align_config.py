@@ -267,9 +267,10 @@ def other(model_type: str) -> Any:
 
 
 def test_a_config_of_which_no_model_can_be_built_is_refused():
-    config = transformers.CONFIG_MAPPING["mistral"](**SIZES, pad_token_id=999)
-    with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
-        check_model(config)
+    for family in ("mistral", *FAMILIES):
+        config = transformers.CONFIG_MAPPING[family](**SIZES, pad_token_id=999)
+        with pytest.raises(UserError, match=r"(?s)no causal language model can be built.*Padding_idx"):
+            check_model(config)
 
 
 THROUGH_TRANSFORMERS = ("smollm3", "olmo", "olmo2", "olmo3", "starcoder2")

@@ -54,6 +54,7 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm."
     assert vllm == {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
     machine = yaml.safe_load((ROOT / "qarl/verl/plugin/hydra/qarl_machine/cpu.yaml").read_text())
+    assert flat(machine)["actor_rollout_ref.actor.strategy"] == "fsdp2"  # also without +qarl: verl's default is FSDP1
     for key, value in flat(machine).items():
         assert named[key] == OmegaConf.select(group, key), (key, value)
 

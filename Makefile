@@ -50,7 +50,7 @@ test: lint model
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Long proofs, each beside a shorter test of the same promise in `make test`.
-test-slow: model
+test-slow: model model-moe
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 
 clean:

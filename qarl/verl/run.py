@@ -175,6 +175,8 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         why = "prompts are prefilled whole on a CPU" if given != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
+    if on_cpu and not config.rollout.enforce_eager:
+        notes.append("rollout.enforce_eager=false is true here: a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
         notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
@@ -360,6 +362,8 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Settings of a run without GPUs besides `VERL_PLATFORM=cpu`. Few processes: each imports torch and vLLM."""
     rollout = "actor_rollout_ref.rollout"
+    # One worker runs in the engine's process. Several need a process each.
+    executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {
         "trainer.device": "cpu",
         "data.dataloader_num_workers": 0,
@@ -370,6 +374,8 @@ def cpu_keys(config: Config) -> Keys:
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         f"{rollout}.free_cache_engine": False,
         f"+{rollout}.enable_sleep_mode": False,
+        # A compiled model would round otherwise than the trainer; besides, workers have TORCHDYNAMO_DISABLE.
+        f"{rollout}.enforce_eager": True,
         # A prompt prefilled in parts, or after a cached prefix, gets other bits than one prefilled whole.
         f"{rollout}.enable_chunked_prefill": False,
         f"{rollout}.enable_prefix_caching": False,
@@ -378,7 +384,7 @@ def cpu_keys(config: Config) -> Keys:
         f"{rollout}.agent.default_agent_loop": "qarl_single_turn",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
-        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": "uni",
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         # Logical resources: verl asks Ray for CPUs by the role and for one GPU a trainer process.
         "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,

@@ -28,6 +28,12 @@ from reach_shared import SHARED, band, metric
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.errors import UserError
 from qarl.quant.linear import QuantLinear
+from qarl.verl.run import verl_keys
+
+
+def on_gpus(key: str) -> Observe:
+    """A key of verl's for which a CPU has one value."""
+    return lambda run: verl_keys(run.config, False)[key]
 
 
 def argument(name: str) -> Observe:
@@ -149,7 +155,7 @@ VERL: Table = SHARED | {
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (8192, 5000)),
     "rollout.gpu_memory_utilization": Row(0.3, argument("gpu_memory_utilization"), (0.5, 0.3)),
     "rollout.cpu_kvcache_space_gib": Row(0.5, argument("kv_cache_memory_bytes"), (2**30, 2**29)),
-    "rollout.enforce_eager": Row(False, argument("enforce_eager"), (True, False)),
+    "rollout.enforce_eager": Row(False, on_gpus("actor_rollout_ref.rollout.enforce_eager"), (True, False)),
     "rollout.tensor_model_parallel_size": Row(
         2, argument("tensor_parallel_size"), (1, 2), {"trainer.n_gpus_per_node": 2}
     ),

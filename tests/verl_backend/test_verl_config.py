@@ -112,8 +112,10 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "rollout.max_num_batched_tokens": (4096, {f"{ROLLOUT}.max_num_batched_tokens": 4096}),
     "rollout.gpu_memory_utilization": (0.6, {f"{ROLLOUT}.gpu_memory_utilization": 0.6}),
     "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
-    "rollout.enforce_eager": (False, {f"{ROLLOUT}.enforce_eager": False}),
-    "rollout.tensor_model_parallel_size": (2, {f"{ROLLOUT}.tensor_model_parallel_size": 2}),
+    "rollout.tensor_model_parallel_size": (
+        2,
+        {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{VLLM}.distributed_executor_backend": "mp"},
+    ),
     "quant.scheme": (
         "fp8",
         {f"{QUANT}.scheme": "fp8", f"{W4A16}.config_groups.group_0.weights.type": "float"},
@@ -165,6 +167,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
 ELSEWHERE = {
     "backend": "which function is called",
     "rollout.router_replay": "tested below: it depends on the model",
+    "rollout.enforce_eager": "tested below: it is false only on GPUs",
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
@@ -355,6 +358,15 @@ def test_the_mismatch_limit_reaches_the_workers_settings():
 def test_what_verls_own_checks_say_is_an_error_of_ours():
     with pytest.raises(UserError, match="verl refuses the configuration"):
         verl_config(quickstart(verl={f"{ROLLOUT}.mode": "sync"}), on_cpu=True)
+
+
+def test_a_cpu_never_compiles():
+    """Its workers have TORCHDYNAMO_DISABLE, with which vLLM cannot compile."""
+    config = quickstart(**{"rollout.enforce_eager": False})
+    for on_cpu in (True, False):
+        assert verl_config(config, on_cpu=on_cpu).actor_rollout_ref.rollout.enforce_eager is on_cpu
+        assert ("TORCHDYNAMO_DISABLE" in worker_environment(config, on_cpu)) is on_cpu
+        assert ("enforce_eager=false is true here" in " ".join(differences(config, on_cpu))) is on_cpu
 
 
 def test_differences_are_said():

@@ -2,7 +2,6 @@
 
     python scripts/config_mismatch.py rotary   --output benchmarks/results/rotary_cpu.json
     python scripts/config_mismatch.py keys     --output benchmarks/results/config_keys_cpu.json
-                            --family qwen3_moe --output benchmarks/results/config_keys_moe_cpu.json
     python scripts/config_mismatch.py families --output benchmarks/results/families_cpu.json
 
 Random models of two layers, whose biases and norms are random too, so that none can be left out unseen; `--responses`

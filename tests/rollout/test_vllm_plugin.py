@@ -131,7 +131,7 @@ def test_a_compiled_mixture_is_refused(tmp_path: Path) -> None:
         for hf_config, enforce_eager, refused in (
             (DENSE, False, False),
             (MIXTURE, True, False),
-            (MIXTURE, False, True),
+            (MIXTURE, False, backend == "local"),  # verl's engines are always eager on a CPU
         ):
             config = SimpleNamespace(backend=backend, rollout=SimpleNamespace(enforce_eager=enforce_eager))
             run: Any = SimpleNamespace(config=config, hf_config=hf_config)

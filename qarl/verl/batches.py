@@ -38,10 +38,10 @@ OURS = {
 
 
 class Batches:
-    """The sizes of verl's batches in `composed`. `written` is the section `verl` of QaRL's config.
+    """The batch sizes in verl's config `composed`. `written` is the section `verl` of QaRL's config.
 
     Raises:
-        UserError: a size that is not a whole number above 0.
+        UserError: a size is not a whole number above 0.
     """
 
     def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """The key as QaRL's config names it, or as the section `verl` does if it is set there."""
+        """Return QaRL's name of `key`, or `verl.KEY` if QaRL has no such key or the section `verl` sets it."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property
@@ -76,7 +76,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError if verl's batches do not split over the ranks, or a rank's share not into whole micro-batches."""
+    """Raise UserError unless all ranks get equal shares of verl's batches, and shares are whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:

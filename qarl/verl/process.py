@@ -36,7 +36,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            # Here without multiprocessing because vLLM's worker then runs in the engine's process: one import less.
+            # It turns off multiprocessing: vLLM's worker then runs in the engine's process, which saves an import.
             **VLLM_ENVIRONMENT,
         }
     elif platform := os.environ.get("VERL_PLATFORM"):

@@ -92,6 +92,6 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             "the configuration of loss_mode=tbpo is not valid",
             where="actor_rollout_ref.actor.policy_loss, actor_rollout_ref.actor.loss_agg_mode",
             why=str(error),
-            fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, and give each band as a positive distance "
-            "from 1",
+            fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
+            "and give each band as a positive distance from 1",
         ) from error

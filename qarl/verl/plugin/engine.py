@@ -165,7 +165,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
             longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # Log-probs were computed for all rows. A mini-batch has only some of them, so its longest row may be shorter.
+            # Log-probs were computed for all rows. A mini-batch has only some, so its longest row may be shorter.
             self._row_length = longest if forward_only else max(self._row_length, longest)
         return super().forward_backward_batch(data, loss_function, forward_only)
 

@@ -219,7 +219,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """Convert a Rust library's error to OSError. Its text is the only place that has the error number."""
+    """Convert a Rust library's error to OSError. The error number is found only in its text."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
@@ -229,6 +229,6 @@ def _shard_name(number: int) -> str:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` contiguous in a storage that holds nothing else, because safetensors refuses shared storages."""
+    """Return `tensor` contiguous and alone in its storage, because safetensors refuses tensors that share one."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

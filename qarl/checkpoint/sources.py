@@ -29,7 +29,7 @@ class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, or the weight upcast if a tensor has no master. It raises UserError if the run has no FP32 masters.
+    the masters, and the upcast weight of each tensor without a master; UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -79,7 +79,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`. A local one is checked here, by digest; verl's tensors when they are read.
+    """Open the checkpoint in `folder`. A local one is checked by digest here; verl's tensors are checked when read.
 
     Raises:
         UserError: the checkpoint is damaged, or its files cannot be read.
@@ -92,7 +92,7 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 def reading(folder: Path) -> Iterator[None]:
     """Turn errors of the code inside into a UserError that names `folder`, the checkpoint that is read.
 
-    There are many exception classes, because each reader has its own for each kind of damage.
+    It catches many exception classes, because each reader raises different ones for each kind of damage.
     """
     try:
         yield

@@ -192,7 +192,7 @@ def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
     It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
-    not make the folder, because process numbers are reused, in containers soon.
+    not make the folder: it only reuses the process number, which happens soon in containers.
     """
     if pid == os.getpid():
         return False

@@ -139,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `tensors` with their checkpoint names, the weights of `linears` quantized, as in a publish."""
+    """Yield `tensors` under their checkpoint names. The weights of `linears` are quantized as in a publish."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and owner in linears:

@@ -90,7 +90,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. An existing folder is moved aside first, and removed last or put back on an error."""
+    """Rename `new` to `folder`. An existing folder is first moved aside; then removed, or put back after an error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():

@@ -59,10 +59,10 @@ def check_architecture(hf_config: Any) -> None:
     named = list(getattr(hf_config, "architectures", None) or [])
     if named and named[0] != name:
         raise UserError(
-            f"the engine would run {named[0]}, but the trainer {name}",
+            f"the engine would run {named[0]}, but the trainer would run {name}",
             where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
             why="vLLM picks its class by architectures, transformers by model_type",
-            fix=f"correct the one that is wrong; {name} belongs to model_type {hf_config.model_type!r}",
+            fix=f"correct the wrong key; {name} belongs to model_type {hf_config.model_type!r}",
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
         return

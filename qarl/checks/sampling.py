@@ -1,4 +1,4 @@
-"""The sampling of responses, and the check that the trainer's log-probs describe it."""
+"""Settings for sampling responses, and a check that the trainer's log-probs match that sampling."""
 
 from __future__ import annotations
 

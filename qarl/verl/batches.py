@@ -1,9 +1,9 @@
 """The check that each rank's share of verl's batches splits into whole micro-batches.
 
 verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
-multiple of the micro-batch size: for log-probs the share of all responses of a step, for an update the share of a
-mini-batch. verl finds out only in the first step, after a whole generation, and its AssertionErrors name no key. If
-micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
+multiple of the micro-batch size. For log-probs this is the share of all responses of a step; for an update it is the
+share of a mini-batch. verl checks this only in the first step, after a whole generation, and its AssertionErrors name
+no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
 
 Read in verl 0.9.1: `_get_required_batch_multiple` (trainer/ppo/v1/trainer_base.py), `train_mini_batch`
 (workers/engine_workers.py), `get_data_parallel_size` (workers/engine/fsdp/transformer_impl.py) and

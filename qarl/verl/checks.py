@@ -46,7 +46,7 @@ def refuse_unsupported(config: Config) -> None:
     """Raise a UserError that names every key that `unsupported` returns. Do nothing if it returns none."""
     if found := unsupported(config):
         raise UserError(
-            "backend=verl has no counterpart of " + ", ".join(found),
+            "backend=verl supports only " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()),
             where=", ".join(found),
             fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
         )

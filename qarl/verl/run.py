@@ -102,7 +102,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
             f"the trained model could not be exported: {error.what}",
             where=error.where,
             why=error.why,
-            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is there, and {command} makes the export",
+            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is complete; to export it, run {command}",
         ) from error
     summary["checkpoint"] = str(output)
     write_summary(config.run_dir, summary)
@@ -121,7 +121,7 @@ def dry_run(config: Config) -> str:
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
     lines += [as_yaml(resolved).rstrip("\n")]
-    lines += [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
+    lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
 
 
@@ -178,7 +178,7 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
-        notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
+        notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
         notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
     return notes

@@ -83,7 +83,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self.ignore = tuple(self.quant.ignore)
             check_engine_config(model_config, engine_config)
         if self.quant is not None or get_device_name() == "cpu":
-            publish_timeout()  # a bad one is refused before the model is loaded
+            publish_timeout()  # raises for a bad value before the model is loaded
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
@@ -174,8 +174,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             raise UserError(
                 "QaRL's quantized actor takes one position per token, but this batch has several per token",
                 where="actor_rollout_ref.model.path",
-                why="positions of three axes (mrope) are for models that see images, whose layers QaRL does not know",
-                fix="train a model of text only",
+                why="models for images have positions along three axes (mrope), and QaRL does not support their layers",
+                fix="train a text-only model",
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None and inputs.get("attention_mask") is not None:
@@ -228,8 +228,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
                 where="algorithm.rollout_correction.bypass_mode",
-                why="the two are equal on every token, and this engine was not asked for its own since the last step; "
-                "TBPO's weight for the mismatch would be 1 whatever the mismatch is",
+                why="the two are equal on every token, and verl has not asked this engine for its own log-probs since "
+                "the last step; TBPO's weight for the mismatch would always be 1",
                 fix="set algorithm.rollout_correction.bypass_mode=False",
             )
         if not self._updated:
@@ -357,10 +357,10 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
     problems = [
         (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
         (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
-        (bool(unknown), f"{where}.mixed_precision", f"keys of {', '.join(sorted(_PRECISION_KEYS))} alone"),
+        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(_PRECISION_KEYS))}"),
         (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
         (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
-        (engine_config.qat.enable, f"{where}.qat.enable", "False: it is verl's own quantization"),
+        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
         (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
         (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
         (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),

@@ -65,7 +65,7 @@ def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
 
 @dataclass
 class StepStatistics:
-    """Sums of one rank since the step began."""
+    """Statistics that one rank has collected since the step began."""
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)

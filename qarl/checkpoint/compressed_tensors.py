@@ -91,7 +91,7 @@ def write_model(
 ) -> None:
     """Do the same as `save_model`, but write into an existing folder.
 
-    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if the disk refuses.
+    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if writing fails.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:

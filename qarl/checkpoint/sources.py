@@ -152,7 +152,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """Open a checkpoint of verl, whose FSDP2 engine uses the FP32 masters, cast to BF16, in the forward."""
+    """Open a checkpoint of verl. It holds only FP32 masters; like verl's forward, `bf16` casts them to BF16."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))

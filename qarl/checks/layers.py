@@ -150,8 +150,8 @@ def check_engine_shapes(shapes: Shapes) -> None:
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM fuses q_proj, k_proj and "
-            f"v_proj, and gate_proj and up_proj; their output sizes are added. These weights are {found}",
+            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM adds up the output sizes of "
+            f"q_proj, k_proj and v_proj, and of gate_proj and up_proj. These weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
 
@@ -171,7 +171,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the layers for which `refuses` is true of [N, K] of the layer that vLLM fuses them into."""
+    """Return the parts of every layer, as vLLM fuses it, for whose [N, K] `refuses` is true."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]

@@ -107,7 +107,7 @@ def trainer_class(hf_config: Any) -> str:
 
 
 def check_outputs(hf_config: Any) -> None:
-    """Raise UserError for keys with which transformers' model would not return what the trainer reads."""
+    """Raise UserError for config keys that make transformers' model return something that the trainer cannot read."""
     wrong = {"return_dict": not getattr(hf_config, "return_dict", True)}
     wrong["output_attentions"] = bool(getattr(hf_config, "output_attentions", False))
     for key in (key for key, bad in wrong.items() if bad):

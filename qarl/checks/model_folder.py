@@ -91,7 +91,7 @@ def check_model_folder(path: str) -> None:
 def check_tokenizer_files(path: str) -> None:
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
         if (Path(path) / name).is_dir():  # transformers would treat the file as missing
-            raise UserError(f"{name} is a folder", where=path, fix="put the file there")
+            raise UserError(f"{name} is a folder, not a file", where=path, fix="replace it with the file of that name")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         # Otherwise transformers would make an empty tokenizer of the model's family.
         raise UserError(

@@ -92,7 +92,7 @@ def _check_token(token: int, tokenizer: Any, where: str) -> None:
     raise UserError(
         f"responses would end at token {token}{text and f', {text!r}'}",
         where=f"model.path: eos_token_id in {where}",
-        why=f"the tokenizer has {len(tokenizer)} tokens"
+        why=f"this id does not exist: the tokenizer has {len(tokenizer)} tokens"
         if outside
         else "it is a token of ordinary text, so every response that contains it would be cut off there",
         fix="use tokenizer and config files of the same model",

@@ -76,7 +76,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError unless all ranks get equal shares of verl's batches, and shares are whole micro-batches."""
+    """Raise UserError unless all ranks get equal shares of verl's batches, each of whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:

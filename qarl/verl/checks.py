@@ -117,7 +117,7 @@ def refuse_corrections(composed: Any) -> None:
                 f"rollout_correction.{key}={value} cannot be used with TBPO",
                 where=f"verl.algorithm.rollout_correction.{key}",
                 why=why,
-                fix=f"set it to {'null' if neutral is None else 'false'}, or choose another loss_mode of verl's",
+                fix=f"set it to {'null' if neutral is None else 'false'}, or choose a different loss_mode",
             )
 
 

@@ -52,7 +52,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 
 
 def find_verl_start(config: Config) -> tuple[int, bool]:
-    """Return the step after which verl resumes, and whether it continues in its present run folder. Change nothing.
+    """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
 
     Raises:
         UserError: see `open_verl_run`.

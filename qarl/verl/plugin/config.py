@@ -40,7 +40,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys as in `qarl.config`, where `router_replay` is in the section `rollout` and the others are in `quant`."""
+    """Keys of `qarl.config`: `router_replay` is from its section `rollout`, and the others are from `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -78,7 +78,7 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
-    """Return TBPO's config from verl's `actor.policy_loss`, with the paper's values if that is verl's plain dataclass.
+    """Return TBPO's config from verl's `actor.policy_loss`. Keys that it lacks get the paper's values.
 
     Raises:
         UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.

@@ -1,15 +1,16 @@
-"""verl's FSDP engine with a quantized forward and the data that TBPO needs. It is registered for verl to use.
+"""verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's. With them:
+Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's. Otherwise:
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
-                           length. Mask or length could change a row's bits between old log-probs and update
+                           length: a different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
                            from FP32 logits. If verl has flash-attn's kernel, uses that; it computes in FP32 itself
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
-    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses; statistics
+    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
+                           collect statistics
     optimizer_step, load_checkpoint   discard the quantized tensors; the next forward makes them again, once
     save_checkpoint        also writes a record; load_checkpoint compares the loaded state with it
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes

@@ -32,7 +32,7 @@ _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds the checkpoints."""
 _CLOCK_ERROR = 2.0
-"""Seconds. The time of the boot is known only to the second."""
+"""Tolerance in seconds for a process's start time, because the boot time is known only to the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3.0
-"""Seconds that the Hub has to answer, including the time for the name server."""
+"""Seconds that the Hub has to answer, including the name lookup."""
 CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
 """Folder with NAME/config.json of public models. The benchmarks also read layer shapes from these files."""
 _SAME_SIZES = {

@@ -35,7 +35,7 @@ LOGITS_AT_A_TIME = 2**27
 PHASES = ("rollout", "old_log_prob", "update", "step")
 """`update`: forward and backward of a micro-batch; `step`: the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
-"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. AdamW always updates the other weights."""
+"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}

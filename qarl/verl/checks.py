@@ -29,7 +29,7 @@ OWN_KEYS = {
     "trainer.resume_from_path": "trainer.resume_from_path",
 }
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL uses its own keys to check
-model and data, to choose the checkpoint and to decide whether the run is finished. verl would use other values."""
+model and data, to choose the checkpoint and to decide whether the run is finished. verl would not follow them."""
 
 
 def unsupported(config: Config) -> dict[str, str]:

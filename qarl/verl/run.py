@@ -293,7 +293,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.max_model_len": longest,
         f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
         f"{root}.load_format": "dummy",
-        f"{root}.disable_log_stats": False,  # preemptions are counted there
+        f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,

@@ -293,7 +293,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         self._refuse_dead_servers()
-        # The scheduler has counted the training steps, and a checkpoint brings its count back.
+        # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
         return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
 

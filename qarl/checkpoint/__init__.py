@@ -1,4 +1,4 @@
-"""What a run writes to disk and reads again: checkpoints and exports, in folders that are either complete or absent."""
+"""Checkpoints and exports: files that a run writes and reads again, in folders that are complete or absent."""
 
 from __future__ import annotations
 

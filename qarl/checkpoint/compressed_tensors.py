@@ -91,7 +91,7 @@ def write_model(
 ) -> None:
     """Do the same as `save_model`, but write into an existing folder.
 
-    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if the disk refuses.
+    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if writing fails.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:
@@ -139,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `tensors` with their checkpoint names, the weights of `linears` quantized, as in a publish."""
+    """Yield `tensors` under their checkpoint names. The weights of `linears` are quantized as in a publish."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and owner in linears:
@@ -219,7 +219,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """Convert a Rust library's error to OSError. Its text is the only place that has the error number."""
+    """Convert a Rust library's error to OSError. The error number is found only in its text."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
@@ -229,6 +229,6 @@ def _shard_name(number: int) -> str:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` contiguous in a storage that holds nothing else, because safetensors refuses shared storages."""
+    """Return `tensor` contiguous and alone in its storage, because safetensors refuses tensors that share one."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -122,7 +122,7 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
         if not equals or key not in _KEYS:
             guess = nearest(key.lstrip("-"), _KEYS)
             hint = f"did you mean {guess}=...? " if guess else ""
-            raise UserError(f"{argument!r} is not one of {', '.join(_KEYS)}", fix=f"{hint}write key=value")
+            raise UserError(f"{argument!r} sets none of the keys {', '.join(_KEYS)}", fix=f"{hint}write key=value")
         if key in values or not value:
             problem = "is given twice" if key in values else "has no value"
             raise UserError(f"{key} {problem}", fix=f"write {key}=VALUE")

@@ -8,8 +8,8 @@ has three more files:
     state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
                    tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself
 
-TBPO has no state. verl deletes the oldest checkpoint before it writes the next one. Here the next one is complete on
-disk before an older one is deleted.
+TBPO has no state to save. verl deletes the oldest checkpoint before it writes the next one. QaRL deletes it only when
+the next one is complete on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"step_([0-9]+)")
 
 
 class CheckpointError(UserError):
-    """A folder is not a usable checkpoint: it is missing, incomplete or damaged."""
+    """The checkpoint cannot be used, because it is missing, incomplete or damaged."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _open(folder: Path) -> Checkpoint:
         if not path.is_file():
             raise damaged(folder, f"{name} is missing")
         if (size := path.stat().st_size) != part["bytes"]:
-            raise damaged(folder, f"{name} has {size} bytes, {part['bytes']} were written")
+            raise damaged(folder, f"{name} has {size} bytes, but {part['bytes']} were written")
         if file_sha256(path) != part["sha256"]:
             raise damaged(folder, f"the bytes of {name} differ from those that were written (by SHA-256)")
     return Checkpoint(folder, state)
@@ -188,7 +188,7 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, CheckpointError]]]:
-    """Return the newest undamaged checkpoint in `parent`, and folder and error of each newer one."""
+    """Return the newest undamaged checkpoint in `parent`, and (folder, error) of each damaged newer one."""
     problems: list[tuple[Path, CheckpointError]] = []
     for _, folder in list_checkpoints(parent):
         try:

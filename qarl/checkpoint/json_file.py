@@ -12,12 +12,15 @@ from qarl.checkpoint.storage import write_text
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file completely or not at all. Raise StorageError if the disk refuses it."""
+    """Write a JSON file completely or not at all. Raise StorageError if the disk refuses to write it."""
     write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
 
 
 def json_safe(value: Any) -> Any:
-    """Convert `value` to JSON types. Paths and non-finite floats become text; tensors and NumPy scalars numbers."""
+    """Convert `value` to JSON types.
+
+    Paths and non-finite floats become text. Scalars of torch and NumPy become numbers.
+    """
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,7 @@ class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, or the weight upcast if a tensor has no master. It raises UserError if the run has no FP32 masters.
+    the masters, and the upcast weight of each tensor without a master; UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -79,7 +79,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`. A local one is checked here, by digest; verl's tensors when they are read.
+    """Open the checkpoint in `folder`. A local one is checked by digest here; verl's tensors are checked when read.
 
     Raises:
         UserError: the checkpoint is damaged, or its files cannot be read.
@@ -92,7 +92,7 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 def reading(folder: Path) -> Iterator[None]:
     """Turn errors of the code inside into a UserError that names `folder`, the checkpoint that is read.
 
-    There are many exception classes, because each reader has its own for each kind of damage.
+    It catches many exception classes, because each reader raises different ones for each kind of damage.
     """
     try:
         yield
@@ -152,7 +152,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """Open a checkpoint of verl, whose FSDP2 engine uses the FP32 masters, cast to BF16, in the forward."""
+    """Open a checkpoint of verl. It holds only FP32 masters; like verl's forward, `bf16` casts them to BF16."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))

@@ -32,7 +32,7 @@ _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<kind>partial|old)-(?P<pid>\d+)")
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds the checkpoints."""
 _CLOCK_ERROR = 2.0
-"""Seconds. The time of the boot is known only to the second."""
+"""Tolerance in seconds for a process's start time, because the boot time is known only to the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -90,7 +90,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. An existing folder is moved aside first, and removed last or put back on an error."""
+    """Rename `new` to `folder`. An existing folder is first moved aside; then removed, or put back after an error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -192,7 +192,7 @@ def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
     It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
-    not make the folder, because process numbers are reused, in containers soon.
+    not make the folder: it only reuses the process number, which happens soon in containers.
     """
     if pid == os.getpid():
         return False

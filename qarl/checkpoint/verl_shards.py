@@ -58,7 +58,7 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """Return by step the folders of the complete checkpoints, and what each incomplete one lacks."""
+    """Return two dicts by step: the folders of complete checkpoints, and what each incomplete one lacks."""
     folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
     torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
     return {step: folder for step, folder in folders.items() if step not in torn}, torn
@@ -77,7 +77,7 @@ def load_part(file: Path) -> dict[str, Any]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """Return the classes in a pickle of NumPy's random state: those of plain arrays, as NumPy 1 and 2 name them."""
+    """Return the array classes that a pickle of NumPy's random state needs, under the names of NumPy 1 and 2."""
     make = np.ndarray((0,)).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
@@ -180,7 +180,7 @@ class VerlWeights:
         return cls(folder, [first, *(Rank.open(files[rank]) for rank in range(1, parts))])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors."""
+        """Return the shape of each whole tensor by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

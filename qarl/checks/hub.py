@@ -1,8 +1,8 @@
-"""Decides with a single request whether the Hugging Face Hub can be reached, and so whether only its cache is used.
+"""Finds out with one request whether the Hugging Face Hub can be reached. If not, only its local cache is used.
 
 huggingface_hub tries six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
-1.33), and only then uses its cache. On a machine without network, such as a compute node, every name costs that time.
-Here one request decides, without repetition. If the Hub does not answer, only the cache is used.
+1.33), and only then uses its cache. On a machine without network, such as a compute node, it waits that long for every
+name. Here a single request without repetition decides for the whole process.
 
 Importing this module imports neither transformers nor huggingface_hub.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3.0
-"""Seconds that the Hub has to answer, including the time for the name server."""
+"""Seconds that the Hub has to answer, including the name lookup."""
 CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
-"""Folder with NAME/config.json of public models; the benchmarks take their shapes from them."""
+"""Folder with NAME/config.json of public models. The benchmarks also read layer shapes from these files."""
 _SAME_SIZES = {
     "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
@@ -56,7 +56,7 @@ def why_unreachable() -> str | None:
 
 
 def loading_options(path: str) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` for `path`: only the cache is used if the Hub cannot be reached."""
+    """Return arguments of `from_pretrained` for `path`. They allow only the cache if the Hub cannot be reached."""
     if Path(path).is_dir() or not why_unreachable():
         return {}
     return {"local_files_only": True}

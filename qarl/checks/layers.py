@@ -1,7 +1,7 @@
-"""Refuses, from the model's config alone and before anything is loaded, layers that only the engine would refuse.
+"""Refuses layers that the engine could not run. The checks need only the model's config and run before any loading.
 
-vLLM's own messages for a CPU without the kernel, a layer size the kernel cannot take, or half of a fused layer left
-out of the quantization come late, with a traceback, and name none of our keys.
+vLLM itself would refuse a CPU without the kernel, a layer size that the kernel does not support, or half of a fused
+layer left unquantized. But its errors come late, with a traceback, and do not name our keys.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ W4A16_CPU_MULTIPLE = 32
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 Shapes = dict[str, tuple[int, int]]
-"""Names of linears, each expert's among them, and their [N, K]: output and input features."""
+"""Maps each linear's name to its [N, K], output and input features. Every expert's linears are included."""
 
 
 def check_linears(config: Config, hf_config: Any) -> None:
-    """Whether the scheme and the engine can hold every layer that `quant` selects; decided from the config alone."""
+    """Raise UserError if the scheme or the engine cannot hold a layer that `quant` selects. Needs only the config."""
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not scheme.quantized:
         return
@@ -46,7 +46,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
 
 
 def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shapes:
-    """The layers that are quantized. UserError if there is no such layer."""
+    """Return the layers that are quantized. Raise UserError if there are none."""
     selected = {name: shape for name, shape in shapes.items() if not is_ignored(name, ignore)}
     if not selected:
         raise UserError(
@@ -59,33 +59,36 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
 
 
 def linear_shapes(hf_config: Any, *, trust_remote_code: bool = False) -> Shapes:
-    """[N, K] of every linear layer in the model that `hf_config` describes, each expert's too. Reads no weights."""
+    """Return [N, K] of every linear in the model that `hf_config` describes, including experts. Reads no weights."""
     return convert.linear_shapes(meta_model(hf_config, trust_remote_code=trust_remote_code))
 
 
 def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `hf_config` describes, in BF16 without storage. UserError if it cannot be built."""
+    """Build the model that `hf_config` describes, in BF16 on the meta device. Raise UserError if that fails."""
     try:
         return meta.meta_model(hf_config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what a model class raises depends on the key of the config that it cannot use
+    except Exception as error:  # the exception type depends on which config key the model class cannot use
         raise UserError(
             f"no causal language model can be built from a config of type {hf_config.model_type!r}",
             where="model.path",
             why=" ".join(f"{type(error).__name__}: {error}".split())[:400],
-            fix="give a causal language model, and a config.json as it was published",
+            fix="give a causal language model with the config.json that was published with it",
         ) from error
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """The engine fuses some layers into one, which is quantized whole or not at all; and so are a layer's experts."""
+    """Raise UserError if only a part of a fused layer, or only some experts of a layer, would be quantized.
+
+    The engine fuses some layers into one and quantizes the whole fused layer or nothing of it.
+    """
     names = list(names)
     for entry in ignore:
         owner, _, leaf = entry.rpartition(".")
         if leaf in FUSED_LAYERS and not entry.startswith("re:"):
             raise UserError(
-                f"{entry} is a name of vLLM's, not of the checkpoint's",
+                f"{entry} is vLLM's name; the checkpoint has no such layer",
                 where="quant.ignore",
-                why="vLLM would leave the layer in BF16, and the trainer, which has no such layer, would quantize it",
+                why="vLLM would keep this fused layer in BF16, but the trainer would quantize its parts",
                 fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
             )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}
@@ -98,16 +101,16 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
         raise UserError(
             "quant.ignore splits layers that the engine fuses into one",
             where=f"ignored: {name_layers(split['ignored'])}; quantized: {name_layers(split['quantized'])}",
-            why="vLLM loads q_proj, k_proj and v_proj as one layer, and gate_proj and up_proj as another; a fused "
-            "layer has one scheme",
-            fix="name all layers of a group in quant.ignore, or none of them",
+            why="vLLM loads q_proj, k_proj and v_proj as one layer, and gate_proj and up_proj as one layer. A fused "
+            "layer is quantized whole or not at all",
+            fix="name either all layers of a fused group in quant.ignore or none of them",
         )
     resolved = resolve_ignored(names, ignore)
     convert.check_whole_experts(resolved.quantized, resolved.ignored)
 
 
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """The routers of layers with experts among `names` must be in `quant.ignore`, which is all that vLLM looks at."""
+    """Raise UserError unless `ignore` covers the routers of all layers with experts. vLLM would quantize the others."""
     routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
     if quantized := [name for name in routers if not is_ignored(name, ignore)]:
         raise UserError(
@@ -119,7 +122,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """`names` by the name of the layer that the engine loads them into."""
+    """Group `names` by the engine's layer. Return a dict: name of the engine's layer -> names of its parts."""
     fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -135,37 +138,40 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"weights are grouped along the input dimension, which is {', '.join(map(str, sizes))} there",
+            why=f"weights are grouped along the input dimension; these layers have {', '.join(map(str, sizes))} inputs",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 
 
 def check_engine_shapes(shapes: Shapes) -> None:
-    """The limits of vLLM's W4A16 kernel for CPUs, on the layers as vLLM fuses them."""
+    """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size of a layer, as vLLM fuses it."""
     if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}, the output's over all of q_proj, "
-            f"k_proj and v_proj or gate_proj and up_proj; these weights are {found}",
+            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM adds up the output sizes of "
+            f"q_proj, k_proj and v_proj, and of gate_proj and up_proj. These weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
 
 
 def check_tile_shapes(shapes: Shapes) -> None:
-    """vLLM sends int8 layers with N in multiples of 16 to its AMX kernel, which then asks for multiples of 32."""
+    """Raise UserError for int8 layers that vLLM's AMX kernel would refuse.
+
+    vLLM uses that kernel if N is a multiple of 16, but the kernel itself needs a multiple of 32.
+    """
     if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
         raise UserError(
             f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why="their output size, over all layers that vLLM fuses, is a multiple of 16 and not of 32",
+            why="the output size of the layer that vLLM fuses them into is a multiple of 16, but not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the layers for which `refuses` is true of [N, K] of the layer that vLLM fuses them into."""
+    """Return the parts of every layer, as vLLM fuses it, for whose [N, K] `refuses` is true."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
@@ -175,9 +181,9 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 
 def name_layers(names: Iterable[str]) -> str:
-    """Every name, layers that differ in their number alone as one: `model.layers.0-27.mlp.down_proj`.
+    """Return `names` as text. Names that differ only in the layer number are one: `model.layers.0-27.mlp.down_proj`.
 
-    The experts of a layer are alike, and `*` stands for their numbers.
+    `*` stands for the number of an expert.
     """
     numbers: dict[str, list[int]] = {}
     for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
@@ -188,7 +194,7 @@ def name_layers(names: Iterable[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] is `0-2,5`."""
+    """Write numbers as ranges: [0, 1, 2, 5] becomes `0-2,5`."""
     runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(items) for _, items in runs)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -17,7 +17,7 @@ CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
-"""Schemes that only some CPUs can run, each with the instruction sets that it needs and the reason."""
+"""Schemes that only some CPUs can run: (instruction sets that the scheme needs, reason)."""
 
 
 def check_engine_installed() -> None:
@@ -25,7 +25,7 @@ def check_engine_installed() -> None:
         raise UserError(
             "vLLM, which makes the rollouts, is not installed",
             where=f"the Python environment {sys.prefix}",
-            fix="make setup (requirements/cpu.lock), or make setup STACK=gpu",
+            fix="run `make setup` (requirements/cpu.lock), or `make setup STACK=gpu` for GPUs",
         )
 
 
@@ -54,7 +54,7 @@ def check_cpu(config: Config) -> None:
         raise UserError(
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
-            why="vLLM would round the activations to int8 and multiply integers, which the trainer does not",
+            why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
             fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))

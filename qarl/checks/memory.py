@@ -1,16 +1,17 @@
 """Estimates the memory of a run from the configs of model and run: bytes per GPU, part by part, without weights.
 
-This is pure arithmetic without torch. The result names each part and the phases in which it exists; the doctor and dry
-runs print it. The estimate sums tensor sizes and ignores the allocator, so real use is a few percent higher.
+This is pure arithmetic without torch. The result lists the parts, each with the phases in which it takes memory. The
+doctor and dry runs print it. The estimate adds up tensor sizes and ignores the allocator, so real use is a few percent
+higher.
 
     local    one process holds everything; vLLM stays loaded beside the trainer
-    verl     FSDP2 over nnodes * n_gpus_per_node ranks shards masters, gradients and optimizer state; two decoder blocks
-             and the embeddings are gathered in BF16 at a time; every rank keeps the low-bit tensors of all layers, and
-             the kernels' copies of them, from one optimizer step to the next; vLLM sleeps during the update (verl's
-             free_cache_engine), but not on CPU
+    verl     FSDP2 shards masters, gradients and optimizer state over nnodes * n_gpus_per_node ranks. At any time two
+             decoder blocks and the embeddings are gathered in BF16. Every rank keeps the low-bit tensors of all
+             layers, and the kernels' copies of them, from one optimizer step to the next. On GPUs vLLM sleeps during
+             the update (verl's free_cache_engine)
 
-Saved activations per token and layer are counted operator by operator as transformers' blocks and `qarl.align` save
-them; a test compares the count with what autograd really holds. Sequences are taken at full length.
+The activations that autograd saves per token and layer are counted operator by operator, for transformers' blocks and
+those of `qarl.align`. A test compares the count with autograd. All sequences are assumed to have full length.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RUNTIME_BYTES = 3 * GIB // 2
-"""Libraries, CUDA context and communication buffers of a process; an allowance, not a count."""
+"""A rough allowance for a process's libraries, CUDA context and communication buffers."""
 ENGINE_WORKSPACE_BYTES = GIB
-"""An allowance for vLLM's forward, besides weights and KV cache."""
+"""A rough allowance for vLLM's forward, in addition to weights and KV cache."""
 LOGITS_AT_A_TIME = 2**27
-"""The limit of `qarl.kernels.logprob` on logits held at once; the local backend never exceeds it."""
+"""Most logits that `qarl.kernels.logprob` holds at once. The local backend never holds more."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
 """`update`: forward and backward of a micro-batch; `step`: the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
-"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. AdamW always updates the other weights."""
+"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
-"""Kernels that compute dX themselves. For them only one layer's dequantized weight is held at a time."""
+"""Kernels that compute dX themselves. They hold only one layer's dequantized weight at a time."""
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of a Llama-like or Qwen3-MoE config that decide sizes; `sparse_layers` are those with experts."""
+    """The numbers in a Llama-like or Qwen3-MoE config that determine sizes. `sparse_layers`: layers with experts."""
 
     layers: int
     hidden: int
@@ -120,7 +121,7 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Input and output embedding, once if they are tied."""
+        """Weights of input and output embedding, counted once if they are tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -145,11 +146,11 @@ class ModelSize:
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Bytes of a token's BF16 keys and values in all layers on one GPU; every GPU holds at least one head."""
+        """Bytes of a token's BF16 keys and values in all layers on one GPU. Every GPU holds at least one KV head."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Bytes that one block saves per token for backward; `qarl.align` says which are FP32 at level `model`."""
+        """Bytes that one block saves per token for the backward. At level `model` some are FP32 (`qarl.align`)."""
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
@@ -204,7 +205,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per GPU, or on CPU per rank: the parts, the engine's weights, and the KV cache in total and per token."""
+    """Bytes per GPU (on CPU per rank): the parts, the engine's weights, and the KV cache in total and per token."""
 
     parts: tuple[Part, ...]
     engine_weights: int
@@ -249,16 +250,16 @@ def estimate(
     kernels: Mapping[Shape, str] | None = None,
     offload: bool = False,
 ) -> MemoryEstimate:
-    """Memory of the run on one GPU, or of one rank on CPU.
+    """Estimate the memory of the run on one GPU, or of one rank on CPU.
 
     Args:
         device: "cuda" or "cpu".
-        gpu_memory_bytes: of the GPU; vLLM takes `rollout.gpu_memory_utilization` of it.
-        align: the level that is applied, if it is not `quant.align`.
-        kernels: [N, K] -> kernel name of the trainer's linears; a shape without a name is taken to have a kernel that
-            reads the published tensors.
-        offload: masters and optimizer state are in host memory while they are not used (verl's param_offload and
-            optimizer_offload).
+        gpu_memory_bytes: memory of the GPU. vLLM takes the share `rollout.gpu_memory_utilization`.
+        align: the level that is applied, if it differs from `quant.align`.
+        kernels: maps [N, K] to the name of the trainer's kernel. For a shape without an entry, the kernel is assumed
+            to read the published tensors.
+        offload: whether masters and optimizer state are in host memory while they are unused (verl's param_offload
+            and optimizer_offload).
     """
     align = align or config.quant.align
     engine, kv_cache, engine_weights = _engine(size, config, device, gpu_memory_bytes)
@@ -282,7 +283,7 @@ def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
 
 
 def ranks(config: Config) -> int:
-    """Trainer processes, over which FSDP2 shards."""
+    """Return the number of trainer processes. FSDP2 shards over them."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
@@ -348,7 +349,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
     held = sum(2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT)
-    # Sharded layers dequantize again for each backward.
+    # verl's sharded layers keep none: they dequantize for each backward.
     dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
         Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),
@@ -358,11 +359,11 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
 
 
 def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """Activations and logits of one micro-batch at full length.
+    """Return the activations and logits of one micro-batch at full length.
 
     BF16 logits are copied to FP32, and the log-softmax of the copy is kept for the backward. That takes at most 10
-    bytes per entry without a graph and 12 with one. In blocks it takes 18 bytes per entry of one block and 4 per weight
-    of lm_head.
+    bytes per logit without an autograd graph, and 12 with one. If the logits are computed in blocks, it takes 18 bytes
+    per logit of one block and 4 bytes per weight of lm_head.
     """
     data, actor = config.data, config.actor
     length = data.max_prompt_length + data.max_response_length

@@ -24,18 +24,17 @@ _WHERE = "model.path: config.json"
 
 
 def check_model(hf_config: Any) -> None:
-    """Refuse a transformers config if the engine cannot serve it, if engine and trainer read it differently, or if
-    their agreement was not shown for its family.
+    """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
+    tests have not shown that they agree on its family.
 
-    Raises:
-        UserError: names the family, architecture, layer or key, and says why.
+    The error names the family, architecture, layer or key, and the reason.
     """
     check_served(hf_config)
     check_family(hf_config)
 
 
 def check_served(hf_config: Any) -> None:
-    """Make the checks of `check_model` except the one for the family: any family with publishable layers passes."""
+    """Make the checks of `check_model` except the one for the family. Any family with publishable layers passes."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
@@ -45,7 +44,7 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print to stderr if the model gets a lower level than `quant.align`, and the mismatch shown for its family."""
+    """Print a note if the model gets a lower level than `quant.align`, and one with its family's measured mismatch."""
     device = "cpu" if runs_on_cpu(config.backend) else "cuda"
     level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
     if level != config.quant.align:
@@ -55,22 +54,22 @@ def report_level(config: Config, hf_config: Any) -> None:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Raise UserError unless vLLM has its own class for `architectures`, and it is the model that the trainer loads."""
+    """Raise UserError unless vLLM has its own class for the model, and trainer and engine load the same model."""
     name = trainer_class(hf_config)
     named = list(getattr(hf_config, "architectures", None) or [])
     if named and named[0] != name:
         raise UserError(
-            f"the engine would run {named[0]}, but the trainer {name}",
+            f"the engine would run {named[0]}, but the trainer would run {name}",
             where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
             why="vLLM picks its class by architectures, transformers by model_type",
-            fix=f"correct the one that is wrong; {name} belongs to model_type {hf_config.model_type!r}",
+            fix=f"correct the wrong key; {name} belongs to model_type {hf_config.model_type!r}",
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
         return
     module = vllm_rules.serving_module(name)
     if module is None:
         raise UserError(
-            f"vLLM has no class for {name}, so nothing makes the rollouts",
+            f"vLLM has no class for {name}, so it cannot make the rollouts",
             where=_WHERE,
             fix=f"train a model that vLLM serves; those of {', '.join(FAMILIES)} are tested",
         )
@@ -108,7 +107,7 @@ def trainer_class(hf_config: Any) -> str:
 
 
 def check_outputs(hf_config: Any) -> None:
-    """Raise UserError for keys with which transformers' model would not return what the trainer reads."""
+    """Raise UserError for config keys that make transformers' model return something that the trainer cannot read."""
     wrong = {"return_dict": not getattr(hf_config, "return_dict", True)}
     wrong["output_attentions"] = bool(getattr(hf_config, "output_attentions", False))
     for key in (key for key, bad in wrong.items() if bad):

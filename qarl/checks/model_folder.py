@@ -10,14 +10,14 @@ from qarl.checks import hub
 from qarl.errors import UserError
 
 MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
-"""Keys of config.json of which transformers makes lists while it reads the file, and their largest sane values."""
+"""Largest plausible values of config.json's keys for which transformers builds a list as it reads the file."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Return the tokenizer and the Hugging Face config of a model folder or Hub name.
 
-    Code in the folder runs only if `trust_remote_code` is true. By default transformers would ask on standard input.
+    Code in the folder runs only if `trust_remote_code` is true. transformers' own default is to ask on standard input.
     """
     from transformers import AutoTokenizer
 
@@ -64,7 +64,7 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
 
 
 def _check_sizes(path: str) -> None:
-    """Raise UserError if a value of config.json is above `MOST`: reading the file would take all memory."""
+    """Raise UserError if a value of config.json is above `MOST`, because reading the file would use up all memory."""
     file = Path(path) / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for key, most in MOST.items():
@@ -74,7 +74,7 @@ def _check_sizes(path: str) -> None:
                 f"config.json says {key}={value:.3g}",
                 where=f"model.path: {file}",
                 why=f"no model has more than {most}",
-                fix="give a config.json as it was published",
+                fix="give the config.json that was published with the model",
             )
 
 
@@ -91,7 +91,7 @@ def check_model_folder(path: str) -> None:
 def check_tokenizer_files(path: str) -> None:
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "generation_config.json"):
         if (Path(path) / name).is_dir():  # transformers would treat the file as missing
-            raise UserError(f"{name} is a folder", where=path, fix="put the file there")
+            raise UserError(f"{name} is a folder, not a file", where=path, fix="replace it with the file of that name")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         # Otherwise transformers would make an empty tokenizer of the model's family.
         raise UserError(

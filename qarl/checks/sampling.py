@@ -1,4 +1,4 @@
-"""The sampling of responses, and the check that the trainer's log-probs describe it."""
+"""Settings for sampling responses, and a check that the trainer's log-probs match that sampling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qarl.kernels.kept import Truncation, packed_width
 from qarl.rollout.engine import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
-"""The most memory, in GiB, for the kept sets of one batch."""
+"""Limit, in GiB, on the token sets that top-p or top-k keep in one batch."""
 
 
 def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:

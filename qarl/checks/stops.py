@@ -1,9 +1,9 @@
 """Checks whether tokenizer and model agree about the tokens at which vLLM ends a response.
 
-vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. Only if that file is missing,
-it uses the ids of config.json instead (`SamplingParams.update_from_generation_config`, read in 0.29). The trainer
-learns from all tokens that the engine returned, including the last one, so its masks are always right. But responses
-may end in the wrong place: at an ordinary word because the id belongs to a different tokenizer, or never.
+vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
+uses the ids of config.json instead (`SamplingParams.update_from_generation_config`, read in 0.29). The trainer
+learns from all tokens that the engine returned, including the last one, so its masks are always right. But
+responses may end in the wrong place, or never, if an id belongs to a different tokenizer.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _check_token(token: int, tokenizer: Any, where: str) -> None:
     raise UserError(
         f"responses would end at token {token}{text and f', {text!r}'}",
         where=f"model.path: eos_token_id in {where}",
-        why=f"the tokenizer has {len(tokenizer)} tokens"
+        why=f"this id does not exist: the tokenizer has {len(tokenizer)} tokens"
         if outside
         else "it is a token of ordinary text, so every response that contains it would be cut off there",
         fix="use tokenizer and config files of the same model",

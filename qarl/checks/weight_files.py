@@ -1,6 +1,6 @@
 """Checks the weight files of a local model folder by their headers, without loading them.
 
-`Policy.load` raises the same errors if it meets these faults when it loads the weights.
+`Policy.load` raises the same errors if it finds these faults later, while it loads the weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def lacks_tensors(path: str, names: Sequence[str]) -> UserError:
     return UserError(
         f"the checkpoint lacks {len(names)} tensors of the model",
         where=f"{path}: {', '.join(sorted(names)[:4])}",
-        why="transformers would start them from random numbers",
-        fix="give the whole checkpoint",
+        why="transformers would fill them with random numbers",
+        fix="give a complete checkpoint",
     )
 
 
@@ -60,7 +60,7 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
     expected = unstacked_shapes({name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied})
-    stored = header_shapes(sorted(Path(path).glob("*.safetensors")))  # also of files that no index lists
+    stored = header_shapes(sorted(Path(path).glob("*.safetensors")))  # this includes files that no index lists
     common = expected.keys() & stored.keys()
     if 2 * len(common) < len(expected):
         return None

@@ -1,9 +1,9 @@
 """The check that each rank's share of verl's batches splits into whole micro-batches.
 
 verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
-multiple of the micro-batch size: for log-probs the share of all responses of a step, for an update the share of a
-mini-batch. verl finds out only in the first step, after a whole generation, and its AssertionErrors name no key. If
-micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
+multiple of the micro-batch size. For log-probs this is the share of all responses of a step; for an update it is the
+share of a mini-batch. verl checks this only in the first step, after a whole generation, and its AssertionErrors name
+no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
 
 Read in verl 0.9.1: `_get_required_batch_multiple` (trainer/ppo/v1/trainer_base.py), `train_mini_batch`
 (workers/engine_workers.py), `get_data_parallel_size` (workers/engine/fsdp/transformer_impl.py) and
@@ -38,10 +38,10 @@ OURS = {
 
 
 class Batches:
-    """The sizes of verl's batches in `composed`. `written` is the section `verl` of QaRL's config.
+    """The batch sizes in verl's config `composed`. `written` is the section `verl` of QaRL's config.
 
     Raises:
-        UserError: a size that is not a whole number above 0.
+        UserError: a size is not a whole number above 0.
     """
 
     def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """The key as QaRL's config names it, or as the section `verl` does if it is set there."""
+        """Return QaRL's name of `key`, or `verl.KEY` if QaRL has no such key or the section `verl` sets it."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property
@@ -76,7 +76,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError if verl's batches do not split over the ranks, or a rank's share not into whole micro-batches."""
+    """Raise UserError unless all ranks get equal shares of verl's batches, each of whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:

@@ -28,12 +28,12 @@ OWN_KEYS = {
     "trainer.resume_mode": "trainer.resume_mode",
     "trainer.resume_from_path": "trainer.resume_from_path",
 }
-"""verl's keys that the section `verl` may not set, and QaRL's key to set instead. QaRL checks the model and the data
-before a run, chooses its checkpoint and decides whether it is finished; verl would use what nobody has checked."""
+"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL uses its own keys to check
+model and data, to choose the checkpoint and to decide whether the run is finished. verl would not follow them."""
 
 
 def unsupported(config: Config) -> dict[str, str]:
-    """Return QaRL's keys that verl has no counterpart of and that are not neutral, each with its neutral value."""
+    """Return the keys of `config` with values that verl does not support, each with the value to use instead."""
     problems = {
         "optim.name": (config.optim.name != "adamw", "adamw"),
         "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
@@ -43,10 +43,10 @@ def unsupported(config: Config) -> dict[str, str]:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Raise a UserError that names every key in `unsupported`, if there is one."""
+    """Raise a UserError that names every key that `unsupported` returns. Do nothing if it returns none."""
     if found := unsupported(config):
         raise UserError(
-            "backend=verl has no counterpart of " + ", ".join(found),
+            "backend=verl supports only " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()),
             where=", ".join(found),
             fix="set " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()) + ", or backend=local",
         )
@@ -60,17 +60,17 @@ def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
             f"{', '.join(moved)} names a class of QaRL that has moved",
             where=f"{where}: {'; '.join(f'verl.{key}: {value}' for key, value in moved.items())}",
             why=f"{OLD_PLUGIN} is now {PLUGIN}",
-            fix=f"write {PLUGIN} there; if the run resumes, also in its saved config",
+            fix=f"write {PLUGIN} instead; if the run resumes, also change its saved config",
         )
 
 
 def refuse_own(keys: Mapping[str, Any]) -> None:
-    """Raise UserError if `keys` (the section `verl`) sets what a key of QaRL's sets: see `OWN_KEYS`."""
+    """Raise UserError if `keys` (the section `verl`) contains a key of `OWN_KEYS`."""
     if found := {key: OWN_KEYS[plain] for key in keys if (plain := key.removeprefix("+")) in OWN_KEYS}:
         raise UserError(
-            f"the section verl sets {', '.join(found)}, which QaRL has keys for",
+            f"the section verl sets {', '.join(found)}, but QaRL has its own keys for that",
             where=", ".join(f"verl.{key}" for key in found),
-            why="QaRL's checks, its choice of a checkpoint and its summary would belong to another run than verl's",
+            why="QaRL would check, resume and summarize a different run from the one that verl makes",
             fix="set " + ", ".join(sorted(set(found.values()))) + " instead",
         )
 
@@ -114,15 +114,15 @@ def refuse_corrections(composed: Any) -> None:
     ):
         if value := correction.get(key):
             raise UserError(
-                f"rollout_correction.{key}={value} does not go with TBPO",
+                f"rollout_correction.{key}={value} cannot be used with TBPO",
                 where=f"verl.algorithm.rollout_correction.{key}",
                 why=why,
-                fix=f"set it to {'null' if neutral is None else 'false'}, or choose another loss_mode of verl's",
+                fix=f"set it to {'null' if neutral is None else 'false'}, or choose a different loss_mode",
             )
 
 
 def refuse_ignored(composed: Any) -> None:
-    """Raise UserError for verl keys that a QaRL run ignores, or that the engine would follow and the trainer not."""
+    """Raise UserError for verl keys that a QaRL run would ignore, or that only the engine would follow."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"
@@ -131,7 +131,7 @@ def refuse_ignored(composed: Any) -> None:
         value = rollout[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{keys}.{name} must be a number, got {value!r}", where=f"verl.{keys}.{name}")
-    whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs are over all tokens"
+    whole = "the engine would sample only from the likeliest tokens, but the trainer's log-probs cover all tokens"
     below = f"vLLM samples at {MIN_TEMPERATURE} instead, but the trainer's log-probs would use the lower temperature"
     problems = [
         (rollout.top_p != 1, f"{keys}.top_p", rollout.top_p, 1, whole),
@@ -156,7 +156,10 @@ def refuse_ignored(composed: Any) -> None:
     for wrong, key, value, neutral, why in problems:
         if wrong:
             raise UserError(
-                f"{key}={value} does not go with backend=verl", where=f"verl.{key}", why=why, fix=f"set it to {neutral}"
+                f"{key}={value} cannot be used with backend=verl",
+                where=f"verl.{key}",
+                why=why,
+                fix=f"set it to {neutral}",
             )
 
 
@@ -173,7 +176,7 @@ def refuse_one_checkpoint(composed: Any) -> None:
 
 
 def refuse_other_reward(composed: Any) -> None:
-    """Raise UserError if the reward is not the checked one: verl sets no time limit for its own and accepts NaN."""
+    """Raise UserError if verl would not call QaRL's reward function, which adds a time limit and refuses NaN."""
     given = composed.reward.custom_reward_function
     if given.path != "pkg://qarl.verl.plugin.reward" or given.name != "score":
         raise UserError(

@@ -23,7 +23,7 @@ def as_user_error(failure: BaseException) -> UserError | None:
         return error
     if isinstance(error, zmq.Again):
         return UserError(
-            "a rollout engine stopped answering while it was published to",
+            "a rollout engine stopped answering while the trainer published weights to it",
             where="the socket between trainer and engine",
             why="the engine or its server has died or is stuck; QARL_PUBLISH_TIMEOUT is the limit in seconds",
             fix=RESUME,
@@ -34,7 +34,7 @@ def as_user_error(failure: BaseException) -> UserError | None:
         return UserError(
             "a process of the verl run died",
             where=", ".join(known) or lines[0][:200],
-            why="something ended it, for example lack of memory (see the kernel's log and Ray's log of the worker)",
+            why="something killed it, for example lack of memory (see the kernel's log and Ray's log of the worker)",
             fix=RESUME,
         )
     return None

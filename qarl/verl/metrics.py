@@ -1,5 +1,5 @@
-"""Records a verl run in QaRL's run folder. A thread reads the file of verl's logger while the run goes on and logs each
-step through QaRL's tracker. Quantities that the local backend logs too get its names.
+"""Records a verl run in QaRL's run folder. During the run a thread reads the file of verl's logger and logs each
+step through QaRL's tracker. Metrics that the local backend also logs get its names.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
 (verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
@@ -34,7 +34,7 @@ _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one step under QaRL's names; a metric that QaRL has no name for keeps verl's."""
+    """Return the numbers of one step under QaRL's names. A metric without such a name keeps verl's name."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -48,7 +48,7 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFollower:
-    """Follows `path` from `__enter__` to `__exit__`, in a thread.
+    """Reads new lines of `path` in a thread, from `__enter__` to `__exit__`.
 
     `start`: `time.perf_counter()` at the program's start. `start_step`: the last step before a resume.
     """
@@ -82,7 +82,7 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error: `failure`, else an error from here.
+        """Write summary and plots. Return the summary and the run's first error: `failure`, or else one raised here.
 
         A metrics line that could not be stored is an error too, although training continued.
         """
@@ -118,7 +118,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log the complete lines that were added. After an exception, lines not yet logged are read again."""
+        """Log the complete lines that were added. If this raises, the next call reads the remaining lines again."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

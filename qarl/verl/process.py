@@ -34,9 +34,9 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         defaults |= {
             "VERL_PLATFORM": "cpu",
-            # vLLM compiles two small sampling helpers even in eager mode: half a minute of C++ at the first request.
+            # vLLM compiles two small sampling helpers even in eager mode, half a minute at the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            # Here without multiprocessing because vLLM's worker then runs in the engine's process: one import less.
+            # It also turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
             **VLLM_ENVIRONMENT,
         }
     elif platform := os.environ.get("VERL_PLATFORM"):

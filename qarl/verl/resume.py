@@ -1,9 +1,9 @@
 """Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
-verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. It starts
-fresh if the file names none, and silently restarts the data if data.pt is missing. QaRL compares the config with that
-of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete one into the file.
-It refuses a checkpoint that could run code, because verl unpickles it.
+verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
+file names no checkpoint, verl starts fresh. If data.pt is missing, it silently restarts the data. QaRL compares the
+config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
+one into the file. It refuses a checkpoint that could run code, because verl unpickles it.
 Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
@@ -52,7 +52,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 
 
 def find_verl_start(config: Config) -> tuple[int, bool]:
-    """Return the step after which verl resumes, and whether it continues in its present run folder. Change nothing.
+    """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
 
     Raises:
         UserError: see `open_verl_run`.
@@ -64,8 +64,8 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """Return the checkpoint that verl's tracker file names if it is complete, else print a note and return the newest
-    complete one. None if there is no checkpoint.
+    """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
+    complete one. Return None if there are no checkpoints.
 
     Raises:
         UserError: there are checkpoints, but no complete one.
@@ -84,9 +84,9 @@ def newest_whole(checkpoints: Path) -> Path | None:
             "the run has no complete checkpoint",
             where=str(checkpoints),
             why=f"{tracker.name} says {named!r}: {problem}",
-            fix="replace it with a good copy, or set trainer.resume_mode=disable to move the run aside and start fresh",
+            fix="copy the checkpoint again, or set trainer.resume_mode=disable to move the run aside and start fresh",
         )
-    note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest whole checkpoint and is used")
+    note(f"{tracker} says {named!r} ({problem}); {whole.name} is the newest complete checkpoint and is used instead")
     return whole
 
 
@@ -98,7 +98,7 @@ def _choose(config: Config) -> Path | None:
         folder: Path | None = Path(settings.resume_from_path)
         if problem := what_is_missing(Path(settings.resume_from_path)):
             raise UserError(
-                f"there is no checkpoint of verl's in {folder}",
+                f"{folder} is not a complete checkpoint of verl",
                 where="trainer.resume_from_path",
                 why=problem,
                 fix="give a complete folder RUN/checkpoints/global_step_N",

@@ -1,8 +1,8 @@
 """verl's keys for router replay: whether the servers return the experts of each token, and whether the actor replays.
 
 verl's agent loop carries the routing from the server to the actor. Its FSDP engine does not read it; QaRL's does
-(`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer, so it is
-asked for only if it is replayed.
+(`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer, so
+servers return it only if the actor replays it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qarl.rollout.vllm_plugin import experts_of
 
 
 def routing_keys(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """`enable_rollout_routing_replay`, true for a mixture of experts that is replayed, and the actor's own key."""
+    """Return verl's two keys: whether servers return the routing, and the actor's `router_replay`."""
     asked = config.rollout.router_replay
     return {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": _is_replayed(config, on_cpu),

@@ -1,11 +1,11 @@
-"""The verl backend: our config as verl's, and verl's PPO trainer run with it.
+"""The verl backend: translates our config into verl's and runs verl's PPO trainer with it.
 
 `verl_config` is the only place that knows verl's keys. It starts from verl's own `ppo_trainer` config, so a key that
-verl no longer has is an error here and not a silent no-op. What verl cannot do is refused (`qarl.verl.checks`);
-if it does something slightly different, `differences` says so.
+verl no longer has is an error here, not a silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`).
+`differences` lists what verl does slightly differently.
 
-The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers; the parts that verl lacks come from
-`qarl.verl.plugin`. Read in verl 0.9.1.
+The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers. `qarl.verl.plugin` adds the parts that
+verl lacks. Read in verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Keys = dict[str, Any]
 
 
 def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
-    """Run `config` in verl to its end (or to Ctrl-C) and return the summary that `summary.json` holds."""
+    """Run `config` in verl until it ends or Ctrl-C stops it. Return the content of `summary.json`."""
     start = time.perf_counter() if started is None else started
     on_cpu = runs_on_cpu(config.backend)
     checks.refuse_unsupported(config)
@@ -53,7 +53,7 @@ def train(config: Config, *, started: float | None = None) -> dict[str, Any]:
 
 
 def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[str, Any]:
-    """verl's trainer from `start_step` on; the run folder is ours, and nobody else's."""
+    """Run verl's trainer from `start_step` and return the summary. The caller must hold the lock of the run folder."""
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
@@ -81,10 +81,10 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
 
 
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
-    """Write what was published last from verl's last checkpoint; returns the summary, which then names the folder.
+    """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
 
     Raises:
-        UserError: the disk has no room, or the ranks' files are not all on this machine; the checkpoint stays.
+        UserError: the disk is full, or some ranks' files are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
@@ -102,7 +102,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
             f"the trained model could not be exported: {error.what}",
             where=error.where,
             why=error.why,
-            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is there, and {command} makes the export",
+            fix=f"{error.fix + '; ' if error.fix else ''}the checkpoint is complete; to export it, run {command}",
         ) from error
     summary["checkpoint"] = str(output)
     write_summary(config.run_dir, summary)
@@ -110,8 +110,10 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def dry_run(config: Config) -> str:
-    """verl's whole config for this run as YAML, checked as verl checks it, and at its end what is missing; nothing is
-    started. With something missing the run itself is refused: `refuse_unsupported`."""
+    """Return verl's whole config for this run as YAML, after verl's own checks. Start nothing.
+
+    The last lines name the keys that verl does not support. A run with such keys is refused (`refuse_unsupported`).
+    """
     on_cpu, missing = runs_on_cpu(config.backend), checks.unsupported(config)
     set_environment(config, on_cpu)
     resolved = verl_config(config, on_cpu=on_cpu)
@@ -119,15 +121,15 @@ def dry_run(config: Config) -> str:
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
     lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
     lines += [as_yaml(resolved).rstrip("\n")]
-    lines += [f"# missing: {key} has no counterpart in verl yet; a run needs {key}={v}" for key, v in missing.items()]
+    lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
 
 
 def verl_config(config: Config, *, on_cpu: bool) -> Any:
-    """verl's `ppo_trainer` config for this run, validated as verl's own entry point does it (an OmegaConf DictConfig).
+    """Return verl's `ppo_trainer` config for this run, an OmegaConf DictConfig. verl's own validation has accepted it.
 
     Raises:
-        UserError: a key of the section `verl` that verl does not have, or whatever verl's own validation says.
+        UserError: verl lacks a key of the section `verl`, or a check of QaRL or verl refuses the config.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -168,7 +170,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Where verl departs a little from the config's own description, a line each."""
+    """Return one line for each setting that verl handles slightly differently from its description."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -178,17 +180,17 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
     if on_cpu and not config.rollout.enforce_eager:
         notes.append("rollout.enforce_eager=false is true here: a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
-        notes.append("trainer.val_max_prompts: verl draws that many at random, by data.seed, not the first ones")
+        notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
         notes.append("nothing is evaluated: trainer.test_freq=-1 and trainer.val_before_train=false")
     return notes
 
 
-# One function a section of verl's config.
+# Below is one function for each section of verl's config.
 
 
 def verl_keys(config: Config, on_cpu: bool) -> Keys:
-    """verl's dotted keys and their values for this run; `+` marks keys that verl's YAML does not list."""
+    """Return verl's dotted keys with their values for this run. `+` marks keys that verl's YAML does not list."""
     keys = {
         **data_keys(config),
         **reward_keys(config),
@@ -199,14 +201,14 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
         **routing_keys(config, on_cpu),
         **algorithm_keys(config),
         **trainer_keys(config),
-        # Workers have the environment of the machine's Ray, which may have been started before this run.
+        # Otherwise workers would have only the environment of Ray, which may have been started before this run.
         "+ray_kwargs.ray_init.runtime_env.env_vars": worker_environment(config, on_cpu),
     }
     return keys | (cpu_keys(config) if on_cpu else {})
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """The keys `names` of one of our sections, which verl has under `root` by the same names."""
+    """Return the keys `names` of our `section` as verl's keys under `root`, where they have the same names."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -227,7 +229,7 @@ def data_keys(config: Config) -> Keys:
 
 
 def reward_keys(config: Config) -> Keys:
-    """verl's reward is `qarl.verl.plugin.reward.score`, which calls the one of the config."""
+    """Return keys that make verl call `qarl.verl.plugin.reward.score`, which calls the config's `reward.function`."""
     source, _, name = config.reward.function.rpartition(":")
     function = f"{Path(source).resolve()}:{name}" if source.endswith(".py") else config.reward.function
     root = "reward.custom_reward_function"
@@ -293,7 +295,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.max_model_len": longest,
         f"{root}.max_num_batched_tokens": batched_tokens(config, on_cpu),
         f"{root}.load_format": "dummy",
-        f"{root}.disable_log_stats": False,  # preemptions are counted there
+        f"{root}.disable_log_stats": False,  # preemptions are counted from these statistics
         f"{root}.val_kwargs.temperature": rollout.val_temperature,
         f"{root}.val_kwargs.do_sample": rollout.val_temperature > 0,
         f"{root}.seed": config.seed,
@@ -308,7 +310,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """On a CPU a prompt is prefilled whole, for which vLLM wants room for the longest sequence."""
+    """Return `max_num_batched_tokens`. On a CPU a prompt is prefilled whole, so vLLM needs room for the longest one."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 
@@ -316,7 +318,7 @@ def batched_tokens(config: Config, on_cpu: bool) -> int:
 def algorithm_keys(config: Config) -> Keys:
     return {
         **same("algorithm", config.algorithm, "adv_estimator", "norm_adv_by_std_in_grpo"),
-        # It would take the rollout's log-probs for the trainer's, and TBPO would see no mismatch.
+        # If true, verl would use the rollout's log-probs as the trainer's, and TBPO would see no mismatch.
         "algorithm.rollout_correction.bypass_mode": False,
     }
 
@@ -324,7 +326,7 @@ def algorithm_keys(config: Config) -> Keys:
 def trainer_keys(config: Config) -> Keys:
     trainer, total = config.trainer, config.trainer.total_training_steps
     resume_path = trainer.resume_from_path
-    # The local backend evaluates after the last step wherever it evaluated before the first.
+    # Like the local backend, evaluate after the last step if the run evaluates before the first.
     only_last = trainer.test_freq == -1 and trainer.val_before_train
     return {
         **same("trainer", trainer, "nnodes", "n_gpus_per_node", "total_training_steps", "val_before_train"),
@@ -344,9 +346,9 @@ def trainer_keys(config: Config) -> Keys:
 
 
 def sampler_keys(config: Config) -> Keys:
-    """Our sampler, unless the section `verl` asks for what verl gives to its own samplers only.
+    """Return the keys of our sampler; {} if the section `verl` asks for a feature that only verl's samplers have.
 
-    With verl's own sampler a group with failed responses is taken for a whole one again.
+    verl's samplers treat a group with failed responses as complete.
     """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
@@ -360,7 +362,10 @@ def sampler_keys(config: Config) -> Keys:
 
 
 def cpu_keys(config: Config) -> Keys:
-    """Settings of a run without GPUs besides `VERL_PLATFORM=cpu`. Few processes: each imports torch and vLLM."""
+    """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
+
+    They keep the number of processes low, because each one imports torch and vLLM.
+    """
     rollout = "actor_rollout_ref.rollout"
     # One worker runs in the engine's process. Several need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
@@ -374,19 +379,19 @@ def cpu_keys(config: Config) -> Keys:
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         f"{rollout}.free_cache_engine": False,
         f"+{rollout}.enable_sleep_mode": False,
-        # A compiled model would round otherwise than the trainer; besides, workers have TORCHDYNAMO_DISABLE.
+        # A compiled model would round differently from the trainer, and the workers have TORCHDYNAMO_DISABLE.
         f"{rollout}.enforce_eager": True,
-        # A prompt prefilled in parts, or after a cached prefix, gets other bits than one prefilled whole.
+        # A prompt that is prefilled in parts or after a cached prefix gets different bits.
         f"{rollout}.enable_chunked_prefill": False,
         f"{rollout}.enable_prefix_caching": False,
         f"{rollout}.agent.num_workers": 1,
-        # For tiny models of a known family with a tokenizer of their own.
+        # For tiny models whose tokenizer does not come from their model family.
         f"{rollout}.agent.default_agent_loop": "qarl_single_turn",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 64,
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": int(config.rollout.cpu_kvcache_space_gib * 2**30),
         f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": executor,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        # Logical resources: verl asks Ray for CPUs by the role and for one GPU a trainer process.
+        # These resources are only logical. verl asks Ray for CPUs per role and one GPU per trainer process.
         "ray_kwargs.ray_init.num_cpus": 16 + 8 * config.trainer.n_gpus_per_node,
         "+ray_kwargs.ray_init.num_gpus": config.trainer.n_gpus_per_node,
         "+ray_kwargs.ray_init.include_dashboard": False,

@@ -254,7 +254,7 @@ def test_the_architecture_that_the_engine_picks_is_the_trainers():
     config = make("llama", architectures=["LlamaForCausalLM"])
     check_architecture(config)
     config.architectures = ["MistralForCausalLM"]
-    with pytest.raises(UserError, match="the engine would run MistralForCausalLM, but the trainer LlamaForCausalLM"):
+    with pytest.raises(UserError, match="would run MistralForCausalLM, but the trainer would run LlamaForCausalLM"):
         check_architecture(config)
 
 

@@ -281,7 +281,7 @@ def test_what_verl_lacks_is_refused_by_name(key):
 
 def test_a_dry_run_says_what_is_missing():
     text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
-    assert "# missing: optim.name" in text and "loss_mode: tbpo" in text
+    assert "# not supported by verl: a value of optim.name" in text and "loss_mode: tbpo" in text
 
 
 def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
@@ -311,7 +311,7 @@ def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
     ],
 )
 def test_keys_that_one_side_would_ignore_are_refused_by_name(key, value):
-    with pytest.raises(UserError, match="does not go with backend=verl") as caught:
+    with pytest.raises(UserError, match="cannot be used with backend=verl") as caught:
         verl_config(quickstart(verl={key: value}), on_cpu=True)
     assert caught.value.where == f"verl.{key}"
 
@@ -327,7 +327,7 @@ def test_what_qarl_has_a_key_for_is_not_set_in_the_section_verl(key):
     composed = verl_config(quickstart(), on_cpu=True)
     assert OmegaConf.select(composed, key, throw_on_missing=True) is not None or key.endswith("path")
     for sign in ("", "+"):
-        with pytest.raises(UserError, match="which QaRL has keys for") as caught:
+        with pytest.raises(UserError, match="but QaRL has its own keys for that") as caught:
             verl_config(quickstart(verl={f"{sign}{key}": OmegaConf.select(composed, key)}), on_cpu=True)
         assert caught.value.where == f"verl.{sign}{key}" and OWN_KEYS[key] in caught.value.fix
     assert OWN_KEYS[key] in describe_keys()

@@ -136,7 +136,7 @@ def test_what_a_stopped_process_keeps_is_an_error_in_time(monkeypatch, folder, w
     waiting.start()
     try:
         text = events.get(timeout=20)
-        assert "another run has kept this host's publishes for 0.5 s" in text
+        assert "another run has blocked publishing on this host for 0.5 s" in text
         assert what == "the guard of the turns" or f"process {stopped.pid}" in text
     finally:
         for process in (stopped, waiting):

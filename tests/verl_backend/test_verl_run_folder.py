@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_verls_newest_checkpoint(opened, tmp_path):
     (opened.run / "summary.json").write_text(json.dumps({"finished": True}))
     assert opened() == 0
     assert Path(f"{opened.run}.1").is_dir() and not (opened.run / "checkpoints").exists()
-    with pytest.raises(UserError, match="no checkpoint of verl's"):
+    with pytest.raises(UserError, match="is not a complete checkpoint of verl"):
         opened(**{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path)})
 
 
@@ -109,7 +109,7 @@ def test_half_a_checkpoint_is_none(opened, capsys):
         opened(**path)
     assert opened() == 4
     assert opened.tracker.read_text() == "4"  # which verl resumes from
-    assert not last.exists() and "global_step_4 is the newest whole" in capsys.readouterr().err
+    assert not last.exists() and "global_step_4 is the newest complete" in capsys.readouterr().err
     opened.tracker.write_text("")
     assert opened() == 4
     for folder in (2, 4):

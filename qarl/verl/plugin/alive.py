@@ -28,10 +28,10 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Ask every actor that has answered its last question. A good answer that was not read is dropped, because the
-        actor may have died since then.
+        """Ask each actor whether it is alive, unless its last question is still open. An unread good answer is dropped,
+        because the actor may have died since then.
 
-        `again`: also ask actors that have not answered yet. An engine that dies leaves its question unanswered.
+        `again`: ask even if a question is open. A question stays open forever if its engine dies.
         """
         import ray
 
@@ -71,11 +71,11 @@ def engine_servers() -> dict[str, Any]:
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:
-    """Return the error for processes that have stopped, which `dead` maps to the reasons. `what` says what they are."""
+    """Return the error for stopped processes. `dead` maps their names to reasons. `what` is the error's first line."""
     return UserError(
         what,
         where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),
-        why="something ended them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
+        why="something killed them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
         fix=RESUME,
     )
 

@@ -1,4 +1,6 @@
-"""Subclasses of verl's configuration dataclasses, which admit no unknown keys: verl builds whatever `_target_` names.
+"""Subclasses of verl's configuration dataclasses with QaRL's keys. verl builds the class that `_target_` names.
+
+verl's own dataclasses refuse unknown keys, so a config that uses QaRL's keys sets:
 
 actor_rollout_ref.actor.policy_loss._target_=qarl.verl.plugin.config.TBPOPolicyLossConfig
 actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.plugin.config.QuantFSDPEngineConfig
@@ -21,9 +23,9 @@ _TBPO = TBPOConfig()
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys, `loss_mode` being `tbpo`, and those of `qarl.tbpo.TBPOConfig`, where they are explained.
+    """verl's policy-loss keys and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
 
-    `loss_agg_mode` is the actor's own key, as for every other loss.
+    `loss_agg_mode` is not among them: it is a key of verl's actor, as for every loss.
     """
 
     loss_mode: str = "tbpo"
@@ -38,8 +40,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """`scheme`, `group_size`, `ignore`, `align`, `mismatch_limit`: as in the section `quant` of `qarl.config`;
-    `router_replay`: as in its section `rollout`."""
+    """Keys of `qarl.config`: `router_replay` is from its section `rollout`, and the others are from `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -51,7 +52,7 @@ class QuantSettings(BaseConfig):
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys, and `quant`: with it the actor's forward multiplies by what the rollout engine is given."""
+    """verl's FSDP keys and `quant`. With it, the actor's forward uses the same tensors as the rollout engine."""
 
     quant: Any = field(default_factory=QuantSettings)
 
@@ -62,7 +63,7 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
 
 
 def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
-    """`QuantSettings` from a mapping. UserError for keys it does not have."""
+    """Return `QuantSettings` from a mapping. Raise UserError for unknown keys."""
     known = {one.name for one in fields(QuantSettings)} - {"_target_"}
     if unknown := sorted(set(given) - known - {"_target_"}):
         raise UserError(
@@ -77,10 +78,10 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
-    """The loss's own config from verl's `actor.policy_loss`: the paper's values if that is verl's plain dataclass.
+    """Return TBPO's config from verl's `actor.policy_loss`. Keys that it lacks get the paper's values.
 
     Raises:
-        UserError: a value out of range, or an aggregation over tokens.
+        UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.
     """
     names = {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"}
     given = {name: getattr(policy_loss, name) for name in names if hasattr(policy_loss, name)}
@@ -91,5 +92,6 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             "the configuration of loss_mode=tbpo is not valid",
             where="actor_rollout_ref.actor.policy_loss, actor_rollout_ref.actor.loss_agg_mode",
             why=str(error),
-            fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, and the bands as positive distances",
+            fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
+            "and give each band as a positive distance from 1",
         ) from error

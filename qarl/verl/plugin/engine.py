@@ -1,22 +1,23 @@
-"""verl's FSDP engine with a quantized forward, and with what TBPO needs to know; registered in place of verl's own.
+"""verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here hands on to verl's engine. With them:
+Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's. Otherwise:
 
-    _build_module          linears and decoder blocks are swapped before FSDP wraps them; state-dict keys stay
-    _build_fsdp_module     FSDP2 that leaves the FP32 residual stream between aligned blocks alone
-    prepare_model_inputs   rows padded on the right need no mask, and all rows of a step get one length: neither mask
-                           nor length may change a row's bits between the old log-probs and the update
-    prepare_model_outputs  log-probs over the tokenizer's vocabulary, as the rollout computes them: by log_softmax from
-                           FP32 logits; if verl has flash-attn's kernel, by that, which computes in FP32 itself
-    infer_batch            counted, so that train_batch can tell that nobody computed the old log-probs
-    train_batch, forward_step   rollout log-probs and the number of non-empty responses for the loss; statistics
-    optimizer_step, load_checkpoint   the quantized tensors are made again, once
-    save_checkpoint        verl's own, and a record with which load_checkpoint compares what it loaded
-    get_per_tensor_param   the publish: the very tensors that the next forward multiplies by. On CPU the weights of an
-                           unquantized actor, too: vLLM's linears there cannot be loaded in the way of verl's receiver
+    _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
+    _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
+    prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
+                           length: a different mask or length in the update could change a row's log-probs
+    prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
+                           from FP32 logits. If verl has flash-attn's kernel, uses that; it computes in FP32 itself
+    infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
+    train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
+                           collect statistics
+    optimizer_step, load_checkpoint   discard the quantized tensors; the next forward makes them again, once
+    save_checkpoint        also writes a record; load_checkpoint compares the loaded state with it
+    get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
+                           an unquantized actor, because verl's receiver cannot load vLLM's linears there
 
-verl looks for an engine of the device's vendor first, so on GPUs this one is registered for vendors that verl itself
-registers none for, and on `cpu`, where verl has none (verl/workers/engine/base.py).
+verl first looks for an engine registered for the device's vendor (verl/workers/engine/base.py). verl registers none for
+NVIDIA, AMD or `cpu`, so this engine takes those places.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ _log.setLevel(logging.INFO)
 _PAD_MULTIPLE = 8
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
-"""For logits outside of the tokenizer's vocabulary: finite, because entropy multiplies probabilities by logits."""
+"""Replaces logits beyond the tokenizer's vocabulary. It is finite: entropy multiplies probabilities by logits."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None if the config names no quantization; `align`: the level that was applied."""
+    """`quant`: the settings, or None if the config has no `quant` section. `align`: the level that was applied."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
@@ -71,7 +72,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
-    """Whether this process has made an update: the weights are no longer those that it loaded."""
+    """Whether this process has made an update, so the weights are no longer the loaded ones."""
     _temperature: float = 1.0
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
@@ -83,7 +84,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             self.ignore = tuple(self.quant.ignore)
             check_engine_config(model_config, engine_config)
         if self.quant is not None or get_device_name() == "cpu":
-            publish_timeout()  # a bad one is refused before the model is loaded
+            publish_timeout()  # raises for a bad value before the model is loaded
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
@@ -106,8 +107,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.quant is None and get_device_name() != "cpu":
             return super()._build_fsdp_module(module)
-        # verl's own FSDP2 set-up but for two things: inputs of a block are not cast to BF16 where the residual stream
-        # travels in FP32, and on CPU no memory is pinned and nothing is offloaded.
+        # This is verl's own FSDP2 set-up with two changes. A quantized actor's block inputs are not cast to BF16,
+        # because the residual stream is FP32. On CPU no memory is pinned and nothing is offloaded.
         config = self.engine_config
         precision = config.mixed_precision or {}
         if get_device_name() == "cpu" and config.strategy != "fsdp2":
@@ -134,7 +135,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
-        # Parameters arrive in BF16, so nothing is left to autocast but what alignment computes in FP32.
+        # Parameters arrive in BF16. Autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
@@ -165,7 +166,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
             longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # The update's mini-batches are parts of what the log-probs were computed of.
+            # Log-probs were computed for all rows. A mini-batch has only some, so its longest row may be shorter.
             self._row_length = longest if forward_only else max(self._row_length, longest)
         return super().forward_backward_batch(data, loss_function, forward_only)
 
@@ -174,12 +175,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             raise UserError(
                 "QaRL's quantized actor takes one position per token, but this batch has several per token",
                 where="actor_rollout_ref.model.path",
-                why="positions of three axes (mrope) are for models that see images, whose layers QaRL does not know",
-                fix="train a model of text only",
+                why="models for images have positions along three axes (mrope), and QaRL does not support their layers",
+                fix="train a text-only model",
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None and inputs.get("attention_mask") is not None:
-            # Attention is causal and padding is on the right: no token of a response sees it.
+            # Attention is causal and padding is on the right, so no token of a response sees padding.
             inputs["attention_mask"] = inputs["position_ids"] = None
             pad_token_id = tu.get_non_tensor_data(data=micro_batch, key="pad_token_id", default=0)
             missing = max(self._row_length - inputs["input_ids"].shape[1], 0)
@@ -193,7 +194,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         self._routing.end()
         if self.quant is not None and getattr(output, "logits", None) is not None:
-            # verl divides by another temperature than 1 in the logits' own type.
+            # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()
             # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
@@ -204,11 +205,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
     def _outputs_by_log_softmax(self, output: Any, output_args: Any, micro_batch: Any, processor: Any) -> Any:
-        """verl's outputs, with the log-probs computed here instead."""
+        """Return verl's outputs, but with log-probs from `chosen_log_probs`."""
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
             return super().prepare_model_outputs(output, output_args, micro_batch, processor)
         log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
-        # verl's own word for: leave the log-probs out.
+        # With this flag verl does not compute log-probs.
         others = micro_batch.copy()
         tu.assign_non_tensor(others, distillation_only=True)
         found = super().prepare_model_outputs(output, output_args, others, processor)
@@ -228,8 +229,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
                 where="algorithm.rollout_correction.bypass_mode",
-                why="the two are equal on every token, and this engine was not asked for its own since the last step; "
-                "TBPO's weight for the mismatch would be 1 whatever the mismatch is",
+                why="the two are equal on every token, and verl has not asked this engine for its own log-probs since "
+                "the last step; TBPO's weight for the mismatch would always be 1",
                 fix="set algorithm.rollout_correction.bypass_mode=False",
             )
         if not self._updated:
@@ -240,7 +241,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             outputs = super().train_batch(data, loss_function)
         finally:
             self._responses = None
-        # verl names the last mini-batch of a step by moving the scheduler after it.
+        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         if tu.get(data, key="update_lr_scheduler", default=True):
             lengths = self._statistics.mean_length
             self._statistics.routing = self._routing.take()
@@ -292,15 +293,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
         self._refuse_dead_servers()
-        # The scheduler has counted the training steps, and a checkpoint brings its count back.
+        # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
         return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
 
     def _refuse_dead_servers(self) -> None:
-        """UserError on all ranks if a server of the rollout is dead.
+        """Raise UserError on all ranks if a rollout server is dead.
 
-        The first rank asks, and all wait for its answers: an engine that another rank publishes to answers nothing
-        until it has all tensors, for which that rank needs the first.
+        Only the first rank asks, and all ranks wait for its answers. If another rank began to publish earlier, its
+        engine would be receiving tensors and could not answer. That rank cannot send them without the first rank.
         """
         found: list[dict[str, str]] = [{}]
         if self.rank == 0:
@@ -330,20 +331,20 @@ def _tokens_of(batch: Any) -> Any:
 
 
 def flash_cross_entropy() -> bool:
-    """Whether verl's log-probs come from flash-attn's kernel, which computes in FP32 whatever the logits are in."""
+    """Return whether verl uses flash-attn's kernel for log-probs. It computes in FP32 for logits of any dtype."""
     available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
 
 
 def refuse_dead(servers: dict[str, str]) -> None:
-    """UserError if a server of the rollout does not answer; verl would wait for it without end."""
+    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
     if servers:
         names = ", ".join(sorted(servers)[:8])
         raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def loss_mode(loss_function: Any) -> str | None:
-    """The `policy_loss.loss_mode` that verl has bound to its PPO loss."""
+    """Return the `policy_loss.loss_mode` that verl has bound to its PPO loss, or None."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return getattr(getattr(config, "policy_loss", None), "loss_mode", None)
 
@@ -357,10 +358,10 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
     problems = [
         (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
         (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
-        (bool(unknown), f"{where}.mixed_precision", f"keys of {', '.join(sorted(_PRECISION_KEYS))} alone"),
+        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(_PRECISION_KEYS))}"),
         (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
         (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
-        (engine_config.qat.enable, f"{where}.qat.enable", "False: it is verl's own quantization"),
+        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
         (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
         (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
         (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
@@ -376,7 +377,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
 
 
 def register() -> None:
-    """Put the engine into verl's registry wherever the place is free."""
+    """Register the engine with verl for each device and vendor that has no engine yet."""
     for place in ({"device": "cpu"}, {"device": "cuda", "vendor": "nvidia"}, {"device": "cuda", "vendor": "amd"}):
         for backend in ("fsdp", "fsdp2"):
             try:

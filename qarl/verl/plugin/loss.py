@@ -59,7 +59,7 @@ def tbpo_policy_loss(
     """
     if rollout_is_weights is not None:
         raise UserError(
-            "TBPO has its own weight for the mismatch, and verl's would come on top of it",
+            "TBPO already weights the mismatch, and verl would add a second weight",
             where="algorithm.rollout_correction.rollout_is",
             fix="set it to null; actor_rollout_ref.actor.policy_loss.seq_tis_imp_ratio_cap caps TBPO's weight",
         )
@@ -73,7 +73,7 @@ def tbpo_policy_loss(
         )
     if micro_batch.rollout_log_prob is None:
         raise UserError(
-            "TBPO needs the log-probs of the engine that sampled, and the batch has no rollout_log_probs",
+            "TBPO needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
             where="actor_rollout_ref.rollout.calculate_log_probs",
             why="the trainer's own log-probs cannot replace them: that would hide every mismatch",
             fix="set actor_rollout_ref.rollout.calculate_log_probs=True",

@@ -32,7 +32,7 @@ _log = logging.getLogger("qarl.verl.plugin")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Imports `followers[name]` after module `name` has been imported. The finders after it find the module itself.
+    """Imports `followers[name]` after module `name` has been imported. Other finders find the module itself.
 
     A follower stays in the table until its module has been imported completely. A search alone, or a failed import,
     does not remove it.
@@ -58,7 +58,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LoaderThen(importlib.abc.Loader):
-    """Wraps a loader: after the loader has run a module of the table `followers`, imports its follower, once."""
+    """Wraps a loader. After it has run a module of the table `followers`, it imports that module's follower, once."""
 
     def __init__(self, loader: Any, followers: dict[str, str]) -> None:
         self._loader, self._followers = loader, followers
@@ -88,7 +88,10 @@ def import_quietly(name: str) -> None:
 
 
 def install() -> None:
-    """Register the CPU platform now if it is chosen, loss and engine when verl is ready. Repeating has no effect."""
+    """Register the CPU platform now, if it is chosen, and loss and engine as soon as verl is ready for them.
+
+    A second call has no effect.
+    """
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         import_quietly("qarl.verl.plugin.platform")
     if any(isinstance(finder, AfterImport) for finder in sys.meta_path):

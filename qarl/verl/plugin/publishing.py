@@ -58,7 +58,7 @@ def run_identity() -> str:
             "this process cannot tell which run it belongs to, so it does not publish",
             where="the environment variables " + ", ".join(missing),
             why="Ray sets them in its workers; without them a publish could reach another run's engine unnoticed",
-            fix="start the run through verl's trainer, with Ray's variables left as they are",
+            fix="start the run through verl's trainer, and do not unset Ray's variables",
         )
     return "/".join((socket.gethostname(), *values.values()))
 
@@ -157,10 +157,10 @@ def _no_turn(in_the_way: Path, seconds: float) -> UserError:
     parts = in_the_way.name.split(".")
     who = f"process {parts[-3]} of it" if in_the_way.suffix == ".holder" else "a process of it"
     return UserError(
-        f"another run has kept this host's publishes for {seconds:g} s",
+        f"another run has blocked publishing on this host for {seconds:g} s",
         where=str(in_the_way),
         why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
-        fix="continue or end that process and start the same command again: it resumes from the last checkpoint; "
+        fix="continue or end that process, then start the same command again: it resumes from the last checkpoint; "
         f"the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
     )
 

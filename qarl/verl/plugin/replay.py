@@ -28,7 +28,7 @@ WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 """Seconds that a process has to answer after a group has failed."""
 METRIC = "rollout/preemptions"
-VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which leaves verl's sampler in place"
+VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which chooses verl's own sampler"
 
 
 _log = logging.getLogger("qarl.verl.plugin")
@@ -91,13 +91,13 @@ def refuse_ignored(trainer_mode: str, asked: Any) -> None:
         raise UserError(
             "QaRL's sampler would ignore " + ", ".join(wrong),
             where="trainer.v1.sampler.custom_sampler",
-            why="verl hands these to its own samplers only",
+            why="only verl's own samplers implement them",
             fix=f"leave them out, or set {VERLS_OWN}",
         )
 
 
 def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
-    """Raise UserError: each of these prompts lacks a response. `dead`: processes that do not answer, and why."""
+    """Raise UserError for prompts that lack a response. `dead`: processes that do not answer, and why."""
     if dead:
         raise _stopped(dead, f"and {len(failed)} prompts lack responses")
     raise UserError(

@@ -31,7 +31,7 @@ def score(
     timeout_s: float | None,
     **more: Any,
 ) -> float | dict[str, Any]:
-    """Return the score of one response by the function named `function`; if that returns a dict, a dict for verl.
+    """Score one response with the function named `function`. If that returns a dict, return it with the key `score`.
 
     `more`: arguments that verl adds for rewards that call a reward model.
 

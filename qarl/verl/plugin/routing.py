@@ -1,8 +1,8 @@
-"""Router replay in verl's FSDP engine: the experts that a batch of verl's carries go to the actor's routers.
+"""Router replay in verl's FSDP engine: the actor's routers use the experts that verl's batch names for each token.
 
-verl's agent loop pads the routing that vLLM returns with zeros, to the length of prompt and response
-(verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the actor's own router chooses, as in
-verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py): vLLM never routes the last sampled token.
+vLLM never routes the last sampled token. verl's agent loop pads the routing that vLLM returns with zeros, to the length
+of prompt and response (verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the actor's own
+router chooses, as in verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from qarl.align.routing import RecordedRouting, differing_tokens, known_routing,
 
 
 class RouterReplay:
-    """Replays the routing of one forward at a time. A replay lasts until the next forward, because with gradient
-    checkpointing a backward computes the forward again."""
+    """Replays the routing of one forward at a time. A replay stays active until the next forward begins, because with
+    gradient checkpointing the backward computes the forward again."""
 
     def __init__(self) -> None:
         self._held = ExitStack()
         self._record: RecordedRouting | None = None
         self._given: torch.Tensor | None = None
         self.other = self.known = 0
-        """Tokens in the passes for the old log-probs since the last `take`: those that the actor would have sent to
-        different experts, and all tokens."""
+        """Counts since the last `take`, in the passes that compute old log-probs. `known`: tokens whose experts the
+        batch names. `other`: those of them that the actor's own routers would send to different experts."""
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
         """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
@@ -40,7 +40,7 @@ class RouterReplay:
             self._given, self._record = given, self._held.enter_context(recorded_routing(module))
 
     def end(self) -> None:
-        """Call after a forward. Without gradients, count the tokens that the actor's own routers sent elsewhere."""
+        """Call after a forward. If it ran without gradients, update `other` and `known`."""
         if self._record is None or self._given is None:
             return
         self.other += int(differing_tokens(self._record.experts(), self._given).sum())
@@ -54,8 +54,8 @@ class RouterReplay:
 
 
 def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return verl's nested [B, tokens, layers, k] as int16 [places, layers, k], in the order in which the forward
-    flattens `input_ids`. Places without a token hold -1."""
+    """Return verl's nested [B, tokens, layers, k] as [places, layers, k] of the same dtype. Places are in the order in
+    which the forward flattens `input_ids`; those without a token hold -1."""
     values, lengths = routed.values(), routed.offsets().diff()
     given = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
     if len(input_ids) != len(lengths):  # packed

@@ -95,7 +95,7 @@ def check_record(engine: Any, folder: str) -> str:
     wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
     if wrong:
         raise UserError(
-            f"{len(wrong)} parts of the loaded state are not what was saved",
+            f"{len(wrong)} parts of the loaded state differ from what was saved",
             where=f"{folder}, rank {engine.rank}: {', '.join(wrong[:8])}",
             why="a file of the checkpoint was damaged or replaced, or verl did not load all of it",
             fix="resume from an earlier checkpoint (trainer.resume_mode=resume_path)",

@@ -1,9 +1,9 @@
-"""TBPO's and the mismatch's statistics of a training step, over all its mini-batches, micro-batches and ranks.
+"""Statistics of TBPO and the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
 
-verl averages a metric over mini-batches, which for a ratio of counts (the share of negative responses outside their
-band, say) is another number. So counts are gathered here, and the metrics are made of them once, at the last mini-batch
-of the step: verl's average is then of one number. verl prefixes what an actor reports with `actor/`: `mismatch/k3`
-becomes `actor/mismatch/k3` in its loggers.
+verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
+responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
+the step. verl then averages a single number. verl adds the prefix `actor/` to an actor's metrics: `mismatch/k3` becomes
+`actor/mismatch/k3` in its loggers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qarl.tbpo import after_first_metrics, reduce_metrics
 class MiniBatchCounts:
     """Statistics of a mini-batch over all ranks, before its update.
 
-    `responses`: non-empty ones. `tokens`: of their masks. `different`: tokens whose old log-prob is not the rollout's.
-    `mismatch`: mean |old - rollout| of the tokens; None if the batch lacks either, and then all tokens are
-    `different`.
+    `responses`: number of non-empty responses. `tokens`: number of their unmasked tokens. `different`: tokens whose old
+    log-prob differs from the rollout's. `mismatch`: mean |old - rollout| over tokens. If the batch lacks old or rollout
+    log-probs, `mismatch` is None and all tokens count as `different`.
     """
 
     responses: int
@@ -42,13 +42,15 @@ class MiniBatchCounts:
 
 
 def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
-    """`rows`: this rank's padded `response_mask`, and `old_log_probs` and `rollout_log_probs` if there are any, each
-    [B, T]. A collective."""
+    """Return the counts of a mini-batch. A collective: every rank of `group` must call it.
+
+    `rows`: this rank's padded `response_mask` and, if they exist, `old_log_probs` and `rollout_log_probs`; each [B, T].
+    """
     mask = rows["response_mask"] != 0
     known = "old_log_probs" in rows and "rollout_log_probs" in rows
     different, delta = mask, torch.zeros((), device=mask.device)
     if known:
-        # Places without a token may hold anything. NaN is unequal to 0, too.
+        # Places without a token may hold any value. NaN counts as different, because NaN != 0.
         delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), delta).abs()
         different = mask & (delta != 0)
     sums = [mask.any(-1).sum(), mask.sum(), different.sum(), delta.double().sum()]
@@ -63,36 +65,37 @@ def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
 
 @dataclass
 class StepStatistics:
-    """Sums of one rank since the step began."""
+    """Statistics that one rank has collected since the step began."""
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     routing: tuple[int, int] = (0, 0)
-    """Tokens that the actor's own routers sent to other experts than the rollout's, and all whose experts are known."""
+    """Two counts: tokens that the actor's own routers sent to different experts than the rollout did, and all tokens
+    whose experts in the rollout are known."""
 
     def begin_mini_batch(self) -> None:
         self.tbpo.append([])
 
     def add(self, statistics: dict[str, float]) -> None:
-        """TBPO's statistics of one micro-batch."""
+        """Add TBPO's statistics of one micro-batch."""
         if statistics:
             self.tbpo[-1].append(statistics)
 
     def add_tokens(self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
-        """Both log-probs [B, T] and the mask [B, T] of one micro-batch."""
+        """Add log-probs and mask of one micro-batch, each [B, T]."""
         valid = mask.bool()
         old, rollout = old_log_prob[valid].float(), rollout_log_prob[valid].float()
         self.tokens.append((old.cpu(), rollout.cpu(), valid.sum(-1).cpu()))
 
     @property
     def mean_length(self) -> float:
-        """Tokens of this rank's non-empty responses, on average."""
+        """Mean number of tokens in this rank's non-empty responses."""
         lengths = torch.cat([lengths for _, _, lengths in self.tokens]) if self.tokens else torch.zeros(0)
         lengths = lengths[lengths > 0].float()
         return float(lengths.mean()) if len(lengths) else 0.0
 
     def metrics(self, group: Any = None) -> dict[str, float]:
-        """The metrics of the step, on the first rank of `group`; empty on the others. A collective."""
+        """Return the step's metrics on the first rank of `group` and {} on the others. A collective."""
         gathered = _gather((self.tbpo, self.tokens, self.routing), group)
         if gathered is None:
             return {}
@@ -110,7 +113,7 @@ class StepStatistics:
 
 
 def _padded(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Old and rollout log-probs, and the mask: each [responses, longest]."""
+    """Return old log-probs, rollout log-probs and mask, each padded to [responses, longest]."""
     old, rollout, lengths = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
     zeros = torch.zeros(mask.shape)

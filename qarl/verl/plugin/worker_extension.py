@@ -87,8 +87,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note and drop its frames. Variables of the frames refer to the bucket,
-    so the shared memory could not be closed, and verl's receiver would fail before its last acknowledgement."""
+    """Keep the traceback of `error` as text in a note and drop its frames. The frames' variables keep
+    the bucket alive, so its shared memory could not be closed, and verl's receiver would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:

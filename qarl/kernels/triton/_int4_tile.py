@@ -102,7 +102,7 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Load scales first..first+COUNT-1 of the channels `rows` [BN], as [BN] or [BN, COUNT]. The last scale repeats."""
+    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Repeat the last beyond K."""
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -139,7 +139,7 @@ def forward_tile(
     packed_rows = channels * (groups * (GROUP // 4))  # K / 4, written so that the compiler knows its alignment
     scale_rows = channels * groups
     acc = tl.zeros((BN, BM), tl.float32)
-    # Scales are too narrow for asynchronous copies. Loaded a step ahead, they arrive while that step computes.
+    # Scales are too narrow for asynchronous copies. So they are loaded a step ahead, and arrive while a step computes.
     scale = load_scales(scale_ptr, scale_rows, first, groups, BK, GROUP, EVEN_K)
     for step in range(first, last):
         offsets = packed_rows[:, None] + (step * BH + halves)[None, :]

@@ -6,10 +6,10 @@ numbers. So a product with the reciprocal, whose error is at most 2**-21, rounds
 costs ten instructions, and an H200 has time for eighteen while it moves the 2.5 bytes of an element. On the FP32 grid
 every quotient is an IEEE division.
 
-No kernel stops at a NaN or an Inf. It stores 1 to a flag, which the caller reads once for all its weights.
+A kernel that finds a NaN or an Inf does not stop. It stores 1 to a flag, which the caller reads once for all weights.
 
-Rooflines assume the H200's copy bandwidth of 4.3 TB/s. There was no kernel to reuse: vLLM and compressed-tensors
-quantize weights with eager PyTorch, in eight or more passes.
+Rooflines assume the H200's copy bandwidth of 4.3 TB/s. No existing kernel could be used, because vLLM and
+compressed-tensors quantize weights with eager PyTorch, in eight or more passes.
 """
 
 from __future__ import annotations

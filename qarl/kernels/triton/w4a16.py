@@ -1,6 +1,6 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
 
-Both products have two paths. `tables.py` says up to how many rows the first one serves:
+Both products have two paths. The tables (`tables.py`) give the largest number of rows for the first one:
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
   and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory below
@@ -58,7 +58,7 @@ def w4a16_kernel(
     x_ptr, packed_ptr, scale_ptr, bias_ptr, y_ptr, workspace_ptr, counter_ptr, M, N, K, stride_xm, parts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without a workspace parts must be 1."""
+    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without workspace, parts is 1."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)

@@ -12,7 +12,7 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
 PAPER_BAND, SHORTEST = 3e-4, 1000
-"""The paper's narrowest band, and the response length in tokens above which it gives no warning."""
+"""The paper's narrowest band, and the response length in tokens from which that band gives no warning."""
 
 
 def check_bands(context: Context, topic: Topic) -> None:
@@ -31,12 +31,12 @@ def check_bands(context: Context, topic: Topic) -> None:
         topic.warning(
             f"bands of {min(narrow.values()):.1e} are narrow for responses of at most {length} tokens",
             where=", ".join(narrow),
-            why="shorter responses have a wider spread of sequence ratios, 1/sqrt(tokens). The paper's bands are for "
+            why="sequence ratios of shorter responses spread more widely, as 1/sqrt(tokens); the paper's bands are for "
             "up to 16384 tokens, and responses outside the band teach nothing",
             fix=f"set them to {needed:.1e} or more, and watch actor/inside_band_frac_after_first",
         )
     else:
-        topic.ok(f"bands of {min(bands.values()):.1e} to {max(bands.values()):.1e} fit at most {length} tokens")
+        topic.ok(f"bands of {min(bands.values()):.1e} to {max(bands.values()):.1e} suit {length} tokens")
 
 
 CHECKS = (check_bands,)

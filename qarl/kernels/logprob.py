@@ -25,8 +25,8 @@ Existing implementations, and why they are not used (Liger-Kernel at ead96b6, ve
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
            dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's first.
     Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
-           plain sum over tokens. TBPO's loss is known only after all log-probs are.
-None of them returns the likeliest token, which the mismatch report counts.
+           plain sum over tokens. TBPO's loss is known only when all log-probs are known.
+They also do not return the likeliest token, which the mismatch report needs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Return slices of at most `rows` and nearly equal length: a short one would get a different BF16 kernel."""
+    """Return slices of at most `rows` and nearly equal length, since a short one would get a different BF16 kernel."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 

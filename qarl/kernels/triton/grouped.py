@@ -7,8 +7,8 @@ routing of M rows to E experts could need, at most min(M, E) row tiles more than
 a cumulative sum over the E counts, and exits if no expert has rows for it.
 
 Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), except that weights of experts
-without rows are not read. Sums are not split, because the experts fill the GPU. For many rows per expert, the table has
-no tile for W4A16. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
+without rows are not read. Sums are not split, because the experts fill the GPU. For W4A16 with many rows per expert,
+the table has no tile. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
 multiplies. The choice depends on the mean M / E, which follows from the shapes, so routing cannot change it.
 """
 

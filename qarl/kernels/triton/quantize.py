@@ -217,9 +217,9 @@ def quantize_int4(
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
-    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. torch.bfloat16 quantizes what a BF16
-    forward sees; torch.float32 keeps an FP32 weight as it is. `dequantize`: also return the BF16 weight. Raise
-    ValueError for any other dtype or shape.
+    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. With torch.bfloat16, the weight that a
+    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself. `dequantize`: also return the
+    dequantized weight in BF16. Raise ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape

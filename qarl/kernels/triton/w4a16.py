@@ -6,8 +6,8 @@ Both products have two paths. The tables (`tables.py`) give the largest number o
   and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory below
   M = 46. There it takes the time to read 0.516 bytes per weight at g = 128, 3.9 times fewer than BF16.
 - dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic per
-  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass costs 3%
-  at M = 8192; dequantizing again in every tile of rows would cost more.
+  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass adds 3%
+  to the time at M = 8192. Dequantizing again in every tile of rows would add more.
 
 Both multiply the same BF16 operands and sum in FP32, so they differ by the order of the sum and one BF16 rounding.
 

@@ -15,7 +15,7 @@ parts:
 
 exit codes:
   0    everything was measured
-  1    something failed or has wrong numbers, so it has no figures; the rest was measured
+  1    something failed or gave wrong numbers and has no figures; everything else was measured
   2    an argument is invalid
   130  ended by Ctrl-C; finished measurements are kept
 """
@@ -37,7 +37,7 @@ PARTS = {
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
     "plan": ("qarl.bench.plan", ""),
 }
-"""Part -> the module with `KEYS`, and the module with `run`. The first must not import torch: threads are set first."""
+"""Part -> the module with `KEYS`, which must not import torch before threads are set, and the module with `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def describe(topics: list[str]) -> str:
 def _part(name: str) -> str:
     """Return `name`. Raise UserError if there is no such part."""
     if not name:
-        raise UserError("no benchmark was named", where="qarl bench", fix=f"name one of {', '.join(PARTS)}")
+        raise UserError("no benchmark was named", where="qarl bench", fix=f"choose one of {', '.join(PARTS)}")
     from qarl.bench.arguments import one_of
 
     one_of(name, PARTS, "benchmark")

@@ -1,4 +1,4 @@
-"""Read key=value arguments into a dataclass. The names of its fields are the keys, and their types those of the values.
+"""Read key=value arguments into a dataclass. Its field names are the keys, and its field types the values' types.
 
 Unknown keys and invalid values are errors before any work is done. Every number must be above 0.
 """
@@ -21,7 +21,7 @@ DEVICES = ("cuda", "cpu")
 
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
-    """Return a `cls` made of the `given` key=value pairs. A value is an int, float, str, Path, or a list with commas.
+    """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
 
     Args:
         choices: key -> the names that are valid for it.
@@ -35,7 +35,7 @@ def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[st
     for argument in given:
         key, equals, text = argument.partition("=")
         if not equals or not text:
-            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="key=value, as in json=FILE")
+            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value: json=FILE")
         one_of(key, keys, "key")
         values[key] = _convert(key, text, hints[key])
         for name in values[key] if isinstance(values[key], tuple) else (values[key],):
@@ -84,14 +84,14 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
 
 
 def device_of(given: Sequence[str]) -> str:
-    """Return the device that is named, by default `cuda` if the driver shows one. Torch must not be imported yet."""
+    """Return the given device. The default is cuda if the driver shows a GPU, else cpu. Torch is not imported yet."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
     return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
 
 
 def check_device(device: str) -> None:
-    """Raise UserError unless PyTorch sees `device`, or if `device` is cpu and there is a GPU."""
+    """Raise UserError if `device` is cuda but PyTorch sees no GPU, or if `device` is cpu but there is a GPU."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -102,7 +102,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for a published file. Paths are cut to their names, since folders are local."""
+    """Return the fields of a dataclass for a published file. Of a path keep only the name, since folders are local."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

@@ -44,7 +44,7 @@ def run_plan(part: str, given: Sequence[str]) -> int:
 
 
 def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
-    """Return a row for each scheme and level. Raise UserError if numbers do not fit together."""
+    """Return a row for each scheme and level. Raise UserError if `work` cannot be divided or does not fit."""
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
@@ -54,8 +54,8 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         held = memory(work, rates, size, scheme, level, group_size)
         room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
-            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a response",
-                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of them")  # fmt: skip
+            raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
+                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these")  # fmt: skip
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,
@@ -103,9 +103,9 @@ def footer(work: Work) -> str:
     errors = ", ".join(f"{phase} {low:.2f}-{high:.2f}" for phase, (low, high) in ERROR.items())
     return (
         "A roofline: launches, scheduler, sampler, norms and waiting are left out, so a real step takes longer.\n"
-        f"Error, as predicted / measured seconds of 11 steps on a CPU (135M parameters; more if smaller): {errors}."
+        f"Error (predicted / measured) on a CPU, 11 steps of 135M parameters; larger for smaller models: {errors}."
         + " No GPU has been compared."
         * (work.rates is None)
-        + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes a "
+        + f"\nAssumed: {roofline.PUBLISH_PASSES} passes over the published bytes, {roofline.OPTIMIZER_BYTES} bytes per "
         f"parameter and optimizer step, {roofline.MOST_SEQUENCES} sequences at a time, responses of the mean length."
     )

@@ -1,4 +1,4 @@
-"""A training step by roofline: a phase takes the time of its arithmetic, or of its traffic to memory or over links."""
+"""Roofline of a training step: the time of a phase is that of its arithmetic, or of its traffic to memory or links."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHEETS = {
     "h800": (989.4e12, 1978.9e12, 1978.9e12, 3.35e12, 80 * 10**9, 200e9, 50e9),
     "a100": (312e12, 624e12, 312e12, 2.039e12, 80 * 10**9, 300e9, 25e9),
 }
-"""From NVIDIA's data sheets for SXM: dense FLOP/s in BF16, INT8 and FP8 (for A100 those of BF16), memory in bytes/s and
-bytes, and bytes/s of NVLink and of a GPU's network adapter in one direction."""
+"""From NVIDIA's data sheets for SXM: dense FLOP/s in BF16, INT8 and FP8 (A100 has no FP8, so its BF16 rate), memory in
+bytes/s and bytes, and bytes/s of NVLink and of a GPU's network adapter in one direction."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rates:
 
 
 def assumed_rates(gpu: str) -> Rates:
-    """Return the assumed shares of the data sheet's rates."""
+    """Return the data sheet's rates, multiplied by the assumed shares."""
     bf16, int8, fp8, memory, size, nvlink, network = SHEETS[gpu]
     peaks = {"bf16": bf16, "w4a16": bf16, "w8a8": int8, "fp8": fp8}
     product: Curves = {scheme: ((1.0, EFFICIENCY[scheme] * peak),) for scheme, peak in peaks.items()}
@@ -59,8 +59,8 @@ def assumed_rates(gpu: str) -> Rates:
 
 
 def measured_rates(path: Path) -> Rates:
-    """Read rates from a file of `qarl.bench kernels`. They are those of each scheme's first kernel, which the trainer
-    uses too. Raise UserError if the file cannot be read or has no BF16 product."""
+    """Read rates from a file of `qarl.bench kernels`. For each scheme, use its first kernel, as the trainer does. Raise
+    UserError if the file cannot be read or has no BF16 product."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
@@ -157,8 +157,8 @@ class Roofline:
         return seconds, gathered + weights, published
 
     def product(self, rows: float, scheme: str) -> float:
-        """Return seconds of all linears for `rows` tokens: of arithmetic, or of reading weights if that is longer. Only
-        experts with tokens are read."""
+        """Return seconds of all linears for `rows` tokens: the time of arithmetic or of reading the weights, whichever
+        is longer. Experts without tokens are not read."""
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
         read = self.weights - (1 - share) ** rows * self.expert_weights
@@ -171,8 +171,8 @@ class Roofline:
         return max(2 * rows * weights / self.rates.flop_per_s("bf16", rows), 2 * weights / self.rates.memory)
 
     def rows(self, rows: int, length: float, scheme: str) -> float:
-        """Return seconds of all decoder layers for `rows` whole sequences: of the linears, and of causal attention,
-        which takes 2 FLOP per pair of tokens and element of the query width."""
+        """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention, which
+        takes 2 FLOP per pair of tokens and element of the query width."""
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
@@ -187,8 +187,8 @@ class Roofline:
         return (self.rows(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
 
     def decode(self) -> float:
-        """Return seconds to decode all responses of an engine. It decodes as many at once as its KV cache can hold when
-        each has half its length."""
+        """Return seconds to decode all responses of an engine. It decodes as many at once as fit in its KV cache when
+        each response has half its length."""
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)
         at_once = max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)

@@ -3,13 +3,13 @@
 usage: qarl doctor config=NAME.yaml [KEY=VALUE ...] [doctor.OPTION=VALUE ...]
        qarl doctor --help [SECTION | SECTION.KEY ...]
 
-Takes the arguments of qarl train. Starts no engine, loads no weights, and prints findings by topic.
+Takes the arguments of qarl train. Prints findings by topic, without starting an engine or loading weights.
 `python -m qarl.doctor` is the same command.
 
-options, to judge the run for other GPUs than this machine's:
-  doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200; cuda for others
-  doctor.gpu_memory_gib=80   memory of a GPU in GiB; default: that of doctor.device, if it is named
-  doctor.gpu_capability=9.0  CUDA compute capability; default: likewise
+options to check the run for GPUs that this machine does not have:
+  doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200; cuda for any other GPU
+  doctor.gpu_memory_gib=80   memory of one GPU in GiB; default: that of doctor.device
+  doctor.gpu_capability=9.0  CUDA compute capability; default: that of doctor.device
   doctor.json=PATH           also write the findings as JSON
 
 exit codes:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine the run that `argv` describes; returns the exit code."""
+    """Check the run that `argv` describes and return the exit code."""
     return run_command(_main, argv, describe=describe)
 
 
@@ -58,19 +58,19 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """The help: this page and the config's sections, or the sections and keys in `topics`."""
+    """Return the help: this page and the config's sections, or only the sections and keys in `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)
 
 
 def write_report(path: str, report: Report) -> None:
-    """The findings as JSON; UserError if they cannot be written."""
+    """Write the findings to `path` as JSON. Raise UserError if that fails."""
     from qarl.metrics.tracker import write_json
 
     why = None
     if os.path.lexists(path.replace("\0", "")) and not os.path.isfile(path):
-        why = "it is there, and is not a file"  # a device would be replaced, not written to
+        why = "it exists and is not a regular file"  # a device would be replaced, not written to
     else:
         try:
             write_json(path, report.to_json())

@@ -9,7 +9,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_backend(context: Context, topic: Topic) -> None:
-    """Whether the backend takes the config."""
+    """Whether the backend supports the config."""
     config = context.config
     if config.backend == "verl":
         from qarl.verl.checks import refuse_unsupported
@@ -25,7 +25,7 @@ def check_backend(context: Context, topic: Topic) -> None:
 
 
 def check_engines(context: Context, topic: Topic) -> None:
-    """Whether the ranks divide into rollout engines. verl asserts this when it starts."""
+    """Whether the ranks divide evenly into rollout engines. verl asserts this when it starts."""
     config = context.config
     count, parallel = ranks(config), config.rollout.tensor_model_parallel_size
     if config.backend != "verl":
@@ -38,7 +38,7 @@ def check_engines(context: Context, topic: Topic) -> None:
         )
     if parallel > config.trainer.n_gpus_per_node:
         topic.warning(
-            f"an engine of {parallel} GPUs spans machines of {config.trainer.n_gpus_per_node}",
+            f"an engine of {parallel} GPUs spans several machines, which have {config.trainer.n_gpus_per_node} each",
             where="rollout.tensor_model_parallel_size",
             why="tensor parallelism across machines waits for the network in every layer",
             fix=f"choose at most {config.trainer.n_gpus_per_node}",
@@ -46,16 +46,16 @@ def check_engines(context: Context, topic: Topic) -> None:
 
 
 def check_hidden_code(context: Context, topic: Topic) -> None:
-    """Whether verl would run Python code of the model's folder."""
+    """Whether verl would run Python code from the model's folder."""
     if context.config.backend == "verl":
         refuse_hidden_code(context.config, context.tokenizer.get(), context.hf_config.get())
 
 
 def check_muon(context: Context, topic: Topic) -> None:
-    """Whether the optimizer is built for this many ranks."""
+    """Whether the optimizer supports this many ranks."""
     if context.config.optim.name == "muon" and ranks(context.config) > 1:
         topic.error(
-            f"optim.name=muon is not built for {ranks(context.config)} ranks",
+            f"optim.name=muon does not support {ranks(context.config)} ranks",
             where="optim.name",
             why="Muon orthogonalizes whole matrices, but each rank holds only a part of them",
             fix="set optim.name=adamw, or run on one rank",

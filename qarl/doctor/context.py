@@ -1,7 +1,7 @@
 """The data that the doctor's checks share: the config, the target, and the parts of the run, each loaded at most once.
 
-If a part cannot be loaded, only the topic that it belongs to reports the error, because that topic calls `load`. Other
-checks call `get` and are reported as not made. So one fault gives one error, even if many checks need the part.
+Each part belongs to one topic, which calls `load` and reports the error if loading fails. All other checks call `get`
+and are then reported as not made. So one fault gives one error, even if many checks need the part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NotCheckedError(Exception):
 
 
 class Part(Generic[Value]):
-    """Loads once and keeps the value, or the `UserError`."""
+    """A part of the run. It is loaded at most once, and keeps the value or the error."""
 
     def __init__(self, what: str, load: Callable[[], Value]) -> None:
         self._what, self._load = what, load
@@ -73,7 +73,7 @@ class Context:
     target: Target
     threads_given: str | None = field(default_factory=lambda: os.environ.get("OMP_NUM_THREADS"))
     no_model: UserError | None = None
-    """The error of loading the model's config, if QaRL's copy of that config is used instead."""
+    """The error that loading the model's config raised, if the doctor uses QaRL's copy of that config instead."""
 
     @cached_property
     def scheme(self) -> Scheme:
@@ -104,7 +104,7 @@ class Context:
             try:
                 return ModelSize.from_config(hf_config)
             except KeyError as error:
-                why = f"config.json of a {hf_config.model_type} has no {error}"
+                why = f"config.json of this {hf_config.model_type} model has no key {error}"
                 raise NotCheckedError(why, "estimate sizes and memory by hand for this architecture") from error
 
         return Part("the model's sizes", read)
@@ -132,12 +132,12 @@ class Context:
 
     @cached_property
     def quantized(self) -> Part[layers.Shapes]:
-        """[N, K] of the linears that `quant` selects."""
+        """[N, K] of the linears that the run quantizes."""
         return Part("layers to quantize", lambda: layers.select_shapes(self.linears.get(), self.scheme, self.ignore))
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each shape, or the error of choosing one; the topic "kernels" fills it."""
+        """The trainer's kernel for each shape, or the error if there is no kernel. The topic "kernels" adds entries."""
         return {}
 
     @property
@@ -149,7 +149,7 @@ class Context:
         return Part("the reward function", lambda: get_reward_fn(self.config.reward.function))
 
     def align_level(self) -> tuple[str, tuple[str, ...]]:
-        """Return the alignment level that applies on the target, and the reasons against a higher one."""
+        """Return the alignment level that applies on the target, and the reasons why no higher level does."""
         return resolve_level(
             self.hf_config.get(),
             self.config.quant.align,

@@ -1,4 +1,4 @@
-"""Prompts and reward function, as the run would load them."""
+"""Checks prompts and reward function. They are loaded as the run would load them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def check_train(context: Context, topic: Topic) -> None:
     prompts = context.train_prompts.load()
     if prompts.num_filtered:
         topic.note(
-            f"{prompts.num_filtered} training prompts over data.max_prompt_length are left out",
+            f"{prompts.num_filtered} training prompts are longer than data.max_prompt_length and are left out",
             fix="raise data.max_prompt_length to train on them",
         )
     sampler = run_prompts.prompt_sampler(context.config, prompts)
     steps = context.config.trainer.total_training_steps
     topic.ok(
-        f"{len(prompts)} training prompts of {_longest(prompts)} of {context.config.data.max_prompt_length} tokens "
-        f"at most; {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
+        f"{len(prompts)} training prompts of at most {_longest(prompts)} tokens (limit: "
+        f"{context.config.data.max_prompt_length}); {steps} steps are {steps / sampler.batches_per_epoch:.3g} epochs"
     )
 
 
@@ -33,15 +33,15 @@ def check_val(context: Context, topic: Topic) -> None:
     _missing_elsewhere(context, context.config.data.val_files)
     prompts = context.val_prompts.load()
     if not prompts:
-        topic.note("nothing is evaluated", fix="name data.val_files and set trainer.test_freq")
+        topic.note("nothing is evaluated", fix="set data.val_files and trainer.test_freq")
         return
-    topic.ok(f"{len(prompts)} evaluation prompts of {_longest(prompts)} tokens at most")
+    topic.ok(f"{len(prompts)} evaluation prompts of at most {_longest(prompts)} tokens")
     if shared := check_disjoint(context.train_prompts.get(), prompts):
         topic.warning(
-            f"{shared} of the held-out prompts are in the training data too",
+            f"{shared} of the evaluation prompts are also in the training data",
             where="data.val_files",
             why="accuracy on them says nothing about new prompts",
-            fix="remove them from one of the two",
+            fix="remove them from data.val_files or from data.train_files",
         )
 
 
@@ -57,7 +57,7 @@ def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
     """Raise NotCheckedError if files are missing here but the run is for a different machine."""
     missing = [file for file in files if not Path(file).is_file()]
     if missing and not context.target.here:
-        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor on the machine with them")
+        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

@@ -1,4 +1,4 @@
-"""Checks the run folder: whether it can be written to, what happens to an earlier run, and whether space suffices."""
+"""Checks the run folder: whether it can be written to and has enough space, and what happens to an earlier run."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def check_start(context: Context, topic: Topic) -> None:
         stays = start.stays_in(run_dir)
         step, origin = (start.checkpoint.step, str(start.checkpoint.folder)) if start.checkpoint else (0, "")
         for folder, problem in start.damaged:
-            fix = "replace it with a good copy, or let the run continue from the earlier one"
+            fix = "replace it with a good copy, or let the run continue from the earlier checkpoint"
             topic.warning(f"{problem.what}: it will be renamed", where=str(folder), why=problem.why, fix=fix)
         for note in start.notes:
-            topic.note(note, fix="nothing, if that is what you want")
+            topic.note(note, fix="nothing to do, if that is what you want")
     if step:
-        topic.ok(f"the run resumes from step {step}, {origin}")
+        topic.ok(f"the run resumes from step {step} ({origin})")
     elif not run_folder.holds_a_run(run_dir):
         topic.ok("the run starts fresh")
     if not stays and run_folder.holds_a_run(run_dir):
         topic.note(
             f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",
-            fix="nothing, or choose another name=...",
+            fix="nothing to do, or choose a different name=...",
         )
 
 
 def check_space(context: Context, topic: Topic) -> None:
-    """Whether there is room for checkpoints."""
+    """Whether there is enough disk space for the checkpoints and the export."""
     run_dir = context.config.run_dir.absolute()
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     sizes = checkpoint_bytes(context.size.get(), context.config)
@@ -69,12 +69,12 @@ def check_space(context: Context, topic: Topic) -> None:
     # An old checkpoint is deleted only after the new one is complete.
     saves = trainer.total_training_steps // trainer.save_freq + 1 if trainer.save_freq > 0 else 0
     if trainer.save_final and context.config.backend == "verl":
-        saves = max(saves, 1)  # the export is made from it
+        saves = max(saves, 1)  # the export is made from a checkpoint
     kept = saves if trainer.max_ckpt_to_keep is None else min(saves, trainer.max_ckpt_to_keep + 1)
     needed = export + kept * sizes["resumable"]
     what = (
-        f"{readable(free)} free; the run writes {readable(needed)}: export {readable(export)}, {kept} checkpoints of "
-        f"{readable(sizes['resumable'])} at a time"
+        f"{readable(free)} free; the run needs {readable(needed)}: export {readable(export)}, and up to {kept} "
+        f"checkpoints of {readable(sizes['resumable'])} each"
     )
     fix = "free some space, set output_dir to another disk, or lower trainer.max_ckpt_to_keep"
     if free < needed:

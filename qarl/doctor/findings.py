@@ -1,4 +1,4 @@
-"""Findings of a pre-flight by topic, as text and as JSON."""
+"""The doctor's findings, grouped by topic, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`; `lines` are a table."""
+    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines` are a table below it."""
 
     topic: str
     status: Status
@@ -60,11 +60,11 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Report the error that training would end with, in the same words."""
+        """Add the error with which training would stop, in the same words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
-        """Return whether `check`, which training makes too, passes. If it refuses, add a finding."""
+        """Make a check that training makes too, and return whether it passes. If it raises UserError, add a finding."""
         try:
             check(*arguments)
         except UserError as error:
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 when the run would fail."""
+        """1 if the run would fail, else 0."""
         return 1 if self.count("error") else 0
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Report:
                 lines += ["", topic]
             lines.append(str(finding))
         counts = ", ".join(f"{self.count(status)} {status}" for status in STATUSES)
-        verdict = "the run would fail" if self.exit_code else "nothing was found that stops the run"
+        verdict = "the run would fail" if self.exit_code else "nothing was found that would stop the run"
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks that trainer and vLLM read `quant.ignore` alike: QaRL's matcher against vLLM's rule, also for fused layers."""
+"""Checks that the trainer and vLLM leave the same layers in BF16 for `quant.ignore`, also if vLLM fuses the layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qarl.rollout import vllm_rules
 
 
 def check_fused(context: Context, topic: Topic) -> None:
-    """Whether the list treats all parts of a fused layer alike."""
+    """Whether quant.ignore treats all parts of a fused layer alike."""
     if context.scheme.quantized:
         layers.check_fused_layers(context.linears.get(), context.ignore)
 
 
 def check_resolved(context: Context, topic: Topic) -> None:
-    """Lists the layers that stay in BF16, and the entries that match nothing."""
+    """Which layers stay in BF16, and which entries of quant.ignore match no layer."""
     if not context.scheme.quantized:
         topic.ok("scheme bf16: nothing is quantized, quant.ignore is not used")
         return
@@ -28,19 +28,19 @@ def check_resolved(context: Context, topic: Topic) -> None:
     resolved = resolve_ignored(linears, context.ignore)
     context.quantized.load()
     topic.ok(f"{len(resolved.quantized)} of {len(linears)} linears are quantized; in BF16: {_named(resolved.ignored)}")
-    # A tied lm_head is in the list as a precaution; routers are linears in vLLM only.
+    # These entries may match nothing: lm_head, which may be tied, and routers, which are linears only in vLLM.
     known = set(resolved.unmatched) - {"lm_head", *_router_entries(context)}
     if known:
         topic.warning(
             f"entries of quant.ignore that match no linear: {', '.join(sorted(known))}",
             where="quant.ignore",
-            why="an exact name must be whole (model.layers.0.mlp.down_proj), and re: is matched from its start",
+            why="a name must be complete (model.layers.0.mlp.down_proj), and a re: pattern must match a name's start",
             fix="correct them, or remove them",
         )
 
 
 def check_engine_agrees(context: Context, topic: Topic) -> None:
-    """Whether vLLM reads the list as the trainer does."""
+    """Whether vLLM reads quant.ignore as the trainer does."""
     if not context.scheme.quantized:
         return
     if why_not := vllm_missing():
@@ -61,15 +61,15 @@ def check_engine_agrees(context: Context, topic: Topic) -> None:
         topic.error(
             "trainer and rollout engine would quantize different layers",
             where=f"BF16 only in the trainer: {_named(only_ours)}; only in vLLM: {_named(only_theirs)}",
-            why="an entry of quant.ignore is read differently on the two sides",
-            fix="name the layers by their exact names, fused ones (q/k/v, gate/up) together",
+            why="the trainer and vLLM read an entry of quant.ignore differently",
+            fix="list the layers by their exact names, and all parts of a fused layer (q/k/v, gate/up) together",
         )
     else:
-        topic.ok(f"vLLM's own rule leaves the same of its {len(groups)} layers in BF16")
+        topic.ok(f"the trainer and vLLM leave the same layers in BF16 (vLLM has {len(groups)} layers after fusing)")
 
 
 def check_routers(context: Context, topic: Topic) -> None:
-    """Check that the routers of mixture-of-experts layers stay BF16 in vLLM."""
+    """Whether the routers of mixture-of-experts layers stay in BF16 in vLLM."""
     size = context.size.get()
     if not (size.experts and context.scheme.quantized):
         return
@@ -85,7 +85,7 @@ def check_routers(context: Context, topic: Topic) -> None:
             fix='add "re:.*mlp[.]gate$" to quant.ignore',
         )
     else:
-        topic.ok(f"{len(routers)} routers stay BF16")
+        topic.ok(f"{len(routers)} routers stay in BF16")
 
 
 def _routers(size: ModelSize) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reports the kernel of each layer in trainer and vLLM, and the alignment level of the trainer's forward."""
+"""Reports which kernel trainer and vLLM use for each layer, and the alignment level of the trainer's forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
 
     scheme = context.scheme
     if not scheme.quantized or context.config.quant.align == "off":
-        topic.ok("trainer: BF16 products in every layer" + " (quant.align=off)" * scheme.quantized)
+        topic.ok("trainer: every layer multiplies in BF16" + " (quant.align=off)" * scheme.quantized)
         return
     device = torch.device(context.target.device)
     served: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -42,7 +42,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
 
 
 def check_experts(context: Context, topic: Topic) -> None:
-    """The trainer's kernel for the experts of a mixture. vLLM uses the same one on CPU and its own on GPUs."""
+    """The trainer's kernel for the experts. On CPU vLLM uses the same kernel, on GPUs it uses its own."""
     import torch
 
     scheme, size = context.scheme, context.size.get()
@@ -57,10 +57,10 @@ def check_experts(context: Context, topic: Topic) -> None:
 
 
 def _report(topic: Topic, kernel: str, passed_over: tuple[str, ...], weights: str, lines: list[str]) -> None:
-    """Report the trainer's kernel for some weights. The exact reference is a warning, because it is slow."""
+    """Report the trainer's kernel for some weights. Warn if it is the exact reference, because that is slow."""
     what, why = f"trainer: {kernel} multiplies {weights}", "; ".join(passed_over) or None
     if kernel == "reference":
-        fix = "expect exact numbers and slow steps; there is no faster kernel for this machine yet"
+        fix = "expect exact numbers but slow steps, because there is no faster kernel for this machine yet"
         topic.warning(what, why=why, fix=fix, lines=lines)
     else:
         topic.ok(what + (f" (not {why})" if why else ""), lines)
@@ -71,12 +71,12 @@ def _of_expert(name: str) -> bool:
 
 
 def check_engine(context: Context, topic: Topic) -> None:
-    """The kernel that vLLM picks."""
+    """The kernel that vLLM chooses for each layer."""
     scheme = context.scheme
     if not scheme.quantized:
         return
     if not context.target.here:
-        why = "vLLM chooses it by the machine of the run, which is not this one"
+        why = "vLLM's choice depends on the machine of the run, which is not this one"
         raise NotCheckedError(why, "run the doctor there too")
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
@@ -98,7 +98,7 @@ def check_engine(context: Context, topic: Topic) -> None:
         taken, answer = answers[key]
         (served if taken else refused).setdefault(answer, []).append(fused)
     for kernel, names in served.items():
-        topic.ok(f"vLLM: {kernel} multiplies {len(names)} layers, as it fuses them", layer_lines(names, parts))
+        topic.ok(f"vLLM: {kernel} multiplies {len(names)} layers, counted after fusing", layer_lines(names, parts))
     for reason, names in refused.items():
         topic.error(
             f"vLLM has no kernel for {len(names)} layers",
@@ -109,7 +109,7 @@ def check_engine(context: Context, topic: Topic) -> None:
 
 
 def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> list[str]:
-    """Return lines with name and [N, K]; layers whose names differ only in numbers share a line."""
+    """Return lines with name and [N, K]. Layers whose names differ only in numbers share a line."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name in names:
         by_shape.setdefault(shapes[name], []).append(name)
@@ -118,14 +118,14 @@ def layer_lines(names: Sequence[str], shapes: layers.Shapes) -> list[str]:
 
 
 def check_alignment(context: Context, topic: Topic) -> None:
-    """The level of alignment that applies."""
+    """Which alignment level applies."""
     asked = context.config.quant.align
     level, reasons = context.align_level()
     if level != asked:
         topic.warning(
             f"quant.align={asked} will fall back to {level}",
             why="; ".join(reasons),
-            fix=f"set quant.align={level} to say so, and watch mismatch/abs_mean",
+            fix=f"set quant.align={level} if you accept that, and watch mismatch/abs_mean",
         )
     elif level == "off":
         topic.warning(
@@ -145,7 +145,8 @@ def check_sampling(context: Context, topic: Topic) -> None:
     sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)
     rollout = context.config.rollout
     topic.ok(
-        f"the trainer follows temperature {rollout.temperature:g}, top_p {rollout.top_p:g} and top_k {rollout.top_k}"
+        f"the trainer's log-probs apply the engine's temperature {rollout.temperature:g}, top_p {rollout.top_p:g} "
+        f"and top_k {rollout.top_k}"
     )
 
 

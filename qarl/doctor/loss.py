@@ -1,7 +1,7 @@
-"""TBPO's bands against the length of responses.
+"""Checks that TBPO's bands are wide enough for the length of the responses.
 
-A sequence ratio is a geometric mean over tokens, so it spreads with 1/sqrt(tokens). The paper's bands, 3e-4 to 7e-4
-(arXiv 2604.07853, appendix B), belong to responses of up to 16384 tokens.
+A sequence ratio is a geometric mean over tokens, so its spread is proportional to 1/sqrt(tokens). The paper's bands,
+3e-4 to 7e-4 (arXiv 2604.07853, appendix B), are for responses of up to 16384 tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
 PAPER_BAND, SHORTEST = 3e-4, 1000
-"""The paper's narrowest band, and the length in tokens from which responses may use it without a warning."""
+"""The paper's narrowest band, and the response length in tokens from which that band gives no warning."""
 
 
 def check_bands(context: Context, topic: Topic) -> None:
-    """TBPO's bands against the length of responses."""
+    """Whether TBPO's bands are wide enough for the length of the responses."""
     actor, length = context.config.actor, context.config.data.max_response_length
     bands = {
         "actor.seq_clip_ratio_high": actor.seq_clip_ratio_high,
@@ -29,14 +29,14 @@ def check_bands(context: Context, topic: Topic) -> None:
     narrow = {key: band for key, band in bands.items() if band < needed * (1 - 1e-9)}
     if narrow:
         topic.warning(
-            f"bands of {min(narrow.values()):.1e} for responses of at most {length} tokens",
+            f"bands of {min(narrow.values()):.1e} are narrow for responses of at most {length} tokens",
             where=", ".join(narrow),
-            why="a sequence ratio spreads with 1/sqrt(tokens); the paper's bands belong to up to 16384 tokens, and "
-            "responses outside their band teach nothing",
+            why="sequence ratios of shorter responses spread more widely, as 1/sqrt(tokens); the paper's bands are for "
+            "up to 16384 tokens, and responses outside the band teach nothing",
             fix=f"set them to {needed:.1e} or more, and watch actor/inside_band_frac_after_first",
         )
     else:
-        topic.ok(f"bands of {min(bands.values()):.1e} to {max(bands.values()):.1e} for at most {length} tokens")
+        topic.ok(f"bands of {min(bands.values()):.1e} to {max(bands.values()):.1e} suit {length} tokens")
 
 
 CHECKS = (check_bands,)

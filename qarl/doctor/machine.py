@@ -1,4 +1,4 @@
-"""The machine: its CPU's instructions or its GPUs, and the threads the run will use."""
+"""Checks the machine: the CPU's instructions or the GPUs, and the number of threads that the run will use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS_CAPABILITY = {
     "w8a8": (80, "BF16 arithmetic"),
     "fp8": (89, "FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"),
 }
-"""The compute capability, times ten, that each scheme needs on a GPU, and what needs it."""
+"""The compute capability, times ten, that each scheme needs on a GPU, and the feature that needs it."""
 
 
 def check_cpu(context: Context, topic: Topic) -> None:
@@ -33,7 +33,7 @@ def check_cpu(context: Context, topic: Topic) -> None:
         topic.note(
             "this CPU has AMX tiles",
             why="vLLM chooses different kernels with AMX. quant.align=exact stays exact, but at quant.align=model one "
-            "attention output in 10,000 is off by a BF16 step, already for the first tokens",
+            "attention output in 10,000 differs by a BF16 step, even for the first tokens",
             fix="set quant.align=exact if δ must be 0",
         )
 
@@ -46,7 +46,10 @@ def check_gpu(context: Context, topic: Topic) -> None:
     topic.passes(check_served, config.quant.scheme)
     needed, why = NEEDS_CAPABILITY.get(config.quant.scheme, (0, ""))
     if target.capability is None:
-        topic.note("compute capability unknown: not checked against quant.scheme", fix="give doctor.gpu_capability=9.0")
+        topic.note(
+            "the GPU's compute capability is not known, so it was not checked against quant.scheme",
+            fix="set doctor.gpu_capability, for example to 9.0",
+        )
     elif target.capability < needed:
         topic.error(
             f"compute capability {target.capability / 10} is too low for quant.scheme={config.quant.scheme}",
@@ -60,7 +63,7 @@ def check_gpu(context: Context, topic: Topic) -> None:
     wanted = config.trainer.n_gpus_per_node
     if target.gpus is not None and target.gpus < wanted:
         topic.error(
-            f"this machine has {target.gpus} GPUs, and trainer.n_gpus_per_node is {wanted}",
+            f"this machine has {target.gpus} GPUs, but trainer.n_gpus_per_node is {wanted}",
             where="trainer.n_gpus_per_node",
             fix=f"set trainer.n_gpus_per_node={target.gpus} or less",
         )
@@ -71,7 +74,8 @@ def check_elsewhere(context: Context, topic: Topic) -> None:
     """Report which parts of the machine were not checked."""
     if not context.target.here:
         topic.note(
-            "checked for a different machine: this one's CPU, threads, memory, disk and packages are not checked",
+            "the run is checked for a different machine, so this machine's CPU, threads, memory, disk and packages "
+            "are not checked",
             fix="run the doctor there too, without doctor.device",
         )
     elif context.config.trainer.nnodes > 1:
@@ -80,7 +84,7 @@ def check_elsewhere(context: Context, topic: Topic) -> None:
 
 
 def check_threads(context: Context, topic: Topic) -> None:
-    """Whether there are at most as many threads as cores."""
+    """Whether the run uses at most as many threads as there are cores."""
     if not context.target.here:
         return
     cores = len(os.sched_getaffinity(0))
@@ -91,7 +95,7 @@ def check_threads(context: Context, topic: Topic) -> None:
     verl = context.config.backend == "verl"
     ranks = context.config.trainer.n_gpus_per_node if verl else 1
     if verl and context.target.device == "cuda" and not wanted and not number.isdecimal():
-        topic.ok("Ray gives each worker the threads of the CPUs that it asks for")
+        topic.ok("each worker runs as many threads as the CPUs that it requests from Ray")
         return
     threads = wanted or (int(number) if number.isdecimal() and int(number) else 0) or max(1, cores // ranks)
     default = "all cores" if ranks == 1 else "a worker's share of the cores"

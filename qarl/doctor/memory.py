@@ -12,7 +12,7 @@ from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 
 TIGHT = 0.9
-"""An estimate above this share of the memory gives a warning, because it does not count fragmentation."""
+"""An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
 OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
 """verl's keys that move masters and optimizer state to host memory while they are not used."""
 _SHARD = (
@@ -29,10 +29,10 @@ REMEDIES = {
 
 
 def check_memory(context: Context, topic: Topic) -> None:
-    """The estimate of memory."""
+    """Whether the run fits into memory, by an estimate."""
     size, config, target = context.size.get(), context.config, context.target
     if target.device == "cuda" and target.gpu_memory_bytes is None:
-        raise NotCheckedError("the GPU's memory is not known", "give doctor.gpu_memory_gib=80")
+        raise NotCheckedError("the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80")
     found = estimate(
         size,
         config,
@@ -53,7 +53,7 @@ def check_memory(context: Context, topic: Topic) -> None:
 
 def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: int, where: str) -> None:
     phase, needed = peak
-    what = f"{where}: {readable(needed)} at most ({phase}), of {readable(limit)}"
+    what = f"{where}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}"
     if needed > limit:
         topic.error(what, fix=REMEDIES[phase], lines=found.table())
     elif needed > TIGHT * limit:
@@ -63,7 +63,7 @@ def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: 
 
 
 def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
-    """The KV cache against sequences of full length."""
+    """Report how many sequences of full length the KV cache holds."""
     config = context.config
     if context.target.device == "cpu" and not topic.passes(check_kv_cache, config, context.hf_config.get()):
         return
@@ -76,7 +76,7 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
     if sequences < 1:
         topic.error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
     elif sequences < min(config.rollout.max_num_seqs, wanted):
-        why = "more could run together, so vLLM will make the rest wait"
+        why = "the batch has more sequences, so vLLM will make the rest wait"
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")
     else:
         topic.ok(what)
@@ -88,7 +88,7 @@ def available_memory() -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit is the word max
+    except (OSError, ValueError):  # without a limit the file holds the word max
         return free
     return min(free, limit - used)
 

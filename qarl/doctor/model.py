@@ -1,4 +1,4 @@
-"""The model folder: config, tokenizer, vocabulary, positions, weights."""
+"""Checks the model folder: config, tokenizer, vocabulary, positions, weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_config(context: Context, topic: Topic) -> None:
     if context.no_model is not None:
         topic.refusal(context.no_model, "error" if context.target.here else "note")
         topic.warning(
-            f"the config of {context.config.model.path} that comes with QaRL is used instead",
+            f"QaRL's own copy of the config of {context.config.model.path} is used instead",
             why="sizes, memory and kernels are those of the public model; your own config may differ",
             fix="run the doctor where the model is, or give its folder",
         )
@@ -32,7 +32,7 @@ def check_config(context: Context, topic: Topic) -> None:
     if shown := shown_mismatch(hf_config):
         topic.warning(
             shown,
-            why=f"only those of {', '.join(FAMILIES)} are aligned, and compared with a fresh vLLM after an export",
+            why=f"only {', '.join(FAMILIES)} models are aligned, and tested against a fresh vLLM after an export",
             fix="watch mismatch/k3 in the first steps, and compare an export with the run before you rely on it",
         )
 
@@ -43,9 +43,9 @@ def check_sizes(context: Context, topic: Topic) -> None:
     count = sum(parameter.numel() for parameter in context.model.get().parameters())
     if size.parameters != count:
         topic.note(
-            f"the memory estimate counts {size.parameters:,} parameters, the model has {count:,}",
-            why="it knows only Llama-like blocks and Qwen3's experts, and this architecture has other parts",
-            fix="allow for the difference",
+            f"the memory estimate counts {size.parameters:,} parameters, but the model has {count:,}",
+            why="the estimate knows only Llama-like blocks and Qwen3's experts, and this model has other parts",
+            fix="allow for the difference when you read the memory estimate",
         )
 
 
@@ -56,7 +56,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
         try:
             model_folder.check_tokenizer_files(context.config.model.path)
         except Exception as error:
-            fix = "put it there, and beside config.json here to check it"
+            fix = "put one there; to check it here, put it beside config.json"
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
     tokenizer = context.tokenizer.load()
     if getattr(tokenizer, "chat_template", None):
@@ -71,36 +71,36 @@ def check_stops(context: Context, topic: Topic) -> None:
         topic.warning(
             warning,
             where="eos_token of tokenizer_config.json; eos_token_id of generation_config.json and config.json",
-            why="vLLM stops at the tokenizer's EOS and at those of the model's config",
-            fix="use files of the same model",
+            why="vLLM stops at the tokenizer's EOS and at the EOS ids of the model's config",
+            fix="take these files from the same model",
         )
     if not warnings:
         topic.ok(
-            f"responses end at {tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)!r}, as model and tokenizer say"
+            f"model and tokenizer agree: responses end at {tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)!r}"
         )
 
 
 def check_vocab(context: Context, topic: Topic) -> None:
-    """Whether the vocabulary is as long as the tokenizer."""
+    """Whether model and tokenizer have the same number of token ids."""
     vocab = context.hf_config.get().vocab_size
     unused = check_vocabulary(context.tokenizer.get(), vocab, max_unused=vocab // 100)
     if unused:
         topic.note(
-            f"{unused} of {vocab} ids are not in the tokenizer",
-            why="verl masks them in vLLM but not in its trainer; a trained model gives them almost no probability, "
-            "but the log-probs of an untrained one are shifted",
-            fix="nothing for a trained model; otherwise resize the embeddings to the tokenizer",
+            f"{unused} of the model's {vocab} token ids are not in the tokenizer",
+            why="verl masks these ids in vLLM but not in its trainer. A trained model gives them little probability, "
+            "but the log-probs of an untrained model are shifted",
+            fix="nothing to do for a trained model; for an untrained one, resize the embeddings to the tokenizer",
         )
     else:
-        topic.ok(f"vocabulary of {vocab}, as the tokenizer's")
+        topic.ok(f"model and tokenizer have the same {vocab} token ids")
 
 
 def check_lm_head(context: Context, topic: Topic) -> None:
     """Whether lm_head is tied to the embedding."""
     if getattr(context.hf_config.get(), "tie_word_embeddings", False):
-        topic.ok("lm_head is tied to the input embedding: it stays BF16 and is published once, as the embedding")
+        topic.ok("lm_head is tied to the input embedding: it stays in BF16 and is published once, as the embedding")
     else:
-        topic.ok("lm_head is a separate tensor and stays BF16")
+        topic.ok("lm_head is a separate tensor and stays in BF16")
 
 
 def check_positions(context: Context, topic: Topic) -> None:
@@ -117,8 +117,8 @@ def check_weights(context: Context, topic: Topic) -> None:
     hf_config = context.hf_config.get()
     if not context.is_folder:
         size = readable(2 * context.size.get().parameters)
-        why = f"{path} is a name on the Hub; in BF16 its weights are {size} to download"
-        raise NotCheckedError(why, "download it and give the folder")
+        why = f"{path} is a name on the Hub, and its BF16 weights are a download of {size}"
+        raise NotCheckedError(why, "download the model and set model.path to its folder")
     if not weight_files.has_weights(path):
         if not context.target.here:
             why = "the folder holds no weights; the machine of the run needs them"

@@ -39,7 +39,7 @@ def check_bounds(context: Context, topic: Topic) -> None:
     for requirement in requirements(context.target.device):
         vllm = requirement.name.startswith("vllm")
         if requirement.marker is not None and not vllm and context.config.backend != "verl":
-            continue  # the extras are vLLM and what verl needs
+            continue  # the extras hold vLLM, and packages that only verl needs
         version, supported = installed(requirement.name), f"{requirement.name}{requirement.specifier}"
         if version is None:
             bad = True
@@ -55,7 +55,7 @@ def check_bounds(context: Context, topic: Topic) -> None:
             )
     if not bad:
         versions = [f"{name} {version}" for name in STACK if (version := installed(name))]
-        topic.ok(f"within the supported versions: {', '.join(versions)}")
+        topic.ok(f"all versions are supported: {', '.join(versions)}")
 
 
 def check_lock(context: Context, topic: Topic) -> None:
@@ -67,13 +67,14 @@ def check_lock(context: Context, topic: Topic) -> None:
     pinned = dict(_pins(lock))
     differ = [f"{p} {v} (tested: {pinned[p]})" for p in STACK if p in pinned and (v := installed(p)) != pinned[p]]
     if differ:
-        topic.note(f"not the versions of requirements/{name}.lock: {', '.join(differ)}", fix=f"make setup STACK={name}")
+        what = f"versions differ from requirements/{name}.lock: {', '.join(differ)}"
+        topic.note(what, fix=f"make setup STACK={name}")
     else:
-        topic.ok(f"the versions of requirements/{name}.lock")
+        topic.ok(f"all versions are those of requirements/{name}.lock")
 
 
 def check_builds(context: Context, topic: Topic) -> None:
-    """Whether a CUDA build of torchvision, torchaudio or torchcodec is beside a CPU build of torch."""
+    """Whether a CUDA build of torchvision, torchaudio or torchcodec is installed with a CPU build of torch."""
     torch_version = installed("torch") or ""
     if not torch_version.endswith("+cpu"):
         return
@@ -81,7 +82,7 @@ def check_builds(context: Context, topic: Topic) -> None:
         version = installed(package)
         if version is not None and not version.endswith("+cpu"):
             topic.error(
-                f"{package} {version} is a CUDA build, and torch {torch_version} a CPU build",
+                f"{package} {version} is a CUDA build, but torch {torch_version} is a CPU build",
                 why="transformers imports it if it is installed, and the import fails "
                 "(operator torchvision::nms does not exist)",
                 fix=f"pip uninstall {package}; QaRL does not need it",

@@ -1,4 +1,4 @@
-"""Makes all checks, topic by topic. A finding of one check never skips the others."""
+"""Makes all checks, topic by topic. If one check fails, the others are still made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOPICS: dict[str, tuple[Check, ...]] = {
     "loss": loss.CHECKS,
 }
 ONLY_HERE = ("packages", "disk")
-"""Topics about the present state of this machine. They are left out if the run is judged for a different one."""
+"""Topics about the current state of this machine. They are left out if the run is checked for a different machine."""
 
 
 def run_checks(config: Config, target: Target, *, threads_given: str | None = None) -> Report:
@@ -69,7 +69,7 @@ def run_checks(config: Config, target: Target, *, threads_given: str | None = No
 
 
 class _Inputs(RunInputs):
-    """Gives the checks that training makes the parts that the doctor has already loaded."""
+    """The inputs of training's own checks, taken from the parts that the doctor has already loaded."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context.config)
@@ -97,7 +97,7 @@ class _Inputs(RunInputs):
 
 
 def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
-    """Make training's own checks and return refusals that no topic found, so no error that stops a run is missing."""
+    """Make training's own checks. Return the errors that no topic has reported, so that the report has every error."""
     if not context.target.here or context.no_model is not None:
         return []
     topic, known, inputs = Topic("start"), {finding.what for finding in findings}, _Inputs(context)
@@ -113,7 +113,7 @@ def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def make(check: Check, context: Context, topic: Topic) -> None:
-    """Make one check; an exception that it raises becomes a finding."""
+    """Make one check. If it raises an exception, add the exception as a finding."""
     what = (check.__doc__ or check.__name__).partition("\n")[0].rstrip(".")
     what = what[0].lower() + what[1:]
     try:

@@ -30,7 +30,7 @@ def check_groups(context: Context, topic: Topic) -> None:
     if scheme.group_size:
         topic.ok(f"quant.group_size={scheme.group_size} divides the inputs of all {len(shapes)} quantized layers")
     else:
-        topic.ok(f"{scheme.name} has one scale an output channel: any size will do")
+        topic.ok(f"{scheme.name} has one scale per output channel, so layers may have any size")
 
 
 def check_engine_kernel(context: Context, topic: Topic) -> None:
@@ -55,11 +55,11 @@ def check_tensor_parallel(context: Context, topic: Topic) -> None:
     for what, where, why in problems:
         topic.error(f"{key}={parallel}: {what}", where=where, why=why, fix=_working_sizes(context, size))
     if not problems:
-        group = f", groups of {context.scheme.group_size} whole on each" if context.scheme.group_size else ""
+        group = f", no group of {context.scheme.group_size} is split" if context.scheme.group_size else ""
         repeated = f" (of {size.kv_heads}, each on {parallel // size.kv_heads} GPUs)" * (parallel > size.kv_heads)
         kv_heads = max(size.kv_heads // parallel, 1)
         topic.ok(
-            f"{key}={parallel}: {size.heads // parallel} heads and {kv_heads} kv heads{repeated} a GPU, "
+            f"{key}={parallel}: each GPU has {size.heads // parallel} heads and {kv_heads} kv heads{repeated}, "
             f"all layers split evenly{group}"
         )
 
@@ -71,7 +71,7 @@ Problem = tuple[str, str, str]
 def _heads(size: ModelSize, parallel: int) -> list[Problem]:
     found = []
     if size.heads % parallel:
-        found.append((f"{size.heads} attention heads do not split", "num_attention_heads", "GPUs hold whole heads"))
+        found.append((f"{size.heads} attention heads do not split", "num_attention_heads", "a GPU holds whole heads"))
     if size.kv_heads % parallel and parallel % size.kv_heads:
         why = "vLLM gives each GPU whole kv heads, or repeats each on the same number of GPUs"
         found.append((f"{size.kv_heads} key-value heads do not split", "num_key_value_heads", why))
@@ -82,7 +82,7 @@ def _vocabulary(size: ModelSize, parallel: int) -> list[Problem]:
     padded = -(-size.vocab // VOCABULARY_PADDING) * VOCABULARY_PADDING
     if padded % parallel == 0:
         return []
-    why = f"vLLM pads it to a multiple of {VOCABULARY_PADDING} and splits that"
+    why = f"vLLM pads it to a multiple of {VOCABULARY_PADDING}, then splits it into equal parts"
     return [(f"a vocabulary of {size.vocab} (padded: {padded}) does not split", "vocab_size", why)]
 
 
@@ -97,7 +97,8 @@ def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> l
         return []
     n, k = shapes[bad[0]]
     sizes = f"{k if bad[0].endswith(ROW_PARALLEL) else n}"
-    return [(f"a width of {sizes} does not split in {len(bad)} layers", layers.name_layers(bad), "parts are equal")]
+    why = "every GPU holds an equal part"
+    return [(f"a width of {sizes} does not split in {len(bad)} layers", layers.name_layers(bad), why)]
 
 
 def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
@@ -110,7 +111,7 @@ def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | N
         return []
     parts = sorted({rows[name] // parallel for name in bad})
     inputs = ", ".join(map(str, parts))
-    why = f"{inputs} inputs a GPU, not a multiple of group_size={group}: a group would straddle two GPUs"
+    why = f"{inputs} inputs per GPU are not a multiple of group_size={group}, so two GPUs would share a group"
     return [(f"{len(bad)} layers cannot be split along their inputs", layers.name_layers(bad), why)]
 
 
@@ -127,7 +128,7 @@ def _working_sizes(context: Context, size: ModelSize) -> str:
             or _groups(quantized, parallel, group)
         )
     ]
-    smaller = f", or a smaller quant.group_size than {group}" if group and group > 32 else ""
+    smaller = f"; or choose quant.group_size below {group}" if group and group > 32 else ""
     return f"sizes that work here: {', '.join(map(str, good))}{smaller}"
 
 

@@ -1,4 +1,4 @@
-"""The machine for which the doctor judges a run: this one or a different GPU machine.
+"""The machine for which the doctor checks a run: this one or a different GPU machine.
 
 Arguments `doctor.*` choose it; they are not keys of the run. `qarl doctor --help` describes them.
 """
@@ -23,16 +23,16 @@ GPUS = {
     "h200": (90, 139.8),
     "b200": (100, 178.4),
 }
-"""Compute capability times ten, and the GiB that the driver reports, which are fewer than the advertised GB."""
+"""Compute capability times ten, and memory in GiB as the driver reports it, which is less than advertised."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a run is judged for.
+    """The machine for which the doctor checks a run.
 
-    `device`: "cpu" or "cuda". `here`: it is this machine, so its current state is checked too. `capability` (compute
-    capability times ten) and `gpu_memory_bytes` are of one GPU; None if unknown. `gpus`: number of GPUs of this
-    machine; None for a different one, which is assumed to have the GPUs that the run asks for.
+    `device`: "cpu" or "cuda". `here`: True for this machine; then its current state is checked too. `capability`
+    (compute capability times ten) and `gpu_memory_bytes` describe one GPU; None if unknown. `gpus`: number of GPUs of
+    this machine. None for a different machine, which is assumed to have as many GPUs as the run needs.
     """
 
     device: str
@@ -58,17 +58,18 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         name, _, value = argument.removeprefix("doctor.").partition("=")
         if name not in OPTIONS or not value or name in options:
             known = ", ".join(f"doctor.{option}=..." for option in OPTIONS)
-            why = "it is given twice" if name in options else "the doctor has no such option, or it has no value"
-            raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=f"give each once: {known}")
+            why = "it is given twice" if name in options else "the doctor has no such option, or its value is missing"
+            fix = f"give each option at most once: {known}"
+            raise UserError(f"cannot use {argument!r}", where="command line", why=why, fix=fix)
         options[name] = value
     return run, options
 
 
 def find_target(options: dict[str, str], backend: str = "local") -> Target:
-    """Return the GPU machine that the options describe, or without options this machine as `backend` uses it.
+    """Return the GPU machine that the options describe. Without options, return this machine as `backend` uses it.
 
     Raises:
-        UserError: a value makes no sense.
+        UserError: the device is not known, or a number is not positive or too large.
     """
     elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
     if not elsewhere:
@@ -78,7 +79,7 @@ def find_target(options: dict[str, str], backend: str = "local") -> Target:
         raise UserError(
             f"doctor.device={name} is not known",
             where="command line",
-            fix=f"one of {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability",
+            fix=f"choose {', '.join(GPUS)}, or cuda with doctor.gpu_memory_gib and doctor.gpu_capability",
         )
     capability, gib = GPUS.get(name, (None, None))
     if "gpu_memory_gib" in options:

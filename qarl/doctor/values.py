@@ -1,4 +1,4 @@
-"""Values that are allowed but almost certainly a mistake."""
+"""Warns of values that are allowed but almost certainly a mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_values(context: Context, topic: Topic) -> None:
-    """Check that every number is within sane bounds."""
+    """Whether every number is within sane bounds."""
     found = unusual_values(context.config)
     for unusual in found:
         topic.warning(unusual.what, where=unusual.key, why=unusual.why, fix=unusual.fix)

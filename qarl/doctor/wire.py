@@ -1,4 +1,4 @@
-"""The tensors of a publish: names, dtypes, bytes."""
+"""Reports the tensors that one publish sends to the engine: number, bytes and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qarl.rollout.publish.manifest import expected_manifest, quantized_layers
 
 
 def check_dtypes(context: Context, topic: Topic) -> None:
-    """Dtypes and sizes on the wire."""
+    """The dtypes and the size of the published tensors."""
     scheme = context.scheme
     context.model.get()
     if scheme.quantized:
@@ -27,7 +27,7 @@ def check_dtypes(context: Context, topic: Topic) -> None:
             kinds.setdefault(leaf, set()).add(str(spec.dtype).removeprefix("torch."))
     dtypes = ", ".join(f"{leaf} {' or '.join(sorted(found))}" for leaf, found in kinds.items())
     described = f"; {len(layers)} layers as {dtypes}" if layers else ""
-    topic.ok(f"{len(manifest)} tensors, {readable(bytes_sent)} a publish{described}")
+    topic.ok(f"{len(manifest)} tensors, {readable(bytes_sent)} per publish{described}")
 
 
 CHECKS = (check_dtypes,)

@@ -1,1 +1,1 @@
-"""Low-bit operators, their exact references, and the choice among them. It imports no subpackage but vllm_versions."""
+"""Low-bit operators, their exact references, and the choice of a kernel. Imports no subpackage except vllm_versions."""

@@ -9,8 +9,8 @@ fp8    s = max(amax / 448, 1 / (448 * 512)),            q = e4m3(clamp(x / s))
 
 CPU follows vLLM's oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`; dividing by s would round
 about one value in 100,000 differently. CUDA follows csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu.
-A row of zeros gives zeros; its int8 scale is 0. compressed-tensors is not followed, because the engine does not run it:
-it computes scales in the dtype of the activations, and int8 scales as amax / 127.5.
+A row of zeros gives zeros; its int8 scale is 0. compressed-tensors computes scales in the dtype of the activations, and
+int8 scales as amax / 127.5. The code here differs from it, because the engine does not run compressed-tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return values * scale in BF16 [M, K]: the forward's operand, rounded to the dtype of the backward's products."""
+    """Return values * scale, BF16 [M, K]: the forward's operand in the dtype in which the backward multiplies."""
     return values.float().mul_(scale).to(torch.bfloat16)
 
 
@@ -62,7 +62,7 @@ def quantize_fp8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. Both are BF16 [M, K]; so is y."""
+    """Round silu(gate) to BF16, then multiply by up, as vLLM's `silu_and_mul` does. All tensors are BF16 [M, K]."""
     return F.silu(gate) * up
 
 

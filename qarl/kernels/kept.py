@@ -7,11 +7,12 @@ its CPU backend uses. Logits are upcast to FP32 and divided by the temperature. 
     top-p    sorts the rest by ascending logit and drops tokens up to a summed probability of 1 - top_p; ties are
              dropped in the order of the sort, and the last token always stays
 
-The set belongs to the policy that sampled. It is computed once, in the pass for the old log-probs, and kept for the
-whole update. Computed again after an optimizer step, it could exclude sampled tokens, whose log-prob would be -inf.
+The set of kept tokens belongs to the policy that sampled. It is computed once, in the pass for the old log-probs, and
+stays the same for the whole update. If it were computed again after an optimizer step, it could exclude sampled tokens,
+and their log-prob would be -inf.
 
 A mask has one bit for each entry of the vocabulary: `packed_width(V)` bytes for each response token, 19 KB at V = 152k.
-Lists of indices would be shorter for most tokens, but without a bound (ties, flat distributions).
+Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as V.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Log-probs of chosen tokens from hidden states and lm_head, a block of rows at a time: no [tokens, vocabulary] tensor.
+"""Log-probs of chosen tokens from hidden states and lm_head, without a tensor of [tokens, vocabulary].
+
+Rows are processed in blocks:
 
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
@@ -8,9 +10,9 @@ logits are -inf, as in the engine.
 
 The forward runs the same operations as the path that holds all logits, on fewer rows at once. So y and the gradient of
 `hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That holds for PyTorch on
-CPU from 17 rows on; cuBLAS picks kernels by shape and does not promise it. The backward computes the logits of a block
-again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. The result differs from
-one product over all rows in the last BF16 bit, and is as close to float64.
+CPU from 17 rows on; cuBLAS chooses kernels by shape and does not promise it. The backward computes the logits of a
+block again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. This gradient can
+differ from that of one product over all rows in the last BF16 bit, and is as close to float64.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
 the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks. The path without
@@ -18,13 +20,13 @@ blocks takes 10 and 12 bytes for every logit.
 
 Existing implementations, and why they are not used (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
-           in BF16, which rounds them once more, adds the blocks' weight gradients in BF16, and always makes entropies.
+           in BF16, which rounds them again, adds the blocks' weight gradients in BF16, and always computes entropies.
     verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32; the engine rounds them.
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
-           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works as the first one.
+           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's first.
     Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
-           plain sum over tokens. TBPO's loss is known only after all log-probs are.
-None of them returns the likeliest token, which the mismatch report counts.
+           plain sum over tokens. TBPO's loss is known only when all log-probs are known.
+They also do not return the likeliest token, which the mismatch report needs.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def chosen_kept(
 def log_probs_of_logits(
     logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `chosen_log_probs` does, from logits [T, V]; they are upcast before temperature and softmax."""
+    """Return the same as `chosen_log_probs`, from logits [T, V]. They are first cast to FP32."""
     scaled = logits.float() / temperature
     if kept is not None:
         scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)
@@ -144,7 +146,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Slices of at most `rows` and about equal length, because a short last one would get a different BF16 kernel."""
+    """Return slices of at most `rows` and nearly equal length, since a short one would get a different BF16 kernel."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 

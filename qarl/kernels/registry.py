@@ -31,8 +31,9 @@ Kernel = TypeVar("Kernel", bound=NamedKernel)
 class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    A kernel may also have `group_sizes` if it supports only those, and `backward_input(grad, prepared)`, so that the
-    backward needs no BF16 copy of the weight: grad [M, N] BF16, any strides -> dX [M, K] BF16.
+    Two attributes are optional. `group_sizes` lists the group sizes that the kernel supports, if it does not support
+    all. `backward_input(grad, prepared)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides, so that the
+    backward needs no BF16 copy of the weight.
     """
 
     @staticmethod
@@ -49,7 +50,7 @@ class LinearKernel(NamedKernel, Protocol):
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return, in BF16 [M, K], the activations that `linear` multiplies for this x: x itself if not quantized."""
+        """Return the activations [M, K] that `linear` multiplies for this x, in BF16. If not quantized, return x."""
 
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
@@ -83,7 +84,7 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
 
 
 def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
-    """Return the kernel's `backward_input`. If it is None, dX is the product with the dequantized weight."""
+    """Return the kernel's `backward_input`, or None. Without one, dX is the product with the dequantized weight."""
     return getattr(kernel, "backward_input", None)
 
 
@@ -107,9 +108,9 @@ def first_available(
     refusal: str,
     served: str,
 ) -> Choice[Kernel]:
-    """Return the first of `kernels` that `unavailable` gives no reason against. `force` names the only one to consider.
+    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only one to consider.
 
-    If there is none, raise UserError(`refusal`) with all reasons. `served` is what the kernels multiply by, in words.
+    If there is no such kernel, raise UserError(`refusal`) with all reasons. `served`: the weights, for the error text.
     """
     passed_over: list[str] = []
     for kernel in kernels:
@@ -143,7 +144,7 @@ def choose_linear_kernel(
     Raises:
         UserError: no kernel can serve them, or the forced kernel cannot. The error gives the reason for each kernel.
     """
-    action = f"kernel {force!r} does not multiply" if force else "no kernel multiplies"
+    action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
     return first_available(
         LINEAR_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size),

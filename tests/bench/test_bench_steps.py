@@ -219,7 +219,7 @@ def test_a_cut_model_and_a_level_that_fell_back_say_so() -> None:
     document["model"]["layers"] = [4]
     document["results"][0]["level_applied"] = "linears"
     text = tables.markdown(document)
-    assert "the whole model has 30: nothing is said" in text and "`off` (ran as `linears`)" in text
+    assert "the whole model has 30, but the others" in text and "`off` (ran as `linears`)" in text
 
 
 # The trainer's own phases, and the check.

@@ -95,7 +95,7 @@ def test_shipped_configs_are_examined_without_a_network(
     assert pauses == []
     (why,) = [f for f in findings if "is not on this machine and cannot be" in f["what"] and f["topic"] == "model"][:1]
     assert why["status"] == ("note" if device else "error") and "ConnectError" in why["why"]
-    assert any("that comes with QaRL is used instead" in what for what in said(findings, "warning", "model"))
+    assert any("own copy of the config of" in what for what in said(findings, "warning", "model"))
     for topic in ("layer sizes", "kernels", "published tensors", "ignore list"):
         assert said(findings, "ok", topic) or said(findings, "warning", topic), topic
     assert not [f for f in findings if f["what"].startswith("not checked") and f["topic"] in ("memory", "layer sizes")]

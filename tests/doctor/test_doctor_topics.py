@@ -54,7 +54,7 @@ def test_threads(given: str | None, arguments: list[str], status: str, words: st
 
 PACKAGE_FAULTS = {
     "CUDA build": ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, "error", "torchvision 0.28.0 is a CUDA build"),
-    "both CUDA": ({"torch": "2.13.0", "torchvision": "0.28.0"}, "note", "not the versions of"),
+    "both CUDA": ({"torch": "2.13.0", "torchvision": "0.28.0"}, "note", "versions differ from"),
     "too old": ({"torch": "2.10.0"}, "warning", "torch>=2.11 is supported"),
     "missing": ({"pydantic": None}, "error", "pydantic is not installed"),
     "untested": ({"transformers": "5.99.0"}, "note", "transformers 5.99.0 (tested: "),
@@ -101,7 +101,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     shutil.rmtree("runs")
     run_dir = interrupted_run(config, 2, 4)
     before = sorted(Path("runs").rglob("*"))
-    assert start_of() == [("ok", f"the run resumes from step 4, {run_dir}/checkpoints/step_4")]
+    assert start_of() == [("ok", f"the run resumes from step 4 ({run_dir}/checkpoints/step_4)")]
     ((status, what),) = start_of("trainer.resume_mode=disable")
     assert status == "note" and "will be moved" in what
     ((status, what),) = start_of("optim.lr=1e-7")
@@ -111,7 +111,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     ((status, what),) = start_of("trainer.resume_mode=resume_path", f"{path}3")
     assert status == "error" and "there is no checkpoint" in what
     found = start_of("trainer.resume_mode=resume_path", f"{path}2", "name=second")
-    assert found == [("ok", f"the run resumes from step 2, {run_dir}/checkpoints/step_2")]
+    assert found == [("ok", f"the run resumes from step 2 ({run_dir}/checkpoints/step_2)")]
     (run_dir / "checkpoints" / "step_4" / "state.json").write_text("{")
     assert [status for status, _ in start_of()] == ["warning", "ok"] and "from step 2" in start_of()[1][1]
     assert sorted(Path("runs").rglob("*")) == before
@@ -140,12 +140,12 @@ def test_tied_lm_head_and_padded_vocabulary() -> None:
     Path("model/tokenizer.json").write_text(json.dumps(tokenizer))
     found = [(finding.status, finding.what) for finding in topic_of("model")]
     assert any(status == "ok" and what.startswith("lm_head is tied") for status, what in found)
-    assert ("note", "1 of 200 ids are not in the tokenizer") in found
+    assert ("note", "1 of the model's 200 token ids are not in the tokenizer") in found
 
 
 def test_held_out_prompts_in_the_training_data() -> None:
     write_rows("val.jsonl", [row("t3 t1")])
-    assert "1 of the held-out prompts" in next(f.what for f in topic_of("data") if f.status == "warning")
+    assert "1 of the evaluation prompts" in next(f.what for f in topic_of("data") if f.status == "warning")
 
 
 def test_a_level_that_falls_back_is_said() -> None:

@@ -29,14 +29,14 @@ class Arguments:
     """
     device       cuda or cpu; by default cuda if there is a GPU
     model        names from qarl/bench/models, or folders, with commas; by default four on a GPU, Qwen3-0.6B on a CPU
-    layer        which of a model's dense weights: q, kv, o, gate_up, down; by default all, but gate_up on a CPU
+    layer        which of a model's dense weights: q, kv, o, gate_up, down; by default all, on a CPU only gate_up
     shape        NxK of a single weight, instead of model
     experts      number of experts, experts per token, hidden and intermediate size of an expert layer, instead of model
-    m            rows of activations; for expert layers tokens
+    m            number of rows of activations; for expert layers, number of tokens
     scheme       w4a16,w8a8,fp8
     operation    linear, input_gradient, quantize, quantize_activations; for expert layers also grouped_linear,
                  grouped_input_gradient, experts
-    group_size   of int4 weights
+    group_size   group size of int4 weights
     seconds      time to measure each group of competitors; each is called at least `rounds` times
     rounds       minimum number of calls of each competitor
     threads      number of threads on a CPU
@@ -97,7 +97,7 @@ class Arguments:
             return []
         if self.experts:
             if len(self.experts) != 4:
-                raise UserError("experts must have four numbers", where="experts", fix="as in experts=128,8,2048,768")
+                raise UserError("experts must have four numbers", where="experts", fix="write experts=128,8,2048,768")
             return [("custom", self.experts)]
         keys = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
         sources = [] if self.layer else [source for source in self._sources() if source.size.experts]
@@ -110,7 +110,7 @@ class Arguments:
 def _shape(text: str) -> tuple[int, int]:
     n, by, k = text.lower().partition("x")
     if not (by and n.isdecimal() and k.isdecimal() and int(n) and int(k)):
-        raise UserError(f"shape must be NxK, got {text!r}", where="shape", fix="shape=3072x1024")
+        raise UserError(f"shape must be NxK, got {text!r}", where="shape", fix="write shape=3072x1024")
     return int(n), int(k)
 
 

@@ -36,7 +36,7 @@ class Competitor:
         return f"{self.scheme} {self.kernel}"
 
     def wrong(self) -> str | None:
-        """Return why it gets no figure (its error is too large, or it raised), or None."""
+        """Return why it gets no figure (its error is too large, or it raised an exception), or None if it gets one."""
         try:
             error = self.error()
         except (RuntimeError, ValueError, TypeError) as raised:  # a kernel that does not compile or launch
@@ -50,8 +50,8 @@ def ends(rows: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
-    """Return a function for the relative error of the ends of `call()` against `expected`. The error is NaN if any
-    number in the result is not finite."""
+    """Return a function that runs `call` and returns the relative error of the first and last rows, which should equal
+    `expected`. It returns NaN if any number in the result is not finite."""
 
     def error() -> float:
         y = call()

@@ -1,6 +1,6 @@
 """Products with one weight: the competitors for each operation, and the result that each must give.
 
-    linear           y = x W^T of a quantized linear, activation quantization included
+    linear           y = x W^T of a quantized linear, including the quantization of activations
     input_gradient   dX = dY W, from the low-bit weight
 
 The baseline is `torch.nn.functional.linear` in BF16.

@@ -5,9 +5,9 @@
     grouped_input_gradient   dX = dY W_e
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
-`m` counts tokens; each has `top_k` rows. BF16 is `torch.nn.functional.grouped_mm` on GPUs, and one product per expert
-on CPUs, where vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens are checked
-against float64, which multiplies the kernel's quantized input.
+`m` counts tokens; each has `top_k` rows. The BF16 baseline is `torch.nn.functional.grouped_mm` on GPUs, and one product
+per expert on CPUs, where vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens are
+compared with a float64 product of the input as the kernel quantizes it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ExpertLayer:
         return {name: tensor.view(*weight.shape[:2], -1) for name, tensor in made.items() if name != "weight_shape"}
 
     def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
-        """Return the kernels for the whole layer, without our own in PyTorch if there is another: it is very slow."""
+        """Return the kernels for the whole layer. The slow PyTorch reference is left out if there is a faster one."""
         group_size = self.group_size if scheme == "w4a16" else None
         kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
         able = [kernel for kernel in kernels if kernel.unavailable(scheme, device, self.shape, group_size) is None]
@@ -219,7 +219,7 @@ def _exact_layer(
     parts: Mapping[str, Tensors],
     rounded: Rounded,
 ) -> torch.Tensor:
-    """Compute the layer for a few tokens in float64, but round to BF16 between the products."""
+    """Compute the layer in float64 for a few tokens, but round to BF16 between the two products."""
     inputs = rounded(x)
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():

@@ -28,20 +28,20 @@ QUANTIZERS = {
     ("fp8", False): quantize_fp8,
     ("fp8", True): quantize_fp8_cuda,
 }
-"""(scheme, true for vLLM's arithmetic on CUDA, false for that on CPU) -> quantizer of activations. The two differ: BF16
-activations often lie exactly between two codes, and are then rounded differently."""
+"""(scheme, true for vLLM's arithmetic on CUDA, false for that on CPU) -> quantizer of activations. The results differ,
+because BF16 activations often lie exactly between two codes, and the two round them differently."""
 CODES_ERROR = 1e-3
 """Allowed relative error of quantized rows, because a few codes may differ by one."""
 
 
 def triton_runs(device: torch.device) -> bool:
-    """Return whether Triton works: on GPUs, and under the interpreter, with which the benchmark itself is tested."""
+    """Return whether Triton works here: on a GPU, or under the interpreter, which the benchmark's tests use."""
     return triton_unavailable("w8a8", device) is None
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors for master to wire tensors. The error is 0 if all bytes equal those made on the CPU, else
-    1. The CPU is the reference because CUDA divides by a Python number by multiplying with its reciprocal."""
+    """Return the competitors that quantize the master. The error is 0 if all bytes equal those made on the CPU, else 1.
+    CUDA cannot be the reference, because it does not divide by a Python number but multiplies by its reciprocal."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -79,7 +79,7 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors for BF16 [M, K] to 8 bits. Scales may differ by FP32 rounding, and codes by one."""
+    """Return the competitors that quantize BF16 [M, K] to 8 bits. Scales may differ by FP32 rounding, codes by one."""
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

@@ -1,9 +1,9 @@
 """`python -m qarl.bench kernels`: measure, print a line per result, and write the file after every group.
 
 All kernels that work on this machine compete with BF16, and with gemlite if it is installed. Their calls take turns
-(`qarl.bench.kernels.timing`). A kernel that fails or has wrong numbers gets no figure, and the exit code is 1. Products
-are bound by arithmetic or by memory, so two shares are given: FLOP/s relative to a large BF16 product on this machine,
-and needed bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
+(`qarl.bench.kernels.timing`). A kernel that fails or gives wrong numbers gets no figure, and the exit code is 1. Since
+products are bound by arithmetic or by memory, each has two shares: its FLOP/s relative to a large BF16 product on this
+machine, and its needed bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _experts(arguments: Arguments, device: torch.device, document: dict[str, Any
 def _measure(
     group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the results of competitors whose numbers are right. Write to `document` why the others have no result."""
+    """Return the results of competitors with correct numbers. Write to `document` why the others have no result."""
     wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
     document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
     good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}

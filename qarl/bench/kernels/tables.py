@@ -25,13 +25,13 @@ def line(place: str, entry: Entry) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a table for each operation and layer, with kernels down and numbers of rows across. Times are relative to
-    the baseline."""
+    """Return a table for each operation and layer. It has a line per kernel and a column per number of rows. Times are
+    relative to the baseline."""
     tops = document["ceilings"]
     parts = [
         f"{report.head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "
-        f"{tops['bf16_flop_per_s'] / 1e12:.2f} TFLOP/s. Medians as ratio to the baseline's (BF16; "
-        "of a quantizer eager PyTorch), in brackets those of the fastest calls."
+        f"{tops['bf16_flop_per_s'] / 1e12:.2f} TFLOP/s. Median times divided by the baseline's (BF16, for quantizers "
+        "eager PyTorch); in brackets, the same ratio of the fastest calls."
     ]
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in document["results"]:

@@ -46,13 +46,13 @@ class Arguments:
     batch            only for `rollout`: sequences at a time, several with commas; prompts * n by default
     mini_batches     optimizer steps per training step
     micro_batch      sequences per forward and backward; all of a mini-batch by default
-    group_size       of int4 weights; by default the largest of 128, 64, 32 that divides every input size
+    group_size       group size of int4 weights; by default the largest of 128, 64, 32 that divides every input size
     master_dtype     fp32 or bf16, as optim.master_dtype
     launches         processes for each scheme and level; they take turns, and figures are medians over launches
-    rounds           measured rounds per launch; a launch counts with their median
+    rounds           measured rounds per launch; the figure of a launch is their median
     warmup           rounds before the measured ones
     threads          number of threads on a CPU
-    gpu_memory_utilization   of the engine
+    gpu_memory_utilization   the engine's share of a GPU's memory
     device           cuda or cpu; by default cuda if there is a GPU
     json             the file to write
     """
@@ -130,11 +130,11 @@ def _check(arguments: Arguments) -> None:
     if min(arguments.response_length) < 2:
         raise UserError("response_length must be 2 or more", where=where, why="the first token comes from the prefill")
     if arguments.depth > source.layers:
-        raise UserError(f"layers={arguments.layers}, but {source.name} has {source.layers}", where=where)
+        raise UserError(f"layers={arguments.layers}, but {source.name} has only {source.layers}", where=where)
     positions = source.config.get("max_position_embeddings")
     wanted = arguments.prompt_length + max(arguments.response_length)
     if positions and wanted > positions:
-        what = f"prompt_length + response_length = {wanted}, but the model has {positions} positions"
+        what = f"prompt_length + response_length = {wanted}, but the model has only {positions} positions"
         raise UserError(what, where=where)
     check_divides(arguments, "mini_batches", "prompts")
     if arguments.part != "rollout" and (len(arguments.response_length) > 1 or arguments.batch):
@@ -142,7 +142,7 @@ def _check(arguments: Arguments) -> None:
                         fix="python -m qarl.bench rollout batch=... response_length=...")  # fmt: skip
     if source.size.experts:
         raise UserError(
-            f"{source.name} is a mixture of experts", where=where, why="the trainer has no quantized experts yet",
+            f"{source.name} is a mixture of experts", where=where, why="this benchmark supports only dense models",
             fix=f"run kernels model={source.name} for its layers, or plan model={source.name} for a step",
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""The check before a figure: compare every linear of the decoder layers, in trainer and engine, with the reference.
+"""Before anything is timed, compare every linear of the decoder layers, in trainer and engine, with the reference.
 
 The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
 check finds a weight that was not published, a kernel that computes something different, and a kernel that multiplies in
-BF16: an int8 grid alone differs from BF16 by 0.6%. The test suite checks everything else (norms, log-probs, alignment).
+BF16, because an int8 grid alone differs from BF16 by 0.6%. Tests check everything else (norms, log-probs, alignment).
 If a mean |δ| is over its limit, the trainer's guard ends the launch.
 """
 
@@ -32,7 +32,7 @@ LEAVES = {part for parts in PARTS.values() for part in parts}
 
 
 class WrongNumbers(Exception):
-    """The case does not compute the same as the reference, so it gets no figures."""
+    """A launch does not compute the same as the reference, so its case gets no figures."""
 
 
 @torch.no_grad()

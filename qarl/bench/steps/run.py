@@ -1,8 +1,8 @@
-"""Run all launches: each scheme and level in turn, each in a separate process, until there are `launches` of each.
+"""Run all launches. A case is a scheme at a level. Each turn launches every case once; there are `launches` turns.
 
-So a change in the machine's speed affects all cases equally, and only one process runs at a time. Each turn starts from
-a different case. If a case fails or has wrong numbers (`qarl.bench.steps.check`) in any launch, it gets no figures, the
-reason is printed, and the exit code is 1. The file is written after every launch, so Ctrl-C keeps finished launches.
+So a change in the machine's speed affects all cases equally. A launch is a process, and only one runs at a time. Each
+turn starts with a different case. If a case fails or has wrong numbers (`qarl.bench.steps.check`) in any launch, it has
+no figures, its reason is printed, and the exit code is 1. The file is written after every launch, so Ctrl-C loses none.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """Run one process and return its answer. Raise LaunchFailed if it has none. The process ends before this returns,
-    also on Ctrl-C."""
+    """Run one process and return its answer. Raise LaunchFailed if it sends none. The process has always ended when
+    this returns or raises, even on Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))
@@ -156,6 +156,6 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def turned(cases: list[Case], number: int) -> list[Case]:
-    """Rotate `cases` so that turn `number` starts with a different case: the position in a turn may affect speed."""
+    """Rotate `cases` so that each turn starts with a different case, because the place in a turn may affect speed."""
     start = number % max(len(cases), 1)
     return cases[start:] + cases[:start]

@@ -69,7 +69,7 @@ def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> lis
 
 
 def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """Return 0 or 1, depending on the response's text. With random weights any reward will do."""
+    """Return 0 or 1, depending on the response's text. With random weights the reward has no meaning."""
     return float(zlib.crc32(solution_str.encode()) & 1)
 
 

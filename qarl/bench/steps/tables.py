@@ -1,7 +1,7 @@
 """Markdown tables from the JSON of `qarl.bench steps | rollout | trainer | publish`.
 
-A figure is the median, minimum and maximum over launches, each of which counts with the median of its rounds. With a
-single launch the figure is over its rounds. Everything is computed from the samples in the file.
+A figure is the median, minimum and maximum over launches. The value of a launch is the median of its rounds. If there
+is only one launch, the figure is over its rounds. Everything is computed from the samples in the file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RATIOS = {
     "publish": ("publish",),
     "rollout": ("prefill", "decode", "rollout"),
 }
-"""PHASES are the columns of the tables of seconds, RATIOS of those of ratios. `quantize` has no ratio, because bf16 has
-nothing to quantize."""
+"""PHASES: the columns of the tables of seconds. RATIOS: the columns of the tables of ratios. `quantize` has no ratio,
+because bf16 has nothing to quantize."""
 
 
 def units(samples: Samples) -> list[float]:
@@ -67,7 +67,7 @@ def _head(document: Document) -> str:
         batches = "mini-batch" if work["mini_batches"] == 1 else "mini-batches"
         done += f", {work['mini_batches']} {batches} of micro-batches of {work['micro_batch_size']}"
     depth, whole = model["layers"][-1], model["num_hidden_layers"]
-    cut = "" if depth == whole else f" (the whole model has {whole}: nothing is said of what those would take)"
+    cut = "" if depth == whole else f" (the whole model has {whole}, but the others were not measured)"
     taken = [len(value["samples"]) for result in document["results"] for value in result["phases"].values()]
     launches = max(taken, default=given["launches"])
     over = f"{launches} launches" if launches > 1 else "the rounds of one launch"
@@ -105,7 +105,7 @@ def _ratios(document: Document) -> str:
         if level:
             yield _ratio(result, _other(results, result, scheme=result["scheme"], level="off"), "step")
 
-    return f"Times as fast as BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
+    return f"Speed relative to BF16{' at `off`' * level}:\n\n{_table(document, head, row)}"
 
 
 def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:

@@ -1,4 +1,4 @@
-"""vLLM's attention on CPU, callable from the trainer. It runs the same operator on the same operands: the same bits.
+"""vLLM's attention on CPU, callable from the trainer. Operator and operands are the engine's, and so are the bits.
 
 The engine writes keys and values into a paged cache and reads them back block by block. Here each row gets such a
 cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the number of
@@ -7,8 +7,8 @@ prompt is one request, as in a prefill, and every token of the response is a req
 
 The function is batch-invariant. The keys of one query are never split among threads (`enable_kv_split`; `qarl.process`
 sets the same for the engine). Each row is a separate call, because on several threads the tiles of a long prompt depend
-on the rest of the call. For that reason the engine's prefill is not batch-invariant if it computes several requests
-together, nor if it computes a long prompt in pieces.
+on the rest of the call. For the same reason the engine's own prefill is not batch-invariant. Its bits depend on the
+requests that it computes together, and on the pieces into which it cuts a long prompt.
 
 The operator has no autograd; `qarl.align.attention` wraps it.
 """

@@ -1,16 +1,18 @@
-"""Mixture-of-experts layers on a CPU: one function that both rollout engine and trainer call.
+"""Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call the code here.
 
-On CPUs, vLLM 0.29 supports BF16 experts everywhere, but W4A16 and W8A8 experts only with AMX, where W4A16 would use
-int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore multiplies each
-expert's rows with the linear kernel that serves vLLM's dense layers on the machine. QaRL's plugin for vLLM calls it in
-the engine (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
+On CPUs, vLLM 0.29 supports BF16 experts everywhere, but W4A16 and W8A8 experts only with AMX, and its W4A16 experts
+would use int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore
+multiplies each expert's rows with the linear kernel that serves vLLM's dense layers on the machine. QaRL's plugin for
+vLLM calls it in the engine (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
 
-Low-bit experts round a row to BF16 after each product, after silu(gate), and after its product with up. The router's
+Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. The router's
 weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16
 experts stay in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer and
-engine must use the same class: with W4A16 weights dequantized for the BF16 operator, results would differ by 1%.
+engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ by
+1%.
 
-A token's result does not depend on other tokens: the linear kernels guarantee that, and each sum is over one token.
+A token's result does not depend on other tokens, because each row is independent in the linear kernels and each sum is
+over one token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The engine's rotary embedding without an engine: how it rotates a query at a position.
+"""Call vLLM's rotary embedding without an engine, to see how it rotates a query at a position.
 
-transformers and vLLM read the same config but not all of the same keys, and may compute different angles from the same
-keys: vLLM's `dynamic` stretches the base for every length, transformers' only beyond the trained length. So both are
-run on the same queries and compared (`qarl.align.rotary`).
+transformers and vLLM do not read exactly the same config keys, and may compute different angles from the same keys. For
+example, vLLM's `dynamic` stretches the base for every length, but transformers' only beyond the trained length. So both
+are run on the same queries and compared (`qarl.align.rotary`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qarl.process import configure_vllm_process
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:
-    """Build vLLM's module for a model with this transformers config, as its Llama, Qwen2 and Qwen3 do.
+    """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do.
 
     Raises:
         ValueError, KeyError: vLLM rejects the config's `rope_parameters`.
@@ -50,8 +50,8 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the cosines and sines by which the engine's operator multiplies in FP32, BF16 [positions, D / 2] each.
-    Return None if the class works differently."""
+    """Return the cosines and sines, BF16 [positions, D / 2] each. The engine's operator multiplies by them in FP32.
+    Return None if `rotary` is of a class that does not work in this way."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:

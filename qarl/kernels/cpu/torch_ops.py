@@ -5,9 +5,9 @@ in FP32: (sum * weight scale) * token scale, with the bias added by a fused mult
 
 For fp8, vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel uses PyTorch too. It calls `torch._scaled_mm` with unit scales
 and FP32 output, pads fewer than 17 rows to 17, and computes (sum * token scale) * weight scale + bias. Products of two
-e4m3 values are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order. It gives the
-same bits in less time (that of 2 to 3 BF16 products, against 3 to 11 for `_scaled_mm`), but needs four bytes of memory
-per weight. Rows are padded here too, because fewer than 17 would get an FP32 kernel with a different order.
+e4m3 values are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order, so it gives the
+same bits. It takes as long as 2 to 3 BF16 products (`_scaled_mm`: 3 to 11), but needs four bytes of memory per weight.
+Rows are padded here too, because an FP32 `matmul` of fewer than 17 rows runs a kernel that adds in a different order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FP8_MIN_ROWS = 17
 
 
 class PreparedScaled(NamedTuple):
-    """`weight` as the kernel multiplies by it; `scale` FP32 [1, N]."""
+    """`weight` in the layout and dtype that the kernel reads; `scale` FP32 [1, N]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
 
 
 def int8_unavailable(device: torch.device) -> str | None:
-    """Return why neither int8 kernel can serve, or None. Without VNNI, sums err by up to half a standard deviation."""
+    """Return why the int8 kernels cannot serve, or None. Without VNNI, sums err by up to half a standard deviation."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
     if not torch.cpu._is_vnni_supported():
@@ -135,11 +135,11 @@ def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
-    """Return whether both add `features` products in the same order. Tested once for this machine's libraries, with
-    numbers that a different order would round differently.
+    """Return whether both add `features` products in the same order. This is tested once for this machine's libraries,
+    with numbers that a different order would round differently.
 
-    oneDNN's reference code, which serves e4m3, adds any number of products one after another, and takes a thousand
-    times as long. On Intel CPUs MKL does the same up to 384 products, and sums blocks beyond that.
+    oneDNN's reference code, which multiplies e4m3, adds any number of products one after another, and takes a
+    thousand times as long. On Intel CPUs, MKL adds up to 384 products one after another, and more of them in blocks.
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (_FP8_MIN_ROWS, 130):

@@ -1,4 +1,4 @@
-"""The rollout engine's CPU operators, callable from the trainer: the same operation and operands, so the same bits.
+"""The rollout engine's CPU operators, callable from the trainer. On the same operands they give the same bits.
 
 vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
@@ -51,7 +51,7 @@ class PreparedInt8Tiles(NamedTuple):
 
 
 class PreparedInt8(NamedTuple):
-    """`handler` owns the packed weight but reads `scale` through a raw pointer, so the tensor must live as long."""
+    """`handler` owns the packed weight but reads `scale` through a raw pointer, so `scale` must live as long as it."""
 
     handler: Any
     scale: torch.Tensor
@@ -90,7 +90,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """Convert to the kernel's layout. Equals what vLLM's `process_weights_after_loading` makes of the tensors."""
+        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`."""
         pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
         out_features, half = pairs.shape  # a byte holds two values of one output channel, adjacent along K
         even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the activations, except that 1 value in 3,000, near a half, is rounded differently by the operator."""
+        """Return the dequantized activations. The operator rounds 1 value in 3,000, near a half, differently."""
         return dequantize(*quantize_int8_cuda(x))
 
 
@@ -195,10 +195,10 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
-    """Apply vLLM's rule for int8 weights [N, K] (`check_cpu_sgl_kernel`), whose module is slow to import."""
+    """Return whether vLLM uses AMX for int8 weights [N, K]. Its own `check_cpu_sgl_kernel` is slow to import."""
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
 def isa_hint() -> str:
-    """Apply vLLM's rule on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
+    """Return vLLM's choice on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -1,20 +1,20 @@
 """vLLM's CUDA operators as linear kernels. The rollout engine itself runs them on NVIDIA GPUs.
 
     vllm_machete        W4A16 on capability 9.0, K % 64 = 0, N % 128 = 0, groups of 64 or 128
-    vllm_marlin         W4A16 elsewhere from capability 8.0 on, groups of 32, 64 or 128
+    vllm_marlin         all other W4A16 from capability 8.0 on, groups of 32, 64 or 128
     vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
 Each prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel, MarlinLinearKernel,
 CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/). It serves a
-layer only if vLLM on this machine would use that class. Read in vLLM 0.24.0 and 0.29.0, where the functions called here
-take the same arguments. `qarl.vllm_versions` rejects a vLLM in which they differ; then only this file needs a change.
+layer only if vLLM on this machine would use that class. In vLLM 0.24.0 and 0.29.0 the functions called here take the
+same arguments. `qarl.vllm_versions` rejects a vLLM in which they differ; then only this file must be changed.
 
 Engine and trainer can still differ in three ways, which cannot be detected here:
     fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
-                     but not for one projection, and vLLM picks tiles and splits over K by N. Rounding may differ.
+                     but not for one projection. vLLM's tiles and splits over K depend on N, so rounding may differ.
     linear_backend   an engine argument of vLLM 0.29 that overrides its choice; QaRL does not set it.
-    compilation      with vLLM's torch.compile on, compiled PyTorch quantizes the activations, not the operators.
+    compilation      if vLLM uses torch.compile, compiled PyTorch quantizes the activations instead of the operators.
 
 The Triton kernels compute dX from the wire tensors, which the layer holds anyway, so no BF16 copy of a weight is kept.
 """
@@ -92,7 +92,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 @cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses."""
+    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses instead."""
     try:
         chosen = chosen_int4_kernel(shape, shape, group_size)
     except ValueError as error:
@@ -174,7 +174,7 @@ class VllmMacheteLinear(_PackedLinear):
 
 
 class VllmMarlinLinear(_PackedLinear):
-    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Zeros pad shapes that do not fit its tiles."""
+    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Shapes that do not fit its tiles are padded."""
 
     name = "vllm_marlin"
     group_sizes = (32, 64, 128)
@@ -184,7 +184,7 @@ class VllmMarlinLinear(_PackedLinear):
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = why_not_here(device, "marlin_gemm", capability=(8, 0))
-        # 32, because vLLM prefers Machete, which comes first in the registry but does not support groups of 32.
+        # Ask for groups of 32, which Machete does not support. For the others vLLM would name Machete, if it can serve.
         return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
 
     @staticmethod

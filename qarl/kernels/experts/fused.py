@@ -10,8 +10,8 @@ one after the other. The backward is straight-through and the same for all kerne
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
 Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
-products, so the values computed again can differ in the last BF16 bit. `scheme` names are those of design and config;
-W4A8 is not supported for experts. A token's experts must all be different, as routers choose them.
+products, so the values computed again can differ in the last BF16 bit. Schemes have the names of `quant.scheme`; W4A8
+is not supported for experts. A token's experts must all be different. Routers guarantee that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExpertsKernel(NamedKernel, Protocol):
 
 
 class _GroupedExperts:
-    """Run our products one after the other. Each row is rounded to BF16 before and after the router's weight."""
+    """Run our products one after the other. Each row is rounded to BF16 before and after it is weighted."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -121,7 +121,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve. `force` names the only one to consider. Raise UserError if none can."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only name to consider."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
@@ -132,7 +132,7 @@ def choose_experts_kernel(
 
 
 class LowBitExperts(NamedTuple):
-    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, the kernel's layout of them."""
+    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, which has the kernel's layout."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -245,7 +245,7 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
     scale: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
     if scheme in _EIGHT_BIT:
-        x, scale = kernel.quantize(scheme, x.contiguous())  # each token once, however many experts it has
+        x, scale = kernel.quantize(scheme, x.contiguous())  # each token is quantized once for all its experts
     rows = _gathered(x, routing.token)
     row_scale = None if scale is None else scale[routing.token]
     gate, up = grouped.product(rows, row_scale, gate_up, routing.ends).chunk(2, dim=1)

@@ -4,7 +4,7 @@ Rows are sorted by expert (`route`), each expert multiplies its own rows, and no
 tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
 int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
 
-On GPUs nothing here waits for the device, because the number of rows of each expert stays there. On CPUs it is read.
+On GPUs the code never reads how many rows each expert has, so it does not wait for the device. On CPUs it reads that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 
 def route(topk_ids: torch.Tensor, experts: int) -> Routing:
-    """Sort the rows of `topk_ids` [T, k] (each in 0..experts-1) by expert; the sort is stable, so tokens keep order."""
+    """Sort the T k rows by their expert in `topk_ids` [T, k] (0..experts-1). Rows of one expert stay in token order."""
     chosen, order = topk_ids.flatten().long().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True)
     return Routing(order, order // topk_ids.shape[1], ends.to(torch.int32))
@@ -98,7 +98,7 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad_e^T x_e of each expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]; zero if it has no rows."""
+    """Return grad_e^T x_e of each expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]. Without rows it is zero."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]

@@ -1,21 +1,21 @@
 """vLLM's fused mixture-of-experts kernels, which the rollout engine itself runs on NVIDIA GPUs.
 
     vllm_marlin_experts    W4A16: `fused_marlin_moe`, as MarlinExperts runs it
-    vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 does
+    vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 runs it
     vllm_triton_experts    W8A8, FP8 on capability 8.9: `fused_experts`, the kernels and tile tables of TritonExperts
 
-vLLM itself is asked which class it uses: `CompressedTensorsMoEMethod.get_moe_method`, which chooses for the engine's
-layers, gets a layer of the same sizes. A kernel serves only if the answer is its class. The classes themselves are not
+vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. It is called here for a
+layer of the same sizes, and a kernel serves only if it chooses that kernel's class. The classes themselves are not
 used, because they take their buffers from the engine's workspace, whose size is fixed to the engine's largest batch.
-Instead, the functions behind the classes are called with the same arguments. Read in vLLM 0.24.0 and 0.29.0.
+Instead, the functions behind the classes are called with the same arguments, as in vLLM 0.24.0 and 0.29.0.
 
 Engine and trainer can still differ in three ways: tensor or expert parallel rollouts (different tiles, and a sum over
 ranks); engine arguments that override vLLM's choice, which QaRL does not set; and the number of rows, on which Marlin's
 and Triton's tiles depend (vllm-project/vllm#46639). In vLLM 0.24 an assertion in TritonExperts rejects int8 rows, so
 that engine cannot serve W8A8 experts at all. `fused_experts`, which is called here, has no such assertion.
 
-The engine's own functions quantize the activations. W8A8 experts use a different one from W8A8 linears:
-`per_token_quant_int8` rounds halves away from zero.
+The engine's own functions quantize the activations. W8A8 experts use `per_token_quant_int8`, which rounds halves away
+from zero. W8A8 linears use a different function.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Return why `classes` cannot serve, which includes that vLLM would run a different class, or None if they can."""
+    """Return why vLLM would run none of `classes`, or why they cannot be called. Return None if they can serve."""
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:
         return why_not
@@ -155,7 +155,7 @@ def _silu() -> Any:
 
 
 class VllmMarlinExperts:
-    """int4 weights. As in MarlinExperts, `moe_sum` and not PyTorch sums over a token's experts."""
+    """int4 weights. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
 
     name = "vllm_marlin_experts"
 
@@ -230,7 +230,7 @@ class VllmMarlinExperts:
 
 
 def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """Sum over a token's experts. vLLM 0.29 also passes `ids`, which only matter with rows of other ranks."""
+    """Sum over a token's experts. vLLM 0.29 also passes `ids`, which matter only if some rows are on other ranks."""
     from vllm import _custom_ops as ops
 
     ops.moe_sum(rows, output)

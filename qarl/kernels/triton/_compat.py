@@ -77,7 +77,7 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_value(code, HARDWARE: tl.constexpr):
-    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact. Shifted into an FP32 they are 2**120 too small."""
+    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact. Shifted into an FP32 they give the value times 2**-120."""
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.uint32)

@@ -38,7 +38,7 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 def split(
     tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`; (1, None, None) if one."""
+    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`, or (1, None, None)."""
     count = parts(tile, tiles, blocks, device)
     if count == 1:
         return 1, None, None

@@ -4,11 +4,11 @@ Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the devi
 Nothing is padded to the largest expert: an expert with c rows has ceil(c / BM) tiles, and an empty one has none. Only
 the device knows the number of tiles, and reading it would wait for the device. So the grid has as many programs as any
 routing of M rows to E experts could need, at most min(M, E) row tiles more than are used. A program finds its expert by
-a cumulative sum over the E counts, and exits if there is none for it.
+a cumulative sum over the E counts, and exits if no expert has rows for it.
 
 Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), except that weights of experts
-without rows are not read. Sums are not split, because the experts fill the GPU. For many rows per expert, the table has
-no tile for W4A16. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
+without rows are not read. Sums are not split, because the experts fill the GPU. For W4A16 with many rows per expert,
+the table has no tile. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
 multiplies. The choice depends on the mean M / E, which follows from the shapes, so routing cannot change it.
 """
 
@@ -90,7 +90,7 @@ def grouped_scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N]. Tiles at the edge of an expert also compute rows and channels of the next, and drop them."""
+    """Compute y [M, N]. A tile at the edge of an expert also computes parts of the next expert, but drops them."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -207,7 +207,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def _check_experts(packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[int, tuple[int, int, int]]:
-    """(group size, (E, N, K))."""
+    """Check the tensors of experts, and return (group size, (E, N, K))."""
     require(packed.ndim == 3 and packed.shape[0] > 0, "weight_packed of experts must be int32 [E, N, K/8]")
     group = check_weight(packed, scale)
     _check_ends(ends, packed.shape[0], packed)

@@ -4,8 +4,8 @@
 environment of the process decides whether they are compiled or interpreted. Under the interpreter (TRITON_INTERPRET=1)
 they also serve the CPU, for tests.
 
-dX of 8-bit weights dequantizes the weight to a transient BF16 buffer (3 bytes of traffic per weight) and multiplies
-with cuBLAS. The gradients are BF16, and a product of BF16 with 8 bits would not be faster if it is compute-bound.
+For dX of 8-bit weights, the weight is dequantized to a transient BF16 buffer (3 bytes of traffic per weight), and
+cuBLAS multiplies. The gradients are BF16, so a compute-bound product would gain nothing from 8-bit weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TritonW4A16Linear(_TritonLinear, BF16Activations):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """The wire tensors themselves."""
+        """Return the wire tensors themselves."""
         return PackedWeight(tensors["weight_packed"], tensors["weight_scale"])
 
     @classmethod
@@ -92,7 +92,7 @@ class TritonW8A8Linear(_TritonLinear):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
-        """The wire tensors themselves."""
+        """Return the wire tensors themselves."""
         return ScaledWeight(tensors["weight"], tensors["weight_scale"])
 
     @classmethod
@@ -125,14 +125,14 @@ class TritonFP8Linear(TritonW8A8Linear):
 
 
 class TritonInvariantW4A16Linear(TritonW4A16Linear):
-    """Use one tile and one order of summation for any number of rows. It is only chosen by name."""
+    """Use one tile and one order of summation for any number of rows. The registry returns it only if forced to."""
 
     name = "triton_batch_invariant"
     batch_invariant = True
 
 
 class TritonInvariantW8A8Linear(TritonW8A8Linear):
-    """As TritonInvariantW4A16Linear, but cuBLAS computes dX, and its order of summation may depend on the rows."""
+    """As TritonInvariantW4A16Linear, but dX comes from cuBLAS, whose order of summation may depend on the rows."""
 
     name = "triton_batch_invariant"
     batch_invariant = True

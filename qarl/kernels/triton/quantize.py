@@ -6,10 +6,10 @@ numbers. So a product with the reciprocal, whose error is at most 2**-21, rounds
 costs ten instructions, and an H200 has time for eighteen while it moves the 2.5 bytes of an element. On the FP32 grid
 every quotient is an IEEE division.
 
-No kernel stops at a NaN or an Inf. It stores 1 to a flag, which the caller reads once for all its weights.
+A kernel that finds a NaN or an Inf does not stop. It stores 1 to a flag, which the caller reads once for all weights.
 
-Rooflines assume the H200's copy bandwidth of 4.3 TB/s. There was no kernel to reuse: vLLM and compressed-tensors
-quantize weights with eager PyTorch, in eight or more passes.
+Rooflines assume the H200's copy bandwidth of 4.3 TB/s. No existing kernel could be used, because vLLM and
+compressed-tensors quantize weights with eager PyTorch, in eight or more passes.
 """
 
 from __future__ import annotations
@@ -217,9 +217,9 @@ def quantize_int4(
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
-    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. torch.bfloat16 quantizes what a BF16
-    forward sees; torch.float32 keeps an FP32 weight as it is. `dequantize`: also return the BF16 weight. Raise
-    ValueError for any other dtype or shape.
+    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. With torch.bfloat16, the weight that a
+    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself. `dequantize`: also return the
+    dequantized weight in BF16. Raise ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape

@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`tile` serves shapes within the bounds, and only the given `group_sizes` if there are any."""
+    """`tile` serves shapes within the bounds. If `group_sizes` is not empty, it serves only those group sizes."""
 
     tile: Tile
     max_m: int | None = None
@@ -72,7 +72,7 @@ class Rule(NamedTuple):
 
 @cache
 def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
-    """{architecture: {operation: rules}}."""
+    """Return the tables as {architecture: {operation: rules}}."""
     stored = json.loads(PATH.read_text(encoding="utf-8"))
     return {
         architecture: {operation: tuple(map(Rule.from_json, rules)) for operation, rules in operations.items()}
@@ -102,7 +102,7 @@ def processors(device: torch.device) -> int:
 
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
-    """Return over how many programs the `blocks` of the summed dimension are split, four or more blocks each."""
+    """Return the number of programs that share the `blocks` of a sum. If there are several, each gets at least four."""
     wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
     count = max(1, min(wanted, blocks // 4))
     return -(-blocks // -(-blocks // count))  # every program must get a block

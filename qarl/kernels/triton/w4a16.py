@@ -1,13 +1,13 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
 
-Both products have two paths. `tables.py` says up to how many rows the first one serves:
+Both products have two paths. The tables (`tables.py`) give the largest number of rows for the first one:
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
   and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory below
   M = 46. There it takes the time to read 0.516 bytes per weight at g = 128, 3.9 times fewer than BF16.
 - dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic per
-  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass costs 3%
-  at M = 8192; dequantizing again in every tile of rows would cost more.
+  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass adds 3%
+  to the time at M = 8192. Dequantizing again in every tile of rows would add more.
 
 Both multiply the same BF16 operands and sum in FP32, so they differ by the order of the sum and one BF16 rounding.
 
@@ -58,7 +58,7 @@ def w4a16_kernel(
     x_ptr, packed_ptr, scale_ptr, bias_ptr, y_ptr, workspace_ptr, counter_ptr, M, N, K, stride_xm, parts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without a workspace parts must be 1."""
+    """The grid is (tiles, parts). Adjacent programs share a tile of the weight. Without workspace, parts is 1."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from qarl.errors import UserError
 
-RESUME = "start the same command again: it resumes from the last checkpoint (trainer.save_freq)"
+RESUME = "run the same command again: it resumes from the last checkpoint (trainer.save_freq)"
 
 
 def as_user_error(failure: BaseException) -> UserError | None:

@@ -160,7 +160,7 @@ def _no_turn(in_the_way: Path, seconds: float) -> UserError:
         f"another run has blocked publishing on this host for {seconds:g} s",
         where=str(in_the_way),
         why=f"{who} is stopped or stuck in a publish; runs on one host publish one after the other",
-        fix="continue or end that process, then start the same command again: it resumes from the last checkpoint; "
+        fix="continue or end that process, then run the same command again: it resumes from the last checkpoint; "
         f"the limit is {TURN_LIMITS} times {TIMEOUT_VARIABLE}",
     )
 

@@ -105,7 +105,7 @@ def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
         where=", ".join(failed[:4]),
         why="the engine, the agent loop or the reward function raised an error (see Error in _run_prompt in the log "
         "above); an update from the remaining responses would favour short ones",
-        fix=f"mend the cause and {RESUME}",
+        fix=f"fix the cause and {RESUME}",
     )
 
 

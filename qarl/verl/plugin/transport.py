@@ -41,6 +41,6 @@ def check_run(record: torch.Tensor, run: str) -> None:
             where=f"sent by {sender or 'a run without a name'}, expected from {run} (host/Raylet/Ray job)",
             why="two runs on this host use one socket: verl names it by Ray's job id, which is the same in every Ray "
             "that a run starts for itself",
-            fix="start the same command again: it resumes from the last checkpoint. Runs of QaRL wait for each other, "
+            fix="run the same command again: it resumes from the last checkpoint. Runs of QaRL wait for each other, "
             "so the other run is not one of QaRL, or uses another version, or /tmp is not writable",
         )

@@ -77,7 +77,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
                 f"the engine received no weights from the trainer for {seconds:g} s",
                 where=str(buckets.zmq_handle),
                 why="the process that sends them has died or is stuck, or it sends to another run's engine",
-                fix="start the same command again: it resumes from the last checkpoint; if the model's tensors take "
+                fix="run the same command again: it resumes from the last checkpoint; if the model's tensors take "
                 f"longer, raise {TIMEOUT_VARIABLE}, the limit in seconds",
             ) from error
         if not failure and self._qarl_receiver.stale:

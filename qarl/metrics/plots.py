@@ -2,7 +2,7 @@
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
 them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. Noisy series show each step as
-a faint line and their trailing mean as a bold one.
+a faint line and their trailing mean as a bold line.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory and return their paths. Raise UserError without metrics.jsonl."""
+    """Write `plots/*.png` in the run's directory and return their paths. Raise UserError if there is no
+    metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 
@@ -91,7 +92,7 @@ def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a metric for the steps where it is finite and, if `positive`, above zero."""
+    """Return steps and values of a metric, only of steps in which it is finite and, if `positive`, above zero."""
     points = [
         (entry["step"], float(entry[key]))
         for entry in entries
@@ -131,7 +132,7 @@ def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value its mean with up to `window - 1` values before it."""
+    """Return, for each value, the mean of this value and up to `window - 1` values before it."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - window)
@@ -200,7 +201,8 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if there are labels. `outside`: right of the axes, in stacking order."""
+    """Write the figure, with a legend if there are labels. `outside`: put the legend right of the axes, in stacking
+    order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

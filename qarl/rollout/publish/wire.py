@@ -56,7 +56,7 @@ def encode_publish(
 
     Args:
         manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
-            changes any weight. Without it, the engine notices only when it reaches that tensor.
+            changes any weight. Without it, the engine notices the mistake only when it reaches that tensor.
         digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
             made here, and every unit is checked for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.

@@ -19,8 +19,7 @@ The gradients of both are those of the unrounded FP32 attention. transformers' `
 tensors it also rounds the softmax's numerators, but it subtracts a different largest score.
 
 Queries and keys arrive in FP32 from the rotary embedding (see `qarl.align.blocks`) and are rounded to BF16 here. Values
-from a key-value cache also arrive in FP32, because the cache has one dtype for keys and values. They are rounded here
-too.
+from a key-value cache also arrive in FP32, because the cache has one dtype for keys and values. They are rounded too.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ ENGINE_ACTIVATIONS = ("silu",)
 class Refusal(NamedTuple):
     """The refusal of a config key for the model families `families`.
 
-    `harmless(value, config)` returns whether a value is allowed anyway. `why` is the reason for the refusal, which the
-    error shows."""
+    `harmless(value, config)` returns whether a value is allowed anyway. The error shows the reason `why`."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]
@@ -128,8 +127,7 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> verdict `both`, `rotary` or `neither`, with a reason. It holds for every family that does not refuse the
-key."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. It holds if the family does not refuse the key."""
 
 
 def verdict(family: str, key: str) -> str | None:
@@ -147,8 +145,7 @@ def check_config_keys(config: Any) -> None:
     Configs of families that are not in `FAMILIES` always pass.
 
     Raises:
-        UserError: a key has a refused value. The error names the key, its value, and the side that would ignore the
-        key.
+        UserError: a key has a refused value. The error names the key, its value, and the side that ignores the key.
     """
     if config.model_type not in FAMILIES:
         return

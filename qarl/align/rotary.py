@@ -48,8 +48,7 @@ PLAIN = {
 
 
 def is_plain(config: Any) -> bool:
-    """Return whether both sides are known to compute the same embedding. If so, vLLM need not be imported, which is
-    slow."""
+    """Return whether both sides are known to compute the same embedding. If so, vLLM's slow import is not needed."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
@@ -110,8 +109,7 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
 
 
 def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines do not fit the head
-    size."""
+    """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines have a wrong size."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)

@@ -3,8 +3,8 @@ first update, and a warning after it.
 
 δ is a sampled token's log-prob in the trainer minus its log-prob in the engine. `mismatch/abs_mean` is the mean of |δ|
 over the tokens of a batch. Each level has a limit for this mean. A larger mean shows that the two sides compute
-different models: only one of them follows a config key, a weight is not published, or the sampling distributions
-differ. No loss can correct such mistakes.
+different models. For example, only one of them follows a config key, a weight is not published, or the sampling
+distributions differ. No loss can correct such mistakes.
 
 Healthy values, which docs/alignment.md lists and `scripts/mismatch_guard_check.py` measures, are below the limits.
 Known mistakes are above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.

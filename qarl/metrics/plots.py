@@ -70,8 +70,7 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory and return their paths. Raise UserError if there is no
-    metrics.jsonl."""
+    """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 
@@ -201,8 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if there are labels. `outside`: put the legend right of the axes, in stacking
-    order."""
+    """Write the figure. Labels get a legend; `outside` puts it right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

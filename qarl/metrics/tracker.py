@@ -279,8 +279,7 @@ class _WandB:
 
 
 class _Console:
-    """Show a progress bar on a terminal. To a file or a pipe, print one plain line per step, so that log files stay
-    readable."""
+    """Show a progress bar on a terminal. Otherwise print one plain line per step, so that log files stay readable."""
 
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm
@@ -333,8 +332,7 @@ def _figures(metrics: Mapping[str, float]) -> str:
 def write_versions(run_dir: str | Path) -> Path:
     """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
 
-    A run's exact numbers depend on all of these, because vLLM and torch choose kernels by CPU features and installed
-    packages.
+    These decide a run's exact numbers, because vLLM and torch choose kernels by CPU features and installed packages.
     """
     path = Path(run_dir) / "versions.json"
     write_json(
@@ -353,8 +351,7 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this file's checkout, with "+changes" if tracked files differ, or None outside a
-    checkout."""
+    """Return this file's git commit, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]

@@ -233,7 +233,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the wire tensors of the weight of a linear, or of a stack of experts. `name` is its state-dict name."""
+    """Yield the wire tensors of `tensor`, a linear's weight or a stack of experts. `name` is its state-dict name."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:

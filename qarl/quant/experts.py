@@ -131,8 +131,7 @@ class QuantExperts(nn.Module):
 
     @torch.no_grad()
     def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
-        """Quantize one stack, unless it is already quantized. Once both stacks are quantized, prepare them for the
-        kernel."""
+        """Quantize one stack if it is not quantized yet. Once both are quantized, prepare them for the kernel."""
         if leaf not in self._quantized:
             self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
         if self._low_bit is None and self._quantized.keys() == STACKS.keys():

@@ -48,8 +48,7 @@ def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Q
 def find_difference(
     fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
 ) -> str | None:
-    """Return the first difference of `fused` and `eager` on the weights of `check_weights`, or None if all bytes are
-    equal."""
+    """Return where `fused` and `eager` first differ on the weights of `check_weights`, or None if they never do."""
     for what, weight in check_weights(dtype, device, args.group_size or 64):
         for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
             same = a.dtype == b.dtype and a.shape == b.shape

@@ -110,8 +110,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made at the first backward after an update, then
-        kept."""
+        """Ŵ [N, K] in BF16, for kernels that do not compute dX. The first backward after an update makes it."""
         if self._dequantized is None:
             self._dequantized = self.quantized().dequantize(torch.bfloat16)
         return self._dequantized

@@ -222,8 +222,7 @@ class RolloutEngine:
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
 
-        After any exception the engine is stale. If `tensors` raises while it is iterated over, the exception is passed
-        on.
+        After any exception the engine is stale. Exceptions from iterating over `tensors` are passed on.
 
         Raises:
             UserError: the tensors do not fit the engine's model. A later publish can succeed.

@@ -26,10 +26,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 
 
 class WeightReceiver:
-    """Take publishes for one worker of the engine. Each worker has one receiver for its whole life.
+    """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: version of the last complete publish, or None while the engine is stale. `stale_because`: why it is
-    stale.
+    `version`: that of the last complete publish, or None while the engine is stale. `stale_because`: why it is stale.
     `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
     and `apply`.
     """

@@ -1,7 +1,7 @@
 """The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
 
     qarl.begin    the version; also name, dtype and shape of every tensor that will follow, if they are known
-    tensors       of one unit: a decoder layer, or a module outside the decoder layers
+    tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
     qarl.unit     a checksum for each tensor of the unit
     ...           more units
     qarl.commit   the version again; only now is the publish complete

@@ -291,8 +291,7 @@ _WRITERS: dict[str, Writer] = {
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,
 }
-"""Writers by the name of vLLM's class. Names are used because vLLM moved the classes to other modules between
-releases."""
+"""Writers by the name of vLLM's class. The modules of these classes differ between releases."""
 
 
 def _write_bias(layer: Any, parts: list[Part]) -> None:

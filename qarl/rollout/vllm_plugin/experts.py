@@ -56,8 +56,7 @@ def register() -> str | None:
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, extended to report the routing. It can be captured because vLLM routes in Python
-    here."""
+    """vLLM's experts on a CPU, which also report their routing. The routing is in Python, so it can be captured."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True
@@ -70,7 +69,7 @@ class _ShowsRouting(CPUUnquantizedExperts):
 
 
 class LowBitExperts(_ShowsRouting):
-    """Experts that vLLM routes and QaRL's function multiplies."""
+    """Experts whose tokens are routed by vLLM and whose outputs are computed by QaRL's function."""
 
     prepared: PreparedExperts | None = None
 

@@ -10,7 +10,7 @@
 
 q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round in the same way on both sides.
 
-To align a layer of a loaded model, its class is changed to a subclass with the same name, as FSDP2's `fully_shard`
+A layer of a loaded model is aligned by changing its class to a subclass with the same name, as FSDP2's `fully_shard`
 does. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and wrapping by class name do not change.
 """
 

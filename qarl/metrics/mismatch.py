@@ -1,8 +1,8 @@
 """Metrics of every step: scores, lengths, seconds per phase, and the mismatch of trainer's and rollout's log-probs.
 
-These are pure functions of tensors. If verl also has a metric (`verl/trainer/ppo/rollout_corr_helper.py`,
-`metric_utils.py`, `utils/debug/metrics.py`), it is defined in the same way here, but its prefix is `mismatch/` instead
-of `rollout_corr/`. There are two differences from verl:
+These are pure functions of tensors. A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`,
+`metric_utils.py`, `utils/debug/metrics.py`) is defined as in verl, but its prefix is `mismatch/` instead of
+`rollout_corr/`. There are two differences from verl:
 
 - Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
   correct digit if δ is below 3e-4, as it is in an aligned trainer.

@@ -139,8 +139,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the timed phases in the order in which a step runs them, then unknown ones. Parts of `update` are left
-    out, because they would count twice."""
+    """Return the timed phases in the order in which a step runs them. Unknown phases come last. Parts of `update` are
+    left out, because they would count twice."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]

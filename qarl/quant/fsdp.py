@@ -6,7 +6,7 @@ Two things differ from `qarl.quant.linear`:
   So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
   checkpoint) must call `invalidate_quantized`. After this call, the first forward or publish makes the quantized
   tensors. Later forwards and publishes use them.
-- Each backward makes the dequantized weight again. A kept one would need the memory of a second, unsharded model.
+- Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
 The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
 numbers.

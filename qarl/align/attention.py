@@ -4,22 +4,22 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product instead. If the scale is not a power of two,
-              that makes 10 to 300 times as many outputs differ from vLLM's
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product instead. If the scale is not a power of two, 10 to
+              300 times as many outputs then differ from vLLM's
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
 
-The two registered functions:
+Two functions are registered:
 
     qarl_fp32     either form in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
-Both use the gradients of the unrounded FP32 attention. transformers' `sdpa` does not match: on BF16 tensors it also
-rounds the softmax's numerators, but subtracts a different largest score.
+The gradients of both are those of the unrounded FP32 attention. transformers' `sdpa` does not match vLLM. On BF16
+tensors it also rounds the softmax's numerators, but it subtracts a different largest score.
 
 Queries and keys arrive in FP32 from the rotary embedding (see `qarl.align.blocks`) and are rounded to BF16 here. Values
-are in FP32 too if they come from a key-value cache, which has one dtype for keys and values; they are rounded as well.
+from a key-value cache also arrive in FP32, because the cache has one dtype for keys and values. They are rounded too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _sdpa(
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return the same as `fp32_attention`, with the vector kernel's rounding."""
+    """Return attention with the vector kernel's rounding. Shapes are as in `fp32_attention`."""
     output = F.scaled_dot_product_attention(
         query.bfloat16().float() * scaling,
         key.bfloat16().float(),
@@ -122,8 +122,9 @@ class _TileAttention(torch.autograd.Function):
 def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
-    The queries are split into blocks. Each block sees the keys up to its own end, and zeros fill the last block. So the
-    sizes of a block's matrix products, and with them the order of summation, do not depend on later tokens of the row.
+    The queries are split into blocks. Each block sees the keys up to its own end. The last block is filled up with
+    zeros. So the sizes of a block's matrix products, and with them the order of summation, do not depend on later
+    tokens of the row.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -146,7 +147,7 @@ def _tile_rounded(
     """Return attention with the tile kernel's rounding: BF16 [..., T, D] from FP32 [..., T, D] inputs.
 
     `mask` has the form that scaled_dot_product_attention takes. As in that function, a query that sees no key (padding
-    on the left) gets the output 0. Without special care exp(-inf + inf) would make it NaN.
+    on the left) gets the output 0. Without special care this output would be exp(-inf + inf), which is NaN.
     """
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
@@ -198,12 +199,12 @@ def engine_attention(
     prompt_lengths: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the same as `fp32_attention`, computed by vLLM's operator.
+    """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
     Rows must be whole, start at position 0 and be padded on the right. Masks, key-value caches and dropout are refused.
 
-    `prompt_lengths` [B] is the number of tokens in each row that the engine prefilled. Pass it to the model's forward,
-    which passes it to this function. Without it, every token is computed as if it had been decoded alone.
+    `prompt_lengths` [B] is the number of tokens that the engine prefilled in each row. Pass it to the model's forward,
+    which passes it on to this function. Without it, every token is computed as if it had been decoded alone.
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(

@@ -2,15 +2,15 @@
 
     residual   vLLM adds in FP32, normalises the unrounded sum, and keeps the sum rounded to BF16 as the residual
                (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds first. Here the layers pass on
-               the unrounded FP32 sum as the hidden state. A norm reads it unrounded, and the next addition rounds
-               it first. transformers' loop over the layers needs no change.
+               the unrounded FP32 sum as the hidden state. A norm reads this sum unrounded. The next addition rounds it
+               before adding. transformers' loop over the layers needs no change.
     rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
                rounds each product. Here transformers' formula gets the BF16 cosines and sines cast to FP32, so it
                computes in FP32. The attention functions of `qarl.align.attention` then round queries and keys.
 
 q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round in the same way on both sides.
 
-To align a layer of a loaded model, its class is changed to a subclass with the same name, as FSDP2's `fully_shard`
+A layer of a loaded model is aligned by changing its class to a subclass with the same name, as FSDP2's `fully_shard`
 does. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and wrapping by class name do not change.
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 class AlignedRMSNorm(nn.Module):
     """RMSNorm that rounds the normalised value to the weight's dtype, then multiplies by the weight.
 
-    It takes FP32 or BF16 [..., hidden]."""
+    The input is FP32 or BF16 [..., hidden]."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -40,7 +40,7 @@ class AlignedRMSNorm(nn.Module):
 class AlignedDecoderLayer(nn.Module):
     """Decoder layer that returns its hidden states as unrounded FP32 sums, [B, T, hidden].
 
-    It takes the BF16 embeddings or the FP32 sums of the previous layer."""
+    The input is the BF16 embeddings or the FP32 sums of the previous layer."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -71,7 +71,7 @@ def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Ten
 
 @cache
 def aligned_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `original`, with the same name and the forward of `mixin`."""
+    """Return a subclass of `original` that has the same name and the forward of `mixin`."""
     return type(original.__name__, (mixin, original), {"__module__": __name__})
 
 

@@ -1,13 +1,13 @@
-"""Which keys of a model's config trainer and engine treat in the same way.
+"""A verdict on each key of a model's config: whether the trainer and the engine treat the key in the same way.
 
-If one side honours a key and the other ignores it, the same config gives two different models. So for Llama, Qwen2,
-Qwen3 and Qwen3-MoE every key that vLLM or transformers reads has a verdict here. scripts/config_keys.py writes the list
-of these keys, `config_keys.json`.
+If one side honours a key and the other ignores it, the same config gives two different models. So every key that vLLM
+or transformers reads for Llama, Qwen2, Qwen3 or Qwen3-MoE has a verdict here. scripts/config_keys.py writes the list of
+these keys, `config_keys.json`.
 
-    both      both sides honour it
-    rotary    it belongs to the rotary embedding, which is run on both sides and compared (`qarl.align.rotary`)
-    neither   no forward of these families reads it; the reason says what it is for
-    refused   only one side honours it, so all values except harmless ones are refused before anything runs
+    both      both sides honour the key
+    rotary    the key belongs to the rotary embedding, which is run on both sides and compared (`qarl.align.rotary`)
+    neither   no forward of these families reads the key; the reason says what the key is for
+    refused   only one side honours the key, so all values except harmless ones are refused before anything runs
 
 A key that neither side reads is harmless and is not checked.
 """
@@ -28,9 +28,9 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """Why a key is refused for the model families `families`.
+    """The refusal of a config key for the model families `families`.
 
-    `harmless(value, config)` returns whether a value is allowed anyway. `why` is the reason that the error shows."""
+    `harmless(value, config)` returns whether a value is allowed anyway. The error shows the reason `why`."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]
@@ -127,11 +127,11 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> `both`, `rotary` or `neither`, with a reason, for every family that does not refuse the key."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. It holds if the family does not refuse the key."""
 
 
 def verdict(family: str, key: str) -> str | None:
-    """Return `both`, `rotary`, `neither` or `refused`, with a reason; None if the key has no verdict."""
+    """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key has no verdict."""
     if key in REFUSED and family in REFUSED[key].families:
         return f"refused: {REFUSED[key].why}"
     if key.startswith("rope_parameters."):
@@ -140,10 +140,12 @@ def verdict(family: str, key: str) -> str | None:
 
 
 def check_config_keys(config: Any) -> None:
-    """Check that trainer and engine would read this transformers config in the same way. Other families always pass.
+    """Check that trainer and engine would read this transformers config in the same way.
+
+    Configs of families that are not in `FAMILIES` always pass.
 
     Raises:
-        UserError: a key has a refused value. The error names the key, its value, and the side that would ignore it.
+        UserError: a key has a refused value. The error names the key, its value, and the side that ignores the key.
     """
     if config.model_type not in FAMILIES:
         return
@@ -161,7 +163,7 @@ def check_config_keys(config: Any) -> None:
 
 
 def check_rotary(config: Any) -> None:
-    """Raise UserError if the rotary embeddings of the two sides differ. Without vLLM this checks nothing."""
+    """Raise UserError if the rotary embeddings of the two sides differ. If vLLM is not installed, check nothing."""
     if is_plain(config) or vllm_missing():
         return
     parameters = dict(config.rope_parameters or {})

@@ -1,8 +1,8 @@
-"""Model families that can be trained: those with all levels, and those measured only at level `linears`.
+"""Model families that can be trained. Some have all levels of alignment; others were measured only at level `linears`.
 
 vLLM's class for a family may compute a different model than transformers. For example, only one side applies a
 multiplier, a router rounds differently, or a publish does not reach a layer. So a family can be trained only if trainer
-and engine were compared on a random model of it. All other families are refused by name before anything runs.
+and engine were compared on a random model of this family. All other families are refused by name before anything runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 LARGEST_SHARE = 0.1
 """Trainer and engine agree on a family if its mean |δ| at `linears` is at most this fraction of its mean |δ| at `off`,
-in W4A16. The limit is a fraction because a family that scales its logits down has a small δ even if the models differ.
-Llama's fraction is 0.03."""
+in W4A16. The limit is a fraction because a family that scales its logits down has a small δ even if the two sides
+compute different models. Llama's fraction is 0.03."""
 SHOWN = {
     "arcee": 7.5e-3,
     "cohere": 2.8e-4,
@@ -34,8 +34,8 @@ SHOWN = {
     "nemotron": 1.7e-2,
     "seed_oss": 7.0e-3,
 }
-"""Family -> mean |δ| at `linears` in W4A16, in nats per token, from benchmarks/results/families_cpu.json. There, Llama
-has 8e-3. A test compares this table with the file."""
+"""Family -> mean |δ| at `linears` in W4A16, in nats per token, from benchmarks/results/families_cpu.json. Llama has
+8e-3 in that file. A test compares this table with the file."""
 
 
 def check_family(hf_config: Any) -> None:

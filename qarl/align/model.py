@@ -4,17 +4,17 @@
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch.
               Rarer types of rotary embedding use the engine's own cosines and sines
-    exact     also attention by the engine's own operator, so δ is 0. For prompts of more than about 300 tokens this
-              needs one thread, and an engine that prefills each prompt in one piece (`qarl.kernels.cpu.attention`)
+    exact     also attention by the engine's own operator, so δ is 0. For prompts of more than about 300 tokens, δ is 0
+              only with one thread and an engine that prefills each prompt in one piece (`qarl.kernels.cpu.attention`)
 
-`align_model` applies the last two, after the linears are quantized. They are built for Llama, Qwen2, Qwen3 and
-Qwen3-MoE against vLLM on CPU. In a mixture of experts both also use the engine's router and, if the experts are BF16,
-its operator for experts. For other models and devices the level falls back to the next lower one that is built, and the
-report says why.
+`align_model` applies levels `model` and `exact`, after the linears are quantized. Both levels exist for Llama, Qwen2,
+Qwen3 and Qwen3-MoE against vLLM on CPU. In a mixture of experts they also use the engine's router and, if the experts
+are BF16, its operator for experts. Other models and devices get the next lower level that is available, and the report
+says why.
 
-At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX it was the same
-order up to 192 keys, and δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
-With AMX this happens from the first keys on, because its tiles sum even and odd neighbours separately.
+At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX the order was
+the same up to 192 keys, so δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
+With AMX such differences begin with the first keys, because AMX tiles sum even and odd neighbours separately.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LEVELS = ("off", "linears", "model", "exact")
 
 @dataclass(frozen=True)
 class AlignReport:
-    """`asked`: the level that was asked for. `level`: the level that was applied. `why_lower`: the reasons if they
-    differ. `replaced`: number of modules that were replaced, by kind."""
+    """`asked`: the level that was asked for. `level`: the level that was applied. `why_lower`: the reasons if the
+    applied level is lower. `replaced`: number of modules that were replaced, by kind."""
 
     asked: str
     level: str
@@ -79,7 +79,7 @@ def align_model(
         sharded: whether FSDP shards the model.
 
     Raises:
-        UserError: `level` does not exist, or the engine would read the model's config differently.
+        UserError: `level` does not exist, or the engine would read the model's config differently than the trainer.
     """
     if level not in LEVELS:
         raise UserError(
@@ -124,8 +124,8 @@ def align_model(
 def bf16_experts(
     model: Any, device: torch.device | None, kind: type[QuantExperts] = QuantExperts
 ) -> dict[str, QuantExperts]:
-    """Return, by name, replacements for the experts that are not quantized. They run the engine's operator on the same
-    weights."""
+    """Return replacements, by name, for the layers of experts that are not quantized. A replacement runs the engine's
+    operator on the same weights."""
     scheme = get_scheme("bf16")
     return {
         name: kind(experts, scheme, qualified_name=name, device=device)
@@ -135,7 +135,7 @@ def bf16_experts(
 
 
 def align_rotary(model: Any) -> None:
-    """Make the model use the engine's cosines and sines, unless its rotary embedding is a plain one."""
+    """Make the model use the engine's cosines and sines, unless its rotary embedding is plain (see `is_plain`)."""
     if not is_plain(model.config):
         align_module(model.model.rotary_emb, EngineRotaryEmbedding)
         model.model.rotary_emb.turns = match_rotary(model.config).turns
@@ -146,7 +146,7 @@ def resolve_level(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the level that applies to a model with this transformers config, and a reason for each step down.
 
-    `kernels`: names of the kernels of its quantized linears. No model is needed.
+    `kernels`: names of the kernels of the model's quantized linears. The model itself is not needed.
     """
     reasons: list[str] = []
     if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels)):
@@ -174,7 +174,7 @@ def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str 
 
 
 def rotary_unavailable(config: Any) -> str | None:
-    """Return why the trainer's rotary embedding cannot give the engine's bits, or None if it can."""
+    """Return why the trainer's rotary embedding cannot equal the engine's bit for bit, or None if it can."""
     if is_plain(config):
         return None
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -2,11 +2,11 @@
 
 vLLM's module and transformers' module rotate the same random queries. There are three outcomes:
 
-    equal    if the trainer uses the engine's cosines and sines, it gets the engine's bits. Levels `model` and `exact`
-             are available
+    equal    if the trainer uses the engine's cosines and sines, its results equal the engine's bit for bit. Levels
+             `model` and `exact` are available
     near     transformers' own rotation differs only by rounding. Only level `linears` is available
-    far      it differs by more, because only one side honours a key of `rope_parameters`. Such a config is refused,
-             because the trained model would differ from the sampled one
+    far      transformers' rotation differs by more, because only one side honours a key of `rope_parameters`. Such a
+             config is refused, because the trained model would differ from the sampled one
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from qarl.kernels.cpu import rotary as vllm_rotary
 
 _NEAR = 0.01
-"""Largest relative error, in norm, that rounding explains. BF16 cosines and sines cause 0.003; a different formula
+"""Largest relative error, in norm, that rounding can cause. BF16 cosines and sines cause 0.003; a different formula
 causes 0.05 to 1."""
 _PROBES = 2048
 """Number of positions that are compared."""
@@ -44,12 +44,11 @@ PLAIN = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-"""Types of rotary embedding that tests have shown to be equal, each with all keys that both sides read."""
+"""Types of rotary embedding that tests have shown to be equal on both sides -> all keys that both sides read."""
 
 
 def is_plain(config: Any) -> bool:
-    """Return whether both sides are known to compute the same embedding. Then vLLM, which is slow to import, is not
-    needed."""
+    """Return whether both sides are known to compute the same embedding. If so, vLLM's slow import is not needed."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
@@ -62,7 +61,7 @@ def match_rotary(config: Any) -> RotaryMatch:
     """Compare the rotary embeddings of both sides for a transformers config. No weights are needed.
 
     Raises:
-        Exception: any exception of vLLM or transformers for `rope_parameters` that it cannot use.
+        Exception: vLLM or transformers cannot use the config's `rope_parameters`. Its exception is passed on.
     """
     head_size = head_size_of(config)
     described = {
@@ -79,7 +78,7 @@ def match_rotary(config: Any) -> RotaryMatch:
 
 
 _MATCHES: dict[str, RotaryMatch] = {}
-"""The results so far, because a run asks for the same one several times."""
+"""The results so far. They are kept because a run asks for the same result several times."""
 
 
 def _compare(config: Any, head_size: int) -> RotaryMatch:
@@ -102,7 +101,7 @@ def head_size_of(config: Any) -> int:
 
 
 def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate `query` [T, D] as transformers' `apply_rotary_pos_emb`, in FP32. Cosines and sines are [T, D / 2]."""
+    """Rotate `query` [T, D] in FP32, as transformers' `apply_rotary_pos_emb` does. Cosines and sines are [T, D / 2]."""
     x = query.float()
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -110,7 +109,7 @@ def _turn(query: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
 
 
 def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines do not fit the heads."""
+    """Rotate `query` with transformers' own module. Return FP32 [T, D], or None if its cosines have a wrong size."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
@@ -126,7 +125,7 @@ def _transformers_turn(config: Any, positions: torch.Tensor, query: torch.Tensor
 
 
 class EngineRotaryEmbedding(nn.Module):
-    """Look up the cosines and sines of `position_ids` [B, T] in the engine's table. Return BF16 [B, T, D] each."""
+    """Look up the cosines and sines of `position_ids` [B, T] in the engine's table. Return both as BF16 [B, T, D]."""
 
     turns: tuple[torch.Tensor, torch.Tensor]
 

@@ -2,18 +2,18 @@
 
 From the same logits, the engine and transformers choose the same experts, except for ties. They round differently:
 
-    vLLM on CPU     takes the k largest of the BF16 logits, unsorted, and their softmax, in BF16. Without norm_topk_prob
-                    the weights are exp(logit - logsumexp of all logits), in BF16 (`select_experts`,
+    vLLM on CPU     takes the k largest of the BF16 logits, unsorted. The weights are their softmax, in BF16. Without
+                    norm_topk_prob they are exp(logit - logsumexp of all logits), in BF16 (`select_experts`,
                     vllm/model_executor/layers/fused_moe/experts/cpu_moe.py)
     transformers    takes a softmax over all logits in FP32 and the k largest probabilities in order, divides these by
                     their sum, and rounds to BF16
 
-The order matters because the FP32 sum over a token's experts follows it. (On CUDA vLLM keeps the weights in FP32.)
+The order matters because a token's experts are summed in this order, in FP32. (On CUDA vLLM keeps the weights in FP32.)
 
-A tiny difference in the hidden states can still send a token to different experts than in the rollout, and then
-everything after it differs. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights
-come from the trainer's own logits, so the router still gets a gradient. Replay and record are forward hooks on the
-routers, and work at every level of alignment.
+A tiny difference in the hidden states can still send a token to different experts than in the rollout. All later layers
+and tokens then differ. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights come
+from the trainer's own logits, so the router still gets a gradient. Replay and recording are forward hooks on the
+routers. They work at every level of alignment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return vLLM's weights [T, k] of `experts` [T, k], in the dtype of `logits` [T, E]; differentiable."""
+    """Return the weights [T, k] that vLLM gives to `experts` [T, k].
+
+    They have the dtype of `logits` [T, E] and are differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -66,8 +68,8 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 def replays(router_replay: str, level: str) -> bool:
     """Return whether `rollout.router_replay` asks for a replay at an alignment level.
 
-    `auto` replays only at levels below `model`, at which the trainer's routers may choose different experts than the
-    engine's.
+    `auto` replays only at levels below `model`. At these levels the trainer's routers may choose different experts than
+    the engine's.
     """
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
@@ -85,13 +87,13 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
     With gradient checkpointing the backward must be in the context too, because it computes the forward again.
 
     Args:
-        experts: integers [T, layers, k]: the T tokens in the order in which the forward flattens its rows, and all
-            decoder layers, including those without experts. The model's router chooses if a token's k numbers in a
-            layer are not all different or one is negative, because then its routing is unknown.
+        experts: integers [T, layers, k]. The T tokens are in the order in which the forward flattens its rows. All
+            decoder layers are included, even those without experts. If a token's k numbers in a layer are not all
+            different, or if one is negative, its routing is unknown and the model's router chooses.
 
     Raises:
-        ValueError: the sizes do not fit the model, or an expert's number is too large. A forward raises it if it has
-            a different number of tokens.
+        ValueError: the sizes do not fit the model, or an expert's number is too large. A forward also raises this error
+            if its number of tokens is not T.
     """
     found = routers(model)
     layers = len(model.model.layers)
@@ -129,10 +131,7 @@ class _Replay:
 
 
 def known_routing(experts: torch.Tensor) -> torch.Tensor:
-    """Return, for expert numbers [..., k], whether the k numbers are a valid choice: all different and at least 0.
-
-    The result is bool [...].
-    """
+    """Return bool [...]: whether the k numbers in `experts` [..., k] are all different and at least 0."""
     in_order = experts.sort(-1).values
     return (in_order[..., 0] >= 0) & (in_order.diff(dim=-1) > 0).all(-1)
 
@@ -158,7 +157,7 @@ class RecordedRouting:
 
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Within this context, record the choices of the model's routers. A replay's hooks run later."""
+    """Within this context, record the choices of the model's routers. The hooks of a replay run later."""
     record = RecordedRouting(len(model.model.layers))
     handles = [
         router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()
@@ -173,7 +172,7 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
 def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """Return bool [T]: whether the experts of `own` and `given`, both [T, layers, k], differ in at least one layer.
 
-    The order of a token's experts does not count. Layers in which one of the two is unknown do not count either.
+    The order of a token's experts does not count. Layers in which `own` or `given` is unknown do not count either.
     """
     given = given.to(device=own.device, dtype=own.dtype)
     known = known_routing(own) & known_routing(given)

@@ -1,10 +1,10 @@
-"""Compare the measured mismatch with the limit of the alignment level. Before the first update a mismatch over the
-limit is an error, later a warning.
+"""Compare the measured mismatch with the limit of the alignment level. A mismatch over the limit is an error before the
+first update, and a warning after it.
 
 δ is a sampled token's log-prob in the trainer minus its log-prob in the engine. `mismatch/abs_mean` is the mean of |δ|
 over the tokens of a batch. Each level has a limit for this mean. A larger mean shows that the two sides compute
-different models: only one of them follows a config key, a weight is not published, or the sampling distributions
-differ. No loss can correct that.
+different models. For example, only one of them follows a config key, a weight is not published, or the sampling
+distributions differ. No loss can correct such mistakes.
 
 Healthy values, which docs/alignment.md lists and `scripts/mismatch_guard_check.py` measures, are below the limits.
 Known mistakes are above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.
@@ -25,14 +25,14 @@ MODEL_LIMIT = (5e-3, 5e-6)
 """Limit at `model` for short responses, and the amount that each response token adds, up to `DEFAULT_LIMITS["model"]`.
 
 At this level δ comes from the order in which attention sums over keys. So it grows with the length of the responses and
-with the entropy of the distributions. At 50 tokens it is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random
-weights); the limit is then 5.3e-3. At 1000 tokens it is at most 1.6e-3; the limit is then 1e-2, half of the smallest
-known mistake.
+with the entropy of the distributions. At 50 tokens the mean |δ| is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3
+(random weights). The limit is then 5.3e-3. At 1000 tokens the mean is at most 1.6e-3. The limit is then 1e-2, which is
+half of the smallest known mistake.
 """
 COLDEST = 0.25
-"""Limits are divided by the temperature, or by this value if the temperature is lower. The logits are divided by the
-temperature, so their rounding errors grow in the same way. At very low temperatures, distributions are so sharp that
-most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3 and
+"""Limits are divided by the temperature, or by this value if the temperature is lower. The logits are also divided by
+the temperature, so their rounding errors grow by the same factor. At very low temperatures, distributions are so sharp
+that most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3 and
 6.7e-3 at 0.1."""
 
 
@@ -71,7 +71,7 @@ def check_mismatch(
 ) -> str | None:
     """Return the text of a warning if the mean |δ| `abs_mean` is over the limit (see `resolve_limit`), else None.
 
-    `source`: words that say where the limit comes from; by default they name the level or `quant.mismatch_limit`.
+    `source`: words that say where the limit comes from; by default these name the level or `quant.mismatch_limit`.
 
     Raises:
         MismatchError: the mean is over the limit and `before_first_update` is true, so no weight has changed yet.

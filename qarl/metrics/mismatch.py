@@ -1,16 +1,16 @@
-"""Metrics of every step: the mismatch of the trainer's and the rollout's log-probs, scores, lengths, seconds per phase.
+"""Metrics of every step: scores, lengths, seconds per phase, and the mismatch of trainer's and rollout's log-probs.
 
-These are pure functions of tensors. If verl also has a metric (`verl/trainer/ppo/rollout_corr_helper.py`,
-`metric_utils.py`, `utils/debug/metrics.py`), it is defined in the same way here, but its prefix is `mismatch/` instead
-of `rollout_corr/`. There are two differences:
+These are pure functions of tensors. A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`,
+`metric_utils.py`, `utils/debug/metrics.py`) is defined as in verl, but its prefix is `mismatch/` instead of
+`rollout_corr/`. There are two differences from verl:
 
 - Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
   correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Means can hide problems, so there are also quantiles, the maximum and the effective sample size. In arXiv 2605.14220 the
-mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat over 700 steps in which the run
-begins to decay.
+Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In arXiv
+2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat over 700 steps
+in which the run begins to decay.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Compare the two policies on the sampled tokens, with δ = old_log_prob - rollout_log_prob in nats per token.
 
-    - `mismatch/abs_mean`, `abs_max`, `abs_p50`, `abs_p90`, `abs_p99`, `abs_p999`: of |δ| over tokens
-    - `mismatch/k1` = mean(-δ) and `mismatch/k3` = mean(exp(δ) - δ - 1): estimates of KL(rollout‖trainer), verl's `kl`
-      and `k3_kl`
-    - `mismatch/ess`: effective sample size of the token weights exp(δ) truncated at 2, divided by the number of tokens;
-      in (0, 1]; verl's `rollout_is_eff_sample_size`
+    - `mismatch/abs_mean`, `abs_max`, `abs_p50`, `abs_p90`, `abs_p99`, `abs_p999`: statistics of |δ| over tokens
+    - `mismatch/k1` = mean(-δ) and `mismatch/k3` = mean(exp(δ) - δ - 1): estimates of KL(rollout‖trainer), called `kl`
+      and `k3_kl` in verl
+    - `mismatch/ess`: effective sample size of the token weights exp(δ) truncated at 2, divided by the number of tokens.
+      It is in (0, 1] and called `rollout_is_eff_sample_size` in verl
     - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity divided by the rollout's
-    - `mismatch/pearson`: correlation of the two probabilities over tokens, verl's `rollout_actor_probs_pearson_corr`;
-      NaN if either is constant
+    - `mismatch/pearson`: correlation of the two probabilities over tokens, called `rollout_actor_probs_pearson_corr` in
+      verl. It is NaN if one of the two is constant
 
     All three arguments are [batch, response_length]; the mask is bool or 0/1. Values outside the mask are ignored.
     Raises ValueError for unequal shapes and for an empty mask.
@@ -97,10 +97,10 @@ def response_metrics(
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names; lengths are in tokens.
 
-    Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the population's; verl
-    does not have it. `response_length/clip_ratio` is the fraction of responses cut off at `max_response_length`. With
-    `finish_reasons` it counts those with "length", because a response may end by itself on its last allowed token.
-    Otherwise it counts all responses of full length, as verl does.
+    Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the standard deviation
+    of the population, which verl does not have. `response_length/clip_ratio` is the fraction of responses cut off at
+    `max_response_length`. With `finish_reasons` it counts the responses that have "length", because a response may end
+    by itself on its last allowed token. Otherwise it counts all responses of full length, as verl does.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)

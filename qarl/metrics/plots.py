@@ -2,7 +2,7 @@
 
 `python -m qarl.metrics.plots runs/NAME` writes runs/NAME/plots/*.png. With several runs, every figure shows all of
 them; `--output DIR` sets the folder. A figure whose metrics were not logged is left out. Noisy series show each step as
-a faint line and their trailing mean as a bold one.
+a faint line and their trailing mean as a bold line.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FIGURES = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Write `plots/*.png` in the run's directory and return their paths. Raise UserError without metrics.jsonl."""
+    """Write the run's `plots/*.png` and return their paths. Raise UserError if there is no metrics.jsonl."""
     run_dir = Path(run_dir)
     return plot_compare([run_dir], run_dir / "plots")
 
@@ -91,7 +91,7 @@ def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a metric for the steps where it is finite and, if `positive`, above zero."""
+    """Return steps and values of a metric, only of steps in which it is finite and, if `positive`, above zero."""
     points = [
         (entry["step"], float(entry[key]))
         for entry in entries
@@ -131,7 +131,7 @@ def _plot_lines(figure: Figure, runs: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value its mean with up to `window - 1` values before it."""
+    """Return, for each value, the mean of this value and up to `window - 1` values before it."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - window)
@@ -139,8 +139,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the timed phases in the order in which a step runs them, then unknown ones. Parts of `update` are left
-    out, because they would count twice."""
+    """Return the timed phases in the order in which a step runs them. Unknown phases come last. Parts of `update` are
+    left out, because they would count twice."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
@@ -200,7 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if there are labels. `outside`: right of the axes, in stacking order."""
+    """Write the figure. Labels get a legend; `outside` puts it right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

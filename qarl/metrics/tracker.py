@@ -78,7 +78,7 @@ class Tracker:
     ) -> None:
         """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
-        `start_step`: the last step before a resume. `stream`: the console logger writes there, by default stdout.
+        `start_step`: the last step before a resume. `stream`: where the console logger writes, by default stdout.
         """
         check_loggers(loggers)
         self.problem: UserError | None = None
@@ -279,7 +279,7 @@ class _WandB:
 
 
 class _Console:
-    """Show a progress bar on a terminal. Elsewhere print one plain line per step, so that log files stay readable."""
+    """Show a progress bar on a terminal. Otherwise print one plain line per step, so that log files stay readable."""
 
     def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
         from tqdm import tqdm
@@ -311,7 +311,7 @@ class _Console:
             self._bar.write(text, file=self._stream)
 
     def _pace(self, step: int) -> str:
-        """Return seconds per step and the remaining time at that pace; empty before the first step."""
+        """Return seconds per step and the remaining time at that pace, or an empty string before the first step."""
         from tqdm import tqdm
 
         done = step - self._start_step
@@ -332,7 +332,7 @@ def _figures(metrics: Mapping[str, float]) -> str:
 def write_versions(run_dir: str | Path) -> Path:
     """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
 
-    A run's exact numbers depend on all of these: vLLM and torch choose kernels by CPU features and installed packages.
+    These decide a run's exact numbers, because vLLM and torch choose kernels by CPU features and installed packages.
     """
     path = Path(run_dir) / "versions.json"
     write_json(
@@ -351,7 +351,7 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this file's checkout, with "+changes" if tracked files differ; None outside a checkout."""
+    """Return this file's git commit, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
@@ -367,7 +367,7 @@ def _git_commit() -> str | None:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of `packages`, without those that are not installed."""
+    """Return the versions of those `packages` that are installed."""
     found = {}
     for package in packages:
         try:

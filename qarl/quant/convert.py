@@ -1,4 +1,4 @@
-"""Select the linears of a model that are quantized, convert them, and make the wire tensors of the whole model.
+"""Select the linears to quantize in a model, convert them, and make the wire tensors of the whole model.
 
 `quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place.
 `packed_state_dict` yields the tensors that a rollout engine loads and a checkpoint stores, under compressed-tensors
@@ -31,8 +31,8 @@ DEFAULT_IGNORE = ("lm_head",)
 class QuantReport:
     """The result of a conversion.
 
-    `quantized`: quantized linears (name -> kernel). `skipped`: linears left alone (name -> why). `unmatched_ignore`:
-    ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel)."""
+    `quantized`: quantized linears (name -> kernel). `skipped`: linears that were not quantized (name -> reason).
+    `unmatched_ignore`: ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel)."""
 
     scheme: Scheme
     quantized: dict[str, str]
@@ -55,9 +55,9 @@ class QuantReport:
 def select_linears(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> why not).
+    """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> reason).
 
-    Each matrix of an expert is listed like a linear. Its module is the one that holds all experts of its layer.
+    Each matrix of an expert is listed like a linear. Its module is the module that holds all experts of the layer.
 
     Raises:
         UserError: the shapes of some linears do not fit the scheme (the error lists the first four), or `ignore` covers
@@ -90,7 +90,7 @@ def select_linears(
 
 
 _GATES = (".mlp.gate", ".shared_expert_gate")
-"""Ends of the names of routers and of gates of shared experts, in model families where these are linears."""
+"""How the names of routers and of shared experts' gates end, in model families that have them as linears."""
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -139,8 +139,8 @@ def quantize_model(
     """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
     place. Parameters keep their names.
 
-    The weights must be BF16, because the weight that the forward sees is quantized. Raise UserError if a weight is not
-    BF16, if the model is already quantized, or for the reasons that `select_linears` names.
+    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raise UserError if a
+    weight is not BF16, if the model is already quantized, or for the reasons that `select_linears` names.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
@@ -192,7 +192,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that `select_linears` selected, by their names in the model, each once."""
+    """Return each module that `select_linears` selected, once, by its name in the model."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -205,9 +205,9 @@ def packed_state_dict(
     tensors.
 
     A `QuantLinear` or `QuantExperts` yields the tensors that its forward multiplies by. For a model that was not
-    converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized by the same
-    function. A tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face
-    checkpoints. Tensors are not copied, so clone any that must outlive the next optimizer step.
+    converted (`quant.align=off`), pass `scheme` and `ignore`. The same function then quantizes the selected linears. A
+    tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face checkpoints.
+    Tensors are not copied, so clone any that must outlive the next optimizer step.
     """
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
@@ -233,7 +233,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the wire tensors of the weight of a linear, or of a stack of experts. `name` is its state-dict name."""
+    """Yield the wire tensors of `tensor`, a linear's weight or a stack of experts. `name` is its state-dict name."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:

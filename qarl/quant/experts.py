@@ -4,16 +4,18 @@
     backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.fused
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
-their names. transformers' registry of experts functions is not used, for two reasons. It has one function for all
-layers of a model, but a single layer can be in `quant.ignore`. And a function would have to store its tensors on
-transformers' module.
+their names. transformers' registry of experts functions is not used, for two reasons. First, the registry has one
+function for all layers of a model, but `quant.ignore` can name a single layer. Second, a function would have to store
+its tensors on transformers' module.
 
 A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
-depend on other rows. They are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
-`qarl.quant.linear`, this happens once per optimizer step. After writing through `.data`, call `invalidate_quantized`.
+depend on other rows. The bytes are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
+`qarl.quant.linear`, a stack is quantized once per optimizer step. After writing through `.data`, call
+`invalidate_quantized`.
 
 Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator and the backward is the
-same as for other schemes. Levels `model` and `exact` use this (`qarl.align.model`).
+same as for other schemes. Levels `model` and `exact` use this scheme for experts that are not quantized
+(`qarl.align.model`).
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from qarl.quant.stacks import STACKS, matrices
 class QuantizedStack:
     """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors of its matrices by compressed-tensors' names, stacked along [E, N]. `weight_shape` is
-    left out, because it is the same for every matrix.
+    `tensors`: the wire tensors of all its matrices, stacked along [E, N]. The keys are compressed-tensors' names.
+    `weight_shape` is left out because it is the same for every matrix.
     """
 
     name: str
@@ -61,7 +63,7 @@ class QuantizedStack:
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
     """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
 
-    `name`: its state-dict name.
+    `name`: the stack's state-dict name.
 
     Raises:
         UserError: the shape does not fit the scheme, or a weight is NaN or Inf.
@@ -90,7 +92,7 @@ class QuantExperts(nn.Module):
         `QuantLinear`.
 
         Raises:
-            UserError: the experts compute a different function, or no kernel supports them.
+            UserError: `check_experts` refuses the experts, or no kernel supports them.
         """
         super().__init__()
         check_experts(experts, qualified_name)
@@ -129,7 +131,7 @@ class QuantExperts(nn.Module):
 
     @torch.no_grad()
     def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
-        """Quantize one stack, unless it is already quantized. Once both are, prepare them for the kernel."""
+        """Quantize one stack if it is not quantized yet. Once both are quantized, prepare them for the kernel."""
         if leaf not in self._quantized:
             self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
         if self._low_bit is None and self._quantized.keys() == STACKS.keys():

@@ -4,8 +4,8 @@ Two things differ from `qarl.quant.linear`:
 
 - FSDP frees and refills the storage of the gathered weight, and autograd's version counter does not count its writes.
   So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
-  checkpoint) must call `invalidate_quantized`. After that, the first forward or publish makes the quantized tensors,
-  and all later ones use them.
+  checkpoint) must call `invalidate_quantized`. After this call, the first forward or publish makes the quantized
+  tensors. Later forwards and publishes use them.
 - Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
 The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
@@ -52,8 +52,8 @@ class ShardedQuantLinear(QuantLinear):
 
 
 class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. Under scheme bf16 they are FSDP's own
-    parameters, which FSDP frees after a forward and gathers again before the backward."""
+    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. With scheme bf16 these tensors are FSDP's
+    own parameters, which FSDP frees after a forward and gathers again before the backward."""
 
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both stacks. They can be made here only in a forward, when FSDP has gathered the weights."""
@@ -81,7 +81,7 @@ def quantize_before_sharding(
 def sharded_wire_tensors(
     model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same as `qarl.quant.packed_state_dict`, for a model that FSDP2 has sharded.
+    """Yield the tensors of `qarl.quant.packed_state_dict`, from a model that FSDP2 has sharded.
 
     All ranks must call this together. One layer is gathered at a time. `gather` returns the whole BF16 tensor of a
     state-dict entry, on every rank.

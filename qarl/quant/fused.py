@@ -2,8 +2,8 @@
 
 `fused_quantizer` compares the two byte by byte on the device, once for each kind of weight. The comparison covers every
 BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and
-uses the eager steps. Otherwise the grid could depend on the device or the release, and checkpoint, wire and forward
-could disagree. On CPUs the eager steps always run.
+uses the eager steps. If the grid depended on the device or the release, checkpoint, wire and forward could disagree. On
+CPUs the eager steps always run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""A function of weight [N, K] and its arguments that returns (values, scale, flag). The flag, int32 [1], is nonzero if
-the weight holds a NaN or an Inf."""
+"""A function that takes a weight [N, K] and its arguments and returns (values, scale, flag). The flag, int32 [1], is
+nonzero if the weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """Return the quantizer for `weight`: the fused one if `weight` is on a GPU and it equals `eager`, else `eager`."""
+    """Return the quantizer for `weight`.
+
+    It is the fused quantizer if `weight` is on a GPU and the results equal those of `eager`, otherwise `eager`."""
     if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
     equal = _checked(weight.dtype, weight.device, args, eager)
@@ -46,7 +48,7 @@ def _checked(dtype: torch.dtype, device: torch.device, args: QuantArgs, eager: Q
 def find_difference(
     fused: Quantizer, eager: Quantizer, dtype: torch.dtype, device: torch.device, args: QuantArgs
 ) -> str | None:
-    """Return the first difference between the two on the weights of `check_weights`, or None if all bytes are equal."""
+    """Return where `fused` and `eager` first differ on the weights of `check_weights`, or None if they never do."""
     for what, weight in check_weights(dtype, device, args.group_size or 64):
         for name, a, b in zip(("values", "scale", "flag"), fused(weight, args), eager(weight, args), strict=True):
             same = a.dtype == b.dtype and a.shape == b.shape

@@ -2,7 +2,7 @@
 
     forward   y  = GEMM_lowbit(x, Q(W)) + b    a kernel of qarl.kernels.registry, on the published tensors themselves
     backward  dX = dY Ŵ                        Ŵ: the forward's weight, dequantized to BF16
-              dW = dYᵀ X̂,  db = sum of dY      X̂: the forward's activations; if it quantized them, dequantized to BF16
+              dW = dYᵀ X̂,  db = sum of dY      X̂: the activations, dequantized to BF16 if the forward quantized them
 
 The backward passes straight through both roundings to x and the master weight (arXiv 2604.07853, section 3.1). Fake
 quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
@@ -104,13 +104,13 @@ class QuantLinear(nn.Linear):
         return made
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. The kernel computes it from its own weight if it can."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it uses its own copy of the weight."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, for kernels that do not compute dX. Made at the first backward after an update and kept."""
+        """Ŵ [N, K] in BF16, for kernels that do not compute dX. The first backward after an update makes it."""
         if self._dequantized is None:
             self._dequantized = self.quantized().dequantize(torch.bfloat16)
         return self._dequantized

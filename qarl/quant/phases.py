@@ -20,7 +20,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", 
 
 @contextmanager
 def measure_phases() -> Iterator[dict[str, float]]:
-    """Collect the seconds of every phase that runs in the block, even if it raises. A phase counts only in the
+    """Collect the seconds of every phase that runs in the block, even if the block raises. A phase counts only in the
     innermost block."""
     seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
     token = _seconds.set(seconds)

@@ -7,11 +7,11 @@ and rounded half to even. int4 is stored with offset 8, eight values in an int32
 upcast to FP32 for the wire, because vLLM holds them in FP32.
 
 The quantizer runs on every weight after every optimizer step. For int4 it takes compressed-tensors' steps with
-different arithmetic, in a third of the time. Three facts make that exact. Non-negative floats sort like their bits.
-Adding a constant whose unit in the last place is one rounds half to even and leaves code + 8 in the low bits. Clamping
-commutes with rounding, because the bounds are integers. The code must run eagerly, because a compiler that keeps BF16
-intermediates in FP32 would change the grid. The code views tensors as wider integers, so it needs a little-endian
-machine, like every program that reads the bytes of `weight_packed`.
+different arithmetic, in a third of the time. The result is exact because of three facts. Non-negative floats sort like
+their bits. If a constant whose unit in the last place is 1 is added to a number, the sum is rounded half to even and
+has code + 8 in its low bits. Clamping commutes with rounding, because the bounds are integers. The code must run
+eagerly, because a compiler that keeps BF16 intermediates in FP32 would change the grid. The code views tensors as wider
+integers, so it needs a little-endian machine, like every program that reads the bytes of `weight_packed`.
 
 On GPUs one fused kernel replaces these steps if it was found to give equal bits (`qarl.quant.fused`).
 """
@@ -63,10 +63,11 @@ two, or for float32 1.5 times a power of two. The low four bits of c are zero.""
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
     """Quantize `weight` [N, K] (bfloat16, float16 or float32; any strides). Errors call it `name`.
 
-    Pass the weight that the forward sees: for an FP32 master with a BF16 forward, its BF16 cast. The scales of int4
-    groups have the dtype of `weight`, which must be BF16 for the wire; those of 8-bit channels are always FP32.
-    Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (one device
-    synchronization). Raise ValueError if the scheme does not quantize weights, or for any other dtype.
+    Pass the weight that the forward sees. For an FP32 master with a BF16 forward, this is the master's BF16 cast. The
+    scales of int4 groups have the dtype of `weight`, which must be BF16 for the wire. The scales of 8-bit channels are
+    always FP32. Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (this check
+    costs one device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a
+    different dtype.
     """
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
@@ -126,8 +127,8 @@ def _absmax(groups: Tensor) -> Tensor:
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number,
-    which can be wrong by one bit in FP32."""
+    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number. In
+    FP32 that result can be wrong by one bit."""
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
@@ -145,7 +146,7 @@ def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return float8_e4m3fn [N, K]. Adding zero, as compressed-tensors' zero point, turns a quotient of -0.0 into 0.0.
+    """Return float8_e4m3fn [N, K]. As in compressed-tensors, a zero point of 0 is added. It turns -0.0 into 0.0.
 
     The clamp is needed because some releases of PyTorch cast an overflow to NaN instead of the largest value.
     """

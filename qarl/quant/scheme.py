@@ -2,7 +2,7 @@
 
 A `Scheme` is a small frozen value that trainer and engine share. It is converted to and from compressed-tensors'
 `QuantizationConfig`, so compressed-tensors validates the dictionary in `config.json` and in vLLM's `hf_overrides`.
-verl's `qat.mode: w4a16` is different: it is NVFP4 with groups of 16, while ours is int4.
+verl's `qat.mode: w4a16` is a different scheme, which is NVFP4 with groups of 16. Here, w4a16 is int4.
 
     w4a16   int4 weights in groups along K                    pack-quantized
     w4a8    the same weights, and int8 activations            pack-quantized
@@ -10,7 +10,7 @@ verl's `qat.mode: w4a16` is different: it is NVFP4 with groups of 16, while ours
     fp8     float8_e4m3fn weights and activations             float-quantized
 
 8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
-All schemes are symmetric. Except for the group size they are compressed-tensors' presets W4A16, W4A8, W8A8 and
+All schemes are symmetric. Except for the group size, they equal compressed-tensors' presets W4A16, W4A8, W8A8 and
 FP8_DYNAMIC. For w4a8, compressed-tensors would choose the format int-quantized, which takes one byte per int4 value. We
 use pack-quantized, which takes half a byte.
 
@@ -42,8 +42,8 @@ class QuantArgs:
     """The grid of one operand, with the field names of compressed-tensors' `QuantizationArgs`.
 
     `type` is "int" or "float". `strategy` says which elements share a scale: "group" (`group_size` elements along K),
-    "channel" (an output row) or "token" (a row of the activations; its scale is computed in the forward, so `dynamic`
-    is true).
+    "channel" (an output row) or "token" (a row of the activations). The scale of a token is computed in the forward, so
+    `dynamic` is true.
     """
 
     num_bits: int
@@ -60,7 +60,8 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Convert `args`. Raise ValueError if this class cannot express it (blocks, act order, scale dtypes)."""
+        """Convert `args`. Raise ValueError if they use something that this class cannot express: blocks, act order or a
+        scale dtype."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):
@@ -158,8 +159,8 @@ class Scheme:
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """Return the scheme that a checkpoint's `quantization_config` describes. Raise UserError if it is not in
-        `SCHEMES`."""
+        """Return the scheme that a checkpoint's `quantization_config` describes. Raise UserError if that scheme is not
+        in `SCHEMES`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         where = "quantization_config"
@@ -228,7 +229,7 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_parsed(config: QuantizationConfig) -> Scheme:
-    """Read a config with one group for all Linear layers. Raise ValueError with the reason for anything else."""
+    """Read a config with one group for all Linear layers. For other configs raise ValueError with the reason."""
     if len(config.config_groups) != 1:
         raise ValueError(f"it has {len(config.config_groups)} config groups, but must have one")
     if config.kv_cache_scheme is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Leaf name of each stack -> the matrices of one expert in it, in the order of their rows."""
+"""Leaf name of each stack -> the matrices that it holds for each expert, in the order of their rows."""
 
 
 class Matrix(NamedTuple):

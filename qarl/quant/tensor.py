@@ -18,7 +18,7 @@ from qarl.quant.scheme import Scheme
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A [N, K] weight under `scheme`.
+    """A [N, K] weight that was quantized with `scheme`.
 
     `tensors` maps compressed-tensors' parameter names to the wire tensors. For `w4a16` and `w4a8` these are
     `weight_packed` int32 [N, K/8], `weight_scale` [N, K/group_size] in the dtype of the original weight (BF16 on the
@@ -31,14 +31,14 @@ class QuantizedTensor:
     tensors: dict[str, Tensor]
 
     def named(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and tensors for the layer called `prefix`, as in (`<prefix>.weight_packed`,
+        """Yield checkpoint names and tensors for the layer called `prefix`, for example (`<prefix>.weight_packed`,
         tensor)."""
         for name, tensor in self.tensors.items():
             yield f"{prefix}.{name}", tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire, including the 16 of `weight_shape`."""
+        """Bytes on the wire, including the 16 bytes of `weight_shape`."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def equals(self, other: QuantizedTensor) -> bool:
@@ -59,8 +59,9 @@ class QuantizedTensor:
 
         It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype and then
         cast to `dtype`. For a BF16 weight and BF16 output there is one rounding for every scheme:
-        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8 bits the product is
-        exact in FP32 before that rounding; the GEMM itself multiplies the codes and applies the scale later.
+        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes the
+        product in FP32, before that rounding, is exact. The GEMM itself multiplies the codes and applies the scale
+        later.
         """
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)

@@ -2,11 +2,11 @@
 
 Trainer and engine share one process. So both use the same OpenMP pool (two pools on two cores are 30 times slower),
 and a publish passes tensors without copying them through a pipe. The engine starts with dummy weights and is `stale`,
-so it refuses to generate until a publish is complete. If a later publish fails half way, it refuses again.
+so it refuses to generate until a publish is complete. If a later publish fails half way, the engine refuses again.
 
-Log-probs are vLLM's `processed_logprobs`. They belong to the distribution that was sampled from, after temperature and
-top-p, as in verl. Every request has its own seed, so a response does not depend on the other requests in the batch, or
-on whether the run was resumed.
+Log-probs are vLLM's `processed_logprobs`. As in verl, they belong to the distribution after temperature and top-p, from
+which the tokens are sampled. Every request has its own seed, so a response does not depend on the other requests in the
+batch, or on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SamplingConfig:
 class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
-    experts of every token of prompt and response except the last, in the router's order: [tokens - 1, layers, k] uint8,
-    or int16 if a layer has more than 256 experts. A dense layer has zeros."""
+    experts of every token of prompt and response except the last, in the router's order. Each tensor is
+    [tokens - 1, layers, k] in uint8, or in int16 if a layer has more than 256 experts. A dense layer has zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -89,7 +89,7 @@ class RolloutBatch:
 
 
 class EngineFailed(ReloadFailed):
-    """vLLM failed, or could not be started. Only `RolloutEngine.rebuild` helps."""
+    """vLLM failed, or could not be started. The only remedy is `RolloutEngine.rebuild`."""
 
 
 class RolloutEngine:
@@ -147,7 +147,7 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start a new one with dummy weights. After `ReloadFailed`, only this helps.
+        """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`.
 
         Raises:
             EngineFailed: the new engine does not start.
@@ -184,8 +184,8 @@ class RolloutEngine:
         """Return one response per prompt. To sample n responses, repeat the prompt n times with n seeds.
 
         Raises:
-            UserError: the engine has no complete set of published weights, or vLLM would not sample as asked.
-            EngineFailed: vLLM raised. A publish does not help now, only `rebuild` does.
+            UserError: the engine has no complete set of published weights, or vLLM would not sample as `sampling` asks.
+            EngineFailed: vLLM raised. A publish does not repair the engine; call `rebuild`.
             FloatingPointError: a log-prob is not finite, because the weights or the KV cache are corrupt.
         """
         version = self.weight_version
@@ -222,7 +222,7 @@ class RolloutEngine:
     def publish(self, tensors: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Replace all of the engine's weights with `tensors` (checkpoint names, in layer order).
 
-        After any exception the engine is stale. Exceptions that iterating over `tensors` raises are not caught.
+        After any exception the engine is stale. Exceptions from iterating over `tensors` are passed on.
 
         Raises:
             UserError: the tensors do not fit the engine's model. A later publish can succeed.
@@ -305,8 +305,8 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
     """Return vLLM's `SamplingParams`, and check that vLLM accepts and keeps each value.
 
     Raises:
-        UserError: vLLM refuses a value, or replaces it (it raises a temperature between 0 and 0.01 with only a
-            warning). Then the trainer would compute log-probs of a different distribution.
+        UserError: vLLM refuses a value, or would replace it. (vLLM increases a temperature between 0 and 0.01 and only
+            warns.) With a replaced value the trainer would compute log-probs of a different distribution.
     """
     configure_vllm_process()
     from vllm import SamplingParams
@@ -347,7 +347,7 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
 
 
 def check_served(scheme_name: str) -> None:
-    """Raise UserError for a scheme that vLLM accepts but computes with different arithmetic."""
+    """Raise UserError if vLLM would accept this scheme but compute a different one."""
     if scheme_name == "w4a8":
         raise UserError(
             "w4a8 rollouts are refused",

@@ -1,7 +1,7 @@
 """TBPO, the trust-band policy optimization loss of QaRL (arXiv 2604.07853). It depends only on torch.
 
 Read `ratios.py` first (the ratios and how they are clipped), then `loss.py` (the bands and the loss). The keys are in
-`config.py`, which does not import torch. This package imports the loss, and with it torch, only when it is first used.
+`config.py`, which does not import torch. This package imports loss and torch only when the loss is first used.
 """
 
 from __future__ import annotations

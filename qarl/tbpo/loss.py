@@ -14,14 +14,14 @@ band, it contributes zero. PPO and GSPO (verl's `compute_policy_loss_gspo`) inst
 the unclipped loss. So they still push down a negative sample whose ratio is above the band, and the push grows with the
 ratio.
 
-The bands are for the paper's "error tokens" (section 3.2). These are repetitive, garbled tokens of quantized rollouts,
-mostly in negative samples. Their probability is very low, so their ratios become extreme.
+The bands protect against what the paper calls "error tokens" (section 3.2). These are repetitive, garbled tokens of
+quantized rollouts, mostly in negative samples. Their probability is very low, so their ratios become extreme.
 
 The paper is ambiguous in two places. Each is an option here:
 
 - `mismatch_outside_cap`: "truncate" (default) clips a w_i beyond the cap to the cap, as in section 3.2. "drop" leaves
-  the response out of the loss, as the introduction says of both ratios. The paper says "two-sided cap"; we read its
-  lower side as 1/C.
+  the response out of the loss, as the paper's introduction says about both ratios. The paper says "two-sided cap"; we
+  read its lower side as 1/C.
 - `positive_band`: "upper" (default) limits positive samples only by the upper edge, the "standard PPO-style bound" of
   section 3.2. "two_sided" uses `seq_clip_ratio_low` too, because the table of appendix B gives it a value, 3e-4.
 
@@ -52,20 +52,21 @@ def tbpo_loss(
     """Return the TBPO loss of one (micro-)batch, a differentiable FP32 scalar, and statistics for `reduce_metrics`.
 
     Args:
-        log_prob: [B, T], of the policy being trained; any float dtype. Only this argument receives a gradient.
+        log_prob: [B, T], log-probs of the policy being trained, in any float dtype. Only this argument receives a
+            gradient.
         old_log_prob: [B, T], the trainer's log-probs before this update. They must come from the same kernels as
             `log_prob`, because the bands are narrower than the noise between different kernels.
-        rollout_log_prob: [B, T], as reported by the engine that sampled the responses.
+        rollout_log_prob: [B, T], the log-probs that the sampling engine reported.
         advantages: [B], or [B, T] constant over the valid tokens of each row.
         response_mask: [B, T], bool or 0/1: 1 on the response's tokens. All values at other positions are ignored, even
             NaN.
         global_batch_size: number of non-empty responses in the whole mini-batch, over all micro-batches and ranks. With
-            it the losses of the parts add up to the loss of the whole. Default: the number in this call. If gradients
-            are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
+            this number the losses of the parts add up to the loss of the whole. Default: the number in this call. If
+            gradients are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
 
     A response with an empty mask does not count at all. A response with A = 0, or dropped by
-    `mismatch_outside_cap="drop"`, has no loss but counts in the denominator. If there is no valid token at all, the
-    loss is a 0 that can still be differentiated.
+    `mismatch_outside_cap="drop"`, adds nothing to the sum but counts in the denominator. If there is no valid token at
+    all, the loss is a 0 that can still be differentiated.
 
     Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
@@ -107,12 +108,12 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
 
     All metrics are over responses, not tokens:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
-            outside their band; near 1 almost nothing is learned
+            outside their band. If it is near 1, almost nothing is learned
         actor/inside_band_frac: share of the responses with A != 0 that are inside their band
         actor/zero_advantage_frac: share of all responses that have A = 0
         actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
-        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C, w < 1/C
+        actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
         actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
             number of all responses, so that the two add up to the mean. It is near 0 while the policy is near the old
             one (arXiv 2605.14220, eq. 5)
@@ -142,8 +143,8 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
 def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the shares inside and outside the bands as `NAME_after_first`.
 
-    `statistics`: those of all mini-batches of a step except the first. In the first one r is 1 by construction, so only
-    the later ones show whether the bands fit."""
+    `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
+    only later mini-batches show whether the bands fit."""
     metrics = reduce_metrics(statistics)
     return {f"{name}_after_first": value for name, value in metrics.items() if name.endswith("_band_frac")}
 
@@ -268,7 +269,7 @@ def _check_values(
 ) -> int:
     """Return the number of non-empty responses. Raise ValueError for the first bad value.
 
-    If all values are good, there is one transfer from the device."""
+    If all values are good, this makes only one transfer from the device."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,

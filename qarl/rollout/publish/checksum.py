@@ -68,7 +68,7 @@ def _words(words: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Apply a one-to-one function to each word. It needs logical shifts; torch's are arithmetic, hence the mask."""
+    """Apply a one-to-one function to each word. A mask makes torch's arithmetic shifts logical."""
     mixed = words >> 32
     mixed = mixed.bitwise_and_(_LOWER).bitwise_xor_(words).mul_(weights)
     return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)

@@ -71,7 +71,7 @@ def quantized_experts(model: nn.Module) -> set[str]:
 
 
 def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None:
-    """Raise UserError if a publish would not hold exactly the experts that the engine has in this layer."""
+    """Raise UserError unless the publish holds exactly the experts that the engine has in this layer."""
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
@@ -83,7 +83,7 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the writer for experts on a CPU; None means vLLM's layerwise reload.
+    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload.
 
     Raises:
         UserError: the engine runs without QaRL's plugin.
@@ -97,7 +97,10 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """Compare by the class's name, because vLLM's modules are slow to import and may not be installed."""
+    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it.
+
+    Classes are compared by name, because vLLM's modules are slow to import and may not be installed.
+    """
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 

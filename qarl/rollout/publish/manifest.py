@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. So a layer that is
-missing on one side is found. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
-next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config, not from the trainer's tensors. So this check finds a
+layer that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape
+even the next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def expected_manifest(
 ) -> Manifest:
     """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config.
 
-    The linear layers that `ignore` does not name are stored in `scheme`."""
+    The linear layers that `ignore` does not name are quantized with `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -139,7 +139,7 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """Do the same as `check_complete` if only names, dtypes and shapes are known.
+    """Make the checks of `check_complete` from names, dtypes and shapes, without the tensors.
 
     `not_finite`: names of tensors that hold NaN or Inf."""
     problems: list[str] = []
@@ -167,7 +167,7 @@ def check_specs(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or Inf. True for integer tensors.
+    """Return whether all values are finite, which means neither NaN nor Inf. Integer tensors are always finite.
 
     The bit patterns of float magnitudes sort like the magnitudes, so one integer maximum is enough. This is ten times
     as fast as `isfinite`.

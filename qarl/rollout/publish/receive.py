@@ -1,12 +1,12 @@
 """The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
 A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
-goes wrong: a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not generate, because it
-may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the receiver is `broken`,
-and only a new engine helps.
+goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not
+generate, because it may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the
+receiver is `broken`, and only a new engine helps.
 
-The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if they are views of a
-buffer that the transport reuses, as in verl.
+The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if these tensors are views
+of a buffer that the transport reuses, as in verl.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 
 
 class WeightReceiver:
-    """Take publishes for one worker of the engine. Each worker has one receiver for its whole life.
+    """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: version of the last complete publish, or None while the engine is stale; then `stale_because` says why.
+    `version`: that of the last complete publish, or None while the engine is stale. `stale_because`: why it is stale.
     `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
     and `apply`.
     """
@@ -200,7 +200,7 @@ def _flat(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong and why, but not the fix, because a later error quotes this beside its own fix."""
+    """Return what went wrong and why, but not the fix. A later error quotes this text and has its own fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

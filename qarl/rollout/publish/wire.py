@@ -1,7 +1,7 @@
 """The wire format of one publish, from trainer to engine: tensors in layer order, with records between them.
 
     qarl.begin    the version; also name, dtype and shape of every tensor that will follow, if they are known
-    tensors       of one unit: a decoder layer, or a module outside the decoder layers
+    tensors       the tensors of one unit: a decoder layer, or a module outside the decoder layers
     qarl.unit     a checksum for each tensor of the unit
     ...           more units
     qarl.commit   the version again; only now is the publish complete
@@ -56,7 +56,7 @@ def encode_publish(
 
     Args:
         manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
-            changes any weight. Without it, the engine notices only when it reaches that tensor.
+            changes any weight. Without it, the engine notices the mistake only when it reaches that tensor.
         digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
             made here, and every unit is checked for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.

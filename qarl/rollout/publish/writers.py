@@ -48,8 +48,8 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: None means layerwise reload. `parts`: the checkpoint modules that it holds, in order;
-    there are several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it; None means layerwise reload. `parts`: the checkpoint
+    modules that it holds, in order; there are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -71,7 +71,7 @@ DERIVED = {
     "_expert_map": "of expert parallelism, computed from the config",
     "expert_mask": "of expert parallelism, computed from the config",
 }
-"""Parameters and buffers of the engine that a publish need not contain, and why."""
+"""Parameters and buffers of the engine that a publish need not contain -> what they are."""
 
 
 class WritePlan:
@@ -177,7 +177,7 @@ class WritePlan:
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether vLLM knows the tensor from its config, so that its reload must not get it."""
+        """Return whether vLLM knows the tensor from its config. Such a tensor must not be passed to the reload."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -204,7 +204,7 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
 
 
 def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
-    """Return the writer for `module`; None means vLLM's layerwise reload."""
+    """Return the writer for `module`, or None for vLLM's layerwise reload."""
     if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
     if experts.holds_experts(module):
@@ -291,7 +291,7 @@ _WRITERS: dict[str, Writer] = {
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,
 }
-"""Writers by the name of vLLM's class, because the classes' modules changed between releases."""
+"""Writers by the name of vLLM's class. The modules of these classes differ between releases."""
 
 
 def _write_bias(layer: Any, parts: list[Part]) -> None:
@@ -300,7 +300,7 @@ def _write_bias(layer: Any, parts: list[Part]) -> None:
 
 
 def _stacked(parts: list[Part], name: str) -> torch.Tensor:
-    """Concatenate a fused layer's tensors along the output dimension, the first one in the checkpoint format."""
+    """Concatenate a fused layer's tensors along the output dimension, which is the first in the checkpoint format."""
     return parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
 
 

@@ -1,5 +1,5 @@
-"""QaRL's plugin for vLLM, so that vLLM serves mixtures of experts on CPUs. vLLM loads it in each of its processes
-through the entry point `vllm.general_plugins`.
+"""QaRL's plugin for vLLM, so that vLLM serves mixtures of experts on CPUs. vLLM loads the plugin in each of its
+processes through the entry point `vllm.general_plugins`.
 
 On a CPU, vLLM 0.29 serves only BF16 experts, returns wrong outputs for them after any reload of weights, and does not
 return the experts that a token was routed to. With the plugin, vLLM serves W4A16, W8A8 and FP8 experts in the format of
@@ -23,7 +23,7 @@ ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
 _why_not: str | None = _CALLED
-"""Why the plugin is not registered in this process. None if it is registered, or if vLLM does not need it."""
+"""Why the plugin is not registered in this process. None if the plugin is registered, or if vLLM does not need it."""
 
 
 def register() -> None:
@@ -58,7 +58,8 @@ def check_loaded(hf_config: Any) -> None:
 
 
 def check_installed(hf_config: Any) -> None:
-    """Raise UserError if vLLM would not find the plugin, which a mixture of experts needs on a CPU. Imports no vLLM."""
+    """Raise UserError if vLLM would not find the plugin, which a mixture of experts needs on a CPU. This does not
+    import vLLM."""
     if not experts_of(hf_config):
         return
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -104,7 +105,7 @@ def not_loaded() -> UserError:
 
 
 def experts_of(hf_config: Any) -> int:
-    """Return the number of experts per layer, 0 for a dense model. These config keys are the ones that vLLM reads."""
+    """Return the number of experts per layer, or 0 for a dense model. vLLM reads the same config keys."""
     text = getattr(hf_config, "text_config", None) or hf_config
     for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"):
         count = getattr(text, name, None)

@@ -1,12 +1,12 @@
 """The classes that the plugin gives to vLLM on a CPU, and their registration.
 
-    QaRLCompressedTensorsConfig   vLLM's compressed-tensors, but low-bit experts get LowBitExpertsMethod
+    QaRLCompressedTensorsConfig   vLLM's compressed-tensors config, but low-bit experts get LowBitExpertsMethod
     LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function
     RepairedUnquantizedMethod     BF16 experts, packed again after each reload
 
 The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
 `w2_*` [E, H, ...], in checkpoint format. They are emptied after loading, because the kernel keeps its own packed copy
-and multiplies with that. vLLM's layerwise reload restores their shapes first; `write` does not need them.
+and multiplies with that. vLLM's layerwise reload restores their shapes first; `write` does not need the shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register() -> str | None:
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, which also report their routing. vLLM routes in Python here, so it can be captured."""
+    """vLLM's experts on a CPU, which also report their routing. The routing is in Python, so it can be captured."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True
@@ -69,7 +69,7 @@ class _ShowsRouting(CPUUnquantizedExperts):
 
 
 class LowBitExperts(_ShowsRouting):
-    """Experts that vLLM routes and QaRL's function multiplies."""
+    """Experts whose tokens are routed by vLLM and whose outputs are computed by QaRL's function."""
 
     prepared: PreparedExperts | None = None
 
@@ -103,7 +103,7 @@ class LowBitExperts(_ShowsRouting):
 
 
 class LowBitExpertsMethod(FusedMoEMethodBase):
-    """The experts of one layer in `scheme`, which is "w4a16" (with groups of `group_size`), "w8a8" or "fp8"."""
+    """The experts of one layer, quantized with `scheme`: "w4a16" (with groups of `group_size`), "w8a8" or "fp8"."""
 
     def __init__(self, moe: FusedMoEConfig, scheme: str, group_size: int | None) -> None:
         super().__init__(moe)
@@ -223,7 +223,7 @@ def _ignore_weight(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Do nothing. This is the weight loader of `weight_shape`, which is known from the config."""
+    """Do nothing. This is the weight loader of `weight_shape`, because that tensor is known from the config."""
     return True if return_success else None
 
 

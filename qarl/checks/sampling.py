@@ -8,7 +8,7 @@ from qarl.kernels.kept import Truncation, packed_width
 from qarl.rollout.engine import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
-"""Limit, in GiB, on the token sets that top-p or top-k keep in one batch."""
+"""Limit, in GiB, on the memory for one batch's masks of the tokens that top-p or top-k keep."""
 
 
 def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:

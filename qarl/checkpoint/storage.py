@@ -43,10 +43,10 @@ class StorageError(UserError):
 
 @contextmanager
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty folder to write to. At the end it becomes `folder` and replaces an existing one.
+    """Yield an empty folder to write to. At the end rename it to `folder`. An existing `folder` is replaced.
 
     `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
-    and nothing is left of the new one.
+    and nothing is left of the new folder.
 
     Raises:
         StorageError: the disk has too little space, or writing failed.

@@ -84,7 +84,7 @@ def _numpy_arrays() -> list[Any]:
 
 
 def refuse_code(files: Iterable[Path]) -> None:
-    """Raise UserError if one of verl's files holds more than tensors and plain values. It names the first such file."""
+    """Raise UserError for the first of verl's `files` that contains anything except tensors and plain values."""
     for file in files:
         try:
             load_part(file)

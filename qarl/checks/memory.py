@@ -33,7 +33,7 @@ ENGINE_WORKSPACE_BYTES = GIB
 LOGITS_AT_A_TIME = 2**27
 """The largest number of logits that `qarl.kernels.logprob` holds at once. The local backend never holds more."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
-"""`update`: forward and backward of a micro-batch; `step`: the optimizer's step."""
+"""`update` is the forward and backward of a micro-batch. `step` is the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 """Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 
@@ -104,7 +104,7 @@ class ModelSize:
         return self.kv_heads * self.head_dim
 
     def block_linears(self, layer: int) -> dict[str, Shape]:
-        """Return name -> [N, K] of every linear of one decoder block, including those of experts but not the router."""
+        """Return name -> [N, K] for all linears of a decoder block, including those of experts, except the router."""
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
         linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
@@ -196,7 +196,7 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
 
 @dataclass(frozen=True)
 class Part:
-    """`bytes` that `name` takes on one GPU during `phases`."""
+    """A part of the memory: `name` takes `bytes` on one GPU during `phases`."""
 
     name: str
     bytes: int

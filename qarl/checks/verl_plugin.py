@@ -10,7 +10,7 @@ from qarl.errors import UserError
 
 
 def check_plugin_installed() -> None:
-    """Raise UserError if verl would not find QaRL. verl looks for an entry point; only installed packages have one."""
+    """Raise UserError if verl would not find QaRL. verl needs an entry point, which only installed packages have."""
     found = importlib.metadata.entry_points(group="verl.plugins")
     if any(point.value.startswith("qarl.verl.plugin") for point in found):
         return

@@ -29,7 +29,7 @@ def grpo_advantages(
         rewards: [batch], one number per response.
         group_ids: [batch], equal for responses to the same prompt. Responses may be in any order.
         norm_adv_by_std_in_grpo: False omits the division (Dr. GRPO, arXiv 2503.20783).
-        epsilon: added to the (unbiased) standard deviation, which divides by n - 1; in units of reward.
+        epsilon: added to the standard deviation, in units of reward. The deviation is unbiased (over n - 1).
 
     Returns [batch] FP32 on the device of `rewards`. A group of one response has no baseline, so its advantage is the
     reward itself (divided by 1 + epsilon), as in verl. Raises ValueError if the shapes differ, and UserError if a

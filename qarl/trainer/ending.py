@@ -62,7 +62,7 @@ def finish_run(
     a function that writes the export to a folder.
 
     Raises:
-        BaseException: the first error among `failure`, those raised here, and `problem`.
+        BaseException: the first of `failure`, the errors raised here, and `problem`.
     """
     ending = Ending(failure)
 

@@ -74,7 +74,7 @@ class LocalTrainer:
         )
 
     def train_step(self) -> dict[str, float]:
-        """Run one training step and return its metrics."""
+        """Run one training step. Return its metrics."""
         batch, metrics = self.rollout()
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)

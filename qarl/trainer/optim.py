@@ -1,7 +1,7 @@
 """The optimizer step for low-precision parameters, with FP32 arithmetic, FP32 gradient sums and defined rounding.
 
 A BF16 number has 8 significant bits. So an update below 1/512 of a weight is lost if it is added in BF16 and rounded to
-nearest. At learning rates near 1e-6 that is nearly every update. `optim.master_dtype` chooses one of two solutions:
+nearest. At learning rates near 1e-6 nearly every update is lost. `optim.master_dtype` chooses one of two solutions:
 
 - `fp32`: the optimizer owns an FP32 copy of each parameter. After a step the parameter is that copy rounded to nearest.
 - `bf16`: no copy is kept between steps. The update is computed in FP32 and rounded back stochastically, so that it is
@@ -140,7 +140,7 @@ class MasterOptimizer:
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's current learning rate, as a spectral norm per update; None if Muon is not used."""
+        """Muon's current learning rate, as a spectral norm per update. None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property

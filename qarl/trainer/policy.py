@@ -1,4 +1,4 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16. Linears are quantized, and the forward matches the engine's.
+"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears. It is aligned with the engine.
 
 A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
 padding, no attention mask is needed, and a row's log-probs do not depend on the other rows. This matters because TBPO's

@@ -6,7 +6,7 @@
                                      name already started from it, resume from the newest checkpoint of that run
 
 A run is finished if its summary says that it reached `total_training_steps` and that everything was written. A lock
-allows only one process at a time in a run folder. The operating system releases it when the process ends. verl has the
+allows only one process at a time in a run folder. The system releases the lock when the process ends. verl has the
 same three modes, but it resumes with any config, and from any folder with the right name, even an incomplete one.
 """
 

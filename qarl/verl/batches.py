@@ -1,8 +1,8 @@
 """The check that each rank's share of verl's batches splits into whole micro-batches.
 
 verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
-multiple of the micro-batch size. When log-probs are computed, a rank gets a share of all responses of a step; in an
-update it gets a share of a mini-batch. verl checks the shares only in the first step, after a whole generation, and its
+multiple of the micro-batch size. To compute log-probs, a rank gets a share of all responses of a step. For an update,
+it gets a share of a mini-batch. verl checks the shares only in the first step, after a whole generation, and its
 AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), the only condition is that
 all shares are equal.
 
@@ -61,7 +61,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """Return QaRL's name of verl's `key`, or `verl.KEY` if there is none or the section `verl` sets the key."""
+        """Return `verl.KEY` if the section `verl` sets `key` or QaRL has no name for it. Else return that name."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property

@@ -22,7 +22,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """Return the variables that verl, Ray and vLLM read in every process. Values that the user has set are kept.
 
     Ray's runtime environment carries them to the workers. Without it a worker inherits only the environment of the Ray
-    daemon on its machine. That lacks the driver's variables if Ray was started earlier or on a different machine.
+    daemon on its machine. The daemon lacks the driver's variables if Ray was started earlier or on a different machine.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,7 +50,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 
 
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """Return OMP_NUM_THREADS for a worker; None lets Ray set it to the number of CPUs that the worker requested.
+    """Return OMP_NUM_THREADS for a worker. If it is None, Ray sets it to the number of CPUs that the worker requested.
 
     On a CPU the trainer processes of a machine share its cores equally. Rollout engines use the same cores, but at
     other times.

@@ -170,7 +170,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each setting that verl handles slightly differently than the setting's description says."""
+    """Return one line for each setting that verl handles slightly differently than its description says."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -346,7 +346,7 @@ def trainer_keys(config: Config) -> Keys:
 
 
 def sampler_keys(config: Config) -> Keys:
-    """Return the keys of our sampler; {} if the section `verl` asks for a feature that only verl's samplers have.
+    """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
     verl's samplers treat a group with failed responses as complete.
     """

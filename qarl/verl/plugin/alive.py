@@ -51,7 +51,7 @@ class Watch:
                 self._asked[name] = question.future()
 
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
-        """Wait up to `timeout` seconds for answers. Return the error of each actor that answered with one."""
+        """Wait up to `timeout` seconds for answers. Return name -> error of the actors that answered with an error."""
         wait(self._asked.values(), timeout=timeout)
         found = {}
         for name, answer in list(self._asked.items()):

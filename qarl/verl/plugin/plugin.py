@@ -80,7 +80,7 @@ class _LoaderThen(importlib.abc.Loader):
 
 
 def import_quietly(name: str) -> None:
-    """Import a module of the plugin; log an exception with its traceback instead of raising it."""
+    """Import a module of the plugin. Log an exception with its traceback instead of raising it."""
     try:
         importlib.import_module(name)
     except Exception:

@@ -34,7 +34,7 @@ TURN_LIMITS = 10
 """A run waits up to this many timeouts for its turn. A timeout is for one message, and a publish has many messages."""
 RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
-"""The folder of verl's sockets; verl does not use TMPDIR."""
+"""The folder of verl's sockets. verl ignores TMPDIR."""
 _POLL_SECONDS = 0.02
 _REPORT_SECONDS = 60.0
 
@@ -103,7 +103,7 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
-    """Reserve verl's sockets on this host for `run`. Processes of one run share them; those of other runs wait.
+    """Reserve verl's sockets on this host for `run`. Processes of one run share them. Processes of other runs wait.
 
     Each process that holds the sockets locks a file. The system frees the lock if the process dies. If the folder of
     these files cannot be used, nothing is reserved, but the comparison of `run_identity` still detects weights of
@@ -128,7 +128,7 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
 
 def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
-    """Wait until no process of another run has a locked file in `folder`, then lock and return one for this process."""
+    """Wait until no process of another run has a locked file in `folder`. Then lock and return this process's file."""
     start = reported = time.monotonic()
     while True:
         # Locks are only tried, never waited for, because their holder may be a stopped process.

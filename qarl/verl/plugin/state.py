@@ -28,7 +28,7 @@ State = dict[str, str]
 
 
 PARTS = ("model", "optimizer", "extra")
-"""verl's names for the files of a rank; `extra` holds the scheduler's state and the random-number states."""
+"""verl's names for the files of a rank. `extra` holds the scheduler's state and the random-number states."""
 
 
 def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
@@ -81,7 +81,7 @@ def check_record(engine: Any, folder: str) -> str:
     """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
     Raises:
-        UserError: something differs; the error names up to eight tensors.
+        UserError: something differs. The error names up to eight tensors.
     """
     path = _record(engine, folder)
     if not path.is_file():
@@ -106,7 +106,7 @@ def check_record(engine: Any, folder: str) -> str:
 
 
 def _parts(manager: Any, action: str) -> set[str]:
-    """Return the parts that verl's checkpoint manager saves or loads; `action` is "save" or "load"."""
+    """Return the parts that verl's checkpoint manager saves or loads. `action`: "save" or "load"."""
     return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
 
 

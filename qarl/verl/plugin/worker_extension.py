@@ -1,7 +1,7 @@
 """Receives published weights in vLLM's workers under verl. The weights arrive already quantized, in checkpoint format.
 QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.publish.receive`).
 
-verl's own extension passes each bucket to `load_weights` as it arrives. That fails for layers whose parameters vLLM
+verl's own extension passes each bucket to `load_weights` as it arrives. This fails for layers whose parameters vLLM
 repacked when it loaded them: every quantized layer, and on CPU every linear. The key
 `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls` chooses the class of this module.
 

@@ -1,4 +1,4 @@
-"""Checkpoints and exports: files that a run writes and reads again, in folders that are complete or absent."""
+"""Checkpoints and exports of a run. Their folders appear on disk complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Write and read model folders in Hugging Face's format, quantized (compressed-tensors) or not.
 
-transformers and vLLM can load these folders. Tensors are streamed, so only one shard is in memory. A model with one
-shard is `model.safetensors`; a larger one is `model-00001-of-0000N.safetensors` with an index. The low-bit tensors come
-from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`). Both use the same
-quantizer, so both give the bytes that were published.
+transformers and vLLM can load these folders. Tensors are streamed, so only one shard at a time is in memory. If a model
+fits into one shard, the file is `model.safetensors`. Otherwise the files are `model-00001-of-0000N.safetensors` etc.
+and an index. The low-bit tensors come from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16
+weights (`packed`). Both ways use the same quantizer, so both give the bytes that were published.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def save_model(
 ) -> Path:
     """Write `tensors` (checkpoint names) with config and tokenizer to `folder`. An existing folder is replaced.
 
-    The folder appears complete or not at all. For the errors see `qarl.checkpoint.storage.whole_folder`.
+    The folder appears complete or not at all. `qarl.checkpoint.storage.whole_folder` lists the errors.
     """
     with whole_folder(folder) as partial:
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
@@ -91,7 +91,7 @@ def write_model(
 ) -> None:
     """Do the same as `save_model`, but write into an existing folder.
 
-    `dtype`: the dtype to write to config.json, if it differs from the model's. Raises OSError if writing fails.
+    `dtype`: the dtype to write to config.json, if it is not the model's dtype. Raises OSError if writing fails.
     """
     config = copy.deepcopy(files.config)
     if dtype is not None:
@@ -115,7 +115,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors in a model folder, without reading weights."""
+    """Return names and shapes of the tensors in a model folder. Do not read the weights."""
     return header_shapes(weight_files(folder))
 
 
@@ -149,7 +149,7 @@ def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> I
 
 
 def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
-    """Return the number of bytes that `packed` yields for tensors of these shapes. Unquantized tensors are BF16."""
+    """Return how many bytes `packed` yields for tensors of these shapes. Tensors that it does not quantize are BF16."""
     total = 0
     for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
@@ -160,14 +160,14 @@ def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears:
 
 
 def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
-    """Return the names of the linears that `scheme` quantizes in the model in `folder`, including each expert's."""
+    """Return the names of the linears, including those of experts, that `scheme` quantizes in the model in `folder`."""
     if not scheme.quantized:
         return set()
     return set(select_linears(model_of(folder, trust_remote_code=trust_remote_code), scheme, ignore)[0])
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build the model of `folder`'s config.json on the meta device: it has names and shapes, but needs no memory."""
+    """Build the model of `folder`'s config.json on the meta device. It has names and shapes, but needs no memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -229,6 +229,6 @@ def _shard_name(number: int) -> str:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` contiguous and alone in its storage, because safetensors refuses tensors that share one."""
+    """Return a contiguous tensor with its own storage, because safetensors refuses tensors that share their storage."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

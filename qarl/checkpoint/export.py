@@ -1,8 +1,8 @@
-"""Write a checkpoint of a run as a model folder. `qarl export` and the end of a verl run use this.
+"""Write a checkpoint of a run as a model folder. `qarl export` and the end of a verl run use this module.
 
-The run may be of the local or the verl backend. For verl, the files of all ranks are merged. The checkpoint is checked
-by its digests or checksums, and never changed. Tensors are streamed, one shard at a time. The folder appears complete
-or not at all. If the disk is full, there is an error and no partial folder is left.
+The backend of the run may be local or verl. For verl, the files of all ranks are merged. The checkpoint is checked by
+its digests or checksums, and it is never changed. Tensors are streamed, one shard at a time. The folder appears
+complete or not at all. If the disk is full, there is an error and no partial folder is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMATS = ("quantized", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The arguments of the command line. `step`: None means the latest."""
+    """The arguments of the command line. `step`: the step of the checkpoint, or None for the latest one."""
 
     run: Path
     output: Path

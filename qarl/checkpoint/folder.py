@@ -1,15 +1,15 @@
 """Checkpoints that a run resumes from. They are complete on disk or absent, and are checked by digest before use.
 
-`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. It can be loaded as it is. It
-has three more files:
+`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. Hugging Face's libraries can
+load it as it is. It has three more files:
 
     optimizer.pt   FP32 masters if they exist, moments, generator of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
     state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
                    tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself
 
-TBPO has no state to save. verl deletes the oldest checkpoint before it writes the next one. QaRL deletes it only when
-the next one is complete on disk.
+TBPO has no state to save. verl deletes the oldest checkpoint before it writes the next one. QaRL deletes the oldest one
+only when the next one is complete on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"step_([0-9]+)")
 
 
 class CheckpointError(UserError):
-    """The checkpoint cannot be used, because it is missing, incomplete or damaged."""
+    """A checkpoint cannot be used, because it is missing, incomplete or damaged."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config of the run, nested, in JSON types."""
+        """The resolved config of the run, as nested dicts of JSON types."""
         config: dict[str, Any] = self.state["config"]
         return config
 
     def optimizer(self, *, mmap: bool = False) -> dict[str, Any]:
-        """Return the saved `MasterOptimizer.state_dict()`. With `mmap` its tensors are read from disk on first use."""
+        """Return the saved `MasterOptimizer.state_dict()`. With `mmap`, tensors are read from disk on first use."""
         return self._load(OPTIMIZER_FILE, mmap=mmap)
 
     def rng(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Turn exceptions of the code inside into a CheckpointError that names this checkpoint and its file `name`."""
+        """Turn exceptions in this context into a CheckpointError that names this checkpoint and its file `name`."""
         try:
             yield
         except UserError:
@@ -124,7 +124,7 @@ def save_checkpoint(
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in `folder`, after comparing every byte of it with its digests.
+    """Check every byte of the checkpoint in `folder` by digests. Return the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged. The message says what is wrong.
@@ -188,7 +188,7 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, CheckpointError]]]:
-    """Return the newest undamaged checkpoint in `parent`, and (folder, error) of each damaged newer one."""
+    """Return the newest undamaged checkpoint in `parent`, and (folder, error) of each newer, damaged checkpoint."""
     problems: list[tuple[Path, CheckpointError]] = []
     for _, folder in list_checkpoints(parent):
         try:
@@ -199,7 +199,7 @@ def newest_good(parent: Path) -> tuple[Checkpoint | None, list[tuple[Path, Check
 
 
 def prune(parent: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints of `parent` (None: keep all)."""
+    """Remove all but the newest `keep` checkpoints of `parent`. If `keep` is None, remove nothing."""
     for _, folder in list_checkpoints(parent)[keep:] if keep is not None else ():
         try:
             remove_folder(folder)
@@ -208,7 +208,7 @@ def prune(parent: Path, keep: int | None) -> None:
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the SHA-256 of all names and `tensor_digest`s, sorted by name."""
+    """Return the SHA-256 of the names and digests (`tensor_digest`) of all tensors, sorted by name."""
     whole = hashlib.sha256()
     for name, digest in sorted((name, tensor_digest(tensor)) for name, tensor in tensors):
         whole.update(f"{name}:{digest};".encode())
@@ -216,7 +216,7 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of dtype, shape and bytes."""
+    """Return the SHA-256 of the tensor's dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
     digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
@@ -302,7 +302,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _save(path: Path, content: Any) -> None:
-    """Call `torch.save`. If the disk refuses, raise the OSError that torch hides in a RuntimeError."""
+    """Call `torch.save`. If the disk refuses to write, raise the OSError that torch hides in a RuntimeError."""
     with path.open("wb") as file:
         try:
             torch.save(content, file)

@@ -1,4 +1,4 @@
-"""Read a checkpoint of a local or verl run as a stream of BF16 weights or FP32 masters. The input of `qarl.export`."""
+"""Read a checkpoint of a local or verl run as a stream of BF16 weights or FP32 masters, for `qarl.export`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, and the upcast weight of each tensor without a master; UserError if the run has no FP32 masters.
+    the masters, and the upcast weight of each tensor without a master. Raises UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Source:
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
-    """Return the folder of the checkpoint of `step` (None: the latest) in the run folder `run`.
+    """Return the folder of the checkpoint of `step` in the run folder `run`. If `step` is None, use the latest.
 
     Raises:
         UserError: there is no such checkpoint, or it is incomplete. The message lists the existing ones, or says what
@@ -79,7 +79,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`. A local one is checked by digest here; verl's tensors are checked when read.
+    """Open the checkpoint in `folder`. Check a local checkpoint by digests. verl's tensors are checked when read.
 
     Raises:
         UserError: the checkpoint is damaged, or its files cannot be read.
@@ -90,9 +90,9 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn errors of the code inside into a UserError that names `folder`, the checkpoint that is read.
+    """Turn errors of the code in this context into a UserError that names `folder`, the folder of the checkpoint.
 
-    It catches many exception classes, because each reader raises different ones for each kind of damage.
+    It catches many exception classes, because each reader raises different classes for each kind of damage.
     """
     try:
         yield
@@ -152,7 +152,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """Open a checkpoint of verl. It holds only FP32 masters; like verl's forward, `bf16` casts them to BF16."""
+    """Open a checkpoint of verl. It holds only FP32 masters. `bf16` casts them to BF16, as verl's forward does."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))

@@ -6,11 +6,12 @@ removing also use a rename (to `NAME.old-PID`), so a half-removed folder never h
 what killed processes left, but does not touch folders of running processes. If the final place is a link, the link's
 target is replaced.
 
-If the disk refuses (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder is left.
+If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
+is left.
 
-A folder to remove may be a link. If it points to a folder of the same name, somebody has moved the folder, for example
-to a larger disk. Then the moved folder is removed too, to free its space. Any other target stays: a folder with a
-different name, or a checkpoint of a different run.
+A folder to remove may be a link. If the link points to a folder of the same name, somebody has moved the folder, for
+example to a larger disk. Then the moved folder is removed too, to free its space. Any other target stays: a folder with
+a different name, or a checkpoint of a different run.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class StorageError(UserError):
 
 @contextmanager
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty folder to write to. At the end it becomes `folder` and replaces an existing one.
+    """Yield an empty folder to write to. At the end rename it to `folder`. An existing `folder` is replaced.
 
     `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
-    and nothing is left of the new one.
+    and nothing is left of the new folder.
 
     Raises:
         StorageError: the disk has too little space, or writing failed.
@@ -68,7 +69,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the code inside into a `StorageError` that names `path`."""
+    """Turn an OSError of the code in this context into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -76,7 +77,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise StorageError if the disk of `folder` has less than `needed_bytes` free. `folder` need not exist."""
+    """Raise StorageError if the disk of `folder` has fewer than `needed_bytes` free bytes. `folder` need not exist."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -90,7 +91,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. An existing folder is first moved aside; then removed, or put back after an error."""
+    """Rename `new` to `folder`. Before that, move an existing folder aside. Remove it later, or restore it on error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -109,7 +110,7 @@ def replace_folder(folder: Path, new: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest.
 
-    Raises OSError if something is left.
+    Raises OSError if a part of it could not be removed.
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
@@ -128,13 +129,13 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
-    """Clean up what killed processes left in `parent`. Return a line for each thing done.
+    """Clean up what killed processes left in `parent`. Return a line of text for each change.
 
     Half-written folders are removed. If a folder was moved aside but its replacement never appeared, it gets its name
     back.
 
-    `name`: clean up only after this folder. `alone`: a lock guarantees that no other process works in `parent`. Without
-    it, folders that a running process may have made are left alone.
+    `name`: clean up only what was left of the folder with this name. `alone`: a lock guarantees that no other process
+    works in `parent`. If it is False, folders that a running process may have made are not changed.
     """
     done = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -192,7 +193,7 @@ def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
     It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
-    not make the folder: it only reuses the process number, which happens soon in containers.
+    not make the folder. It only has the same process number, because numbers are soon reused in containers.
     """
     if pid == os.getpid():
         return False
@@ -207,7 +208,7 @@ def _in_use(path: Path, pid: int) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """Return when a process started, in seconds since 1970, or None if the system does not tell."""
+    """Return when a process started, in seconds since 1970, or None if the system does not report it."""
     try:
         return psutil.Process(pid).create_time()
     except psutil.Error:

@@ -5,7 +5,7 @@ rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py
 needs memory for the whole model and rounds to BF16. Here the files are memory-mapped. Each tensor is assembled alone,
 in FP32, and compared with the checksums that QaRL's engine records beside the files.
 
-verl unpickles these files without restrictions. So `refuse_code` checks them before verl loads them.
+verl unpickles these files without restrictions, which could run code. So `refuse_code` checks them before verl does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def step_of(folder: Path) -> int:
 def what_is_missing(folder: Path) -> str | None:
     """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
 
-    Files of torch.save are zip archives. An archive's directory is written last, so a truncated file does not have it.
+    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file has none.
     """
     if not folder.is_dir() or not step_of(folder):
         return "there is no such folder, or its name is not global_step_N"
@@ -58,14 +58,14 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """Return two dicts by step: the folders of complete checkpoints, and what each incomplete one lacks."""
+    """Return two dicts by step: the folders of the complete checkpoints, and what each incomplete checkpoint lacks."""
     folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
     torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
     return {step: folder for step, folder in folders.items() if step not in torn}, torn
 
 
 def load_part(file: Path) -> dict[str, Any]:
-    """Load one of verl's files with memory-mapped tensors, without running code in it. Errors as in `load_dict`."""
+    """Load one of verl's files with memory-mapped tensors, without running code in it. Errors: see `load_dict`."""
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns about a missing process group, but none is needed here
@@ -77,14 +77,14 @@ def load_part(file: Path) -> dict[str, Any]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """Return the array classes that a pickle of NumPy's random state needs, under the names of NumPy 1 and 2."""
+    """Return the array classes that a pickle of NumPy's random state needs, under their names in NumPy 1 and 2."""
     make = np.ndarray((0,)).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
 
 
 def refuse_code(files: Iterable[Path]) -> None:
-    """Raise UserError for the first of verl's files that holds more than tensors and plain values."""
+    """Raise UserError for the first of verl's `files` that contains anything except tensors and plain values."""
     for file in files:
         try:
             load_part(file)
@@ -100,7 +100,7 @@ def refuse_code(files: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's tensors, and the record of their checksums (empty if QaRL's engine did not write one)."""
+    """One rank's tensors, and the record of their checksums, which is empty if QaRL's engine did not write a record."""
 
     file: Path
     tensors: Mapping[str, torch.Tensor]
@@ -168,7 +168,7 @@ class VerlWeights:
 
     @classmethod
     def open(cls, folder: Path) -> VerlWeights:
-        """Map the files of `folder` (`global_step_N/actor`). Raise UserError if the FSDP checkpoint is incomplete."""
+        """Memory-map the files of `folder` (`global_step_N/actor`). Raise UserError if the checkpoint is incomplete."""
         files = {int(match[2]): file for file in folder.glob("*.pt") if (match := _SHARD.fullmatch(file.name))}
         if 0 not in files:
             raise UserError("the checkpoint has no weights", where=str(folder), why="there is no file of rank 0")
@@ -180,11 +180,11 @@ class VerlWeights:
         return cls(folder, [first, *(Rank.open(files[rank]) for rank in range(1, parts))])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each whole tensor by name."""
+        """Return the shapes of the whole (not sharded) tensors by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors, each checked when it is read. Cast floating-point ones to `dtype`, unless it is None."""
+        """Yield whole tensors, each checked when it is read. Cast floating-point tensors to `dtype` if it is given."""
         for name, first in self.ranks[0].tensors.items():
             tensor = self._whole(name, first)
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

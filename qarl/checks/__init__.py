@@ -1,1 +1,1 @@
-"""Checks of a run before it starts. The local trainer, verl and the doctor call the same ones."""
+"""Checks of a run before it starts. The local trainer, verl and the doctor make the same checks."""

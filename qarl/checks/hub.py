@@ -1,7 +1,7 @@
 """Finds out with one request whether the Hugging Face Hub can be reached. If not, only its local cache is used.
 
 huggingface_hub tries six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
-1.33), and only then uses its cache. On a machine without network, such as a compute node, it waits that long for every
+1.33), and only then uses its cache. On a machine without network, such as a compute node, this happens again for every
 name. Here a single request without repetition decides for the whole process.
 
 Importing this module imports neither transformers nor huggingface_hub.
@@ -19,7 +19,7 @@ from typing import Any
 SECONDS = 3.0
 """Seconds that the Hub has to answer, including the name lookup."""
 CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
-"""Folder with NAME/config.json of public models. The benchmarks also read layer shapes from these files."""
+"""Folder with the config of some public models, NAME/config.json. The benchmarks read layer shapes from these files."""
 _SAME_SIZES = {
     "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
@@ -63,7 +63,7 @@ def loading_options(path: str) -> dict[str, Any]:
 
 
 def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the config of the public model `path` from this package, as (name, mapping), or None if it has none."""
+    """Return this package's copy of a public model's config as (name, mapping), or None if it has no copy of `path`."""
     owner, _, name = path.partition("/")
     carried, changes = _SAME_SIZES.get(path, (name, {}))
     file = CARRIED / carried / "config.json"

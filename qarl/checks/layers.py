@@ -1,7 +1,7 @@
 """Refuses layers that the engine could not run. The checks need only the model's config and run before any loading.
 
-vLLM itself would refuse a CPU without the kernel, a layer size that the kernel does not support, or half of a fused
-layer left unquantized. But its errors come late, with a traceback, and do not name our keys.
+vLLM itself would refuse a CPU that its kernel does not support, a layer size that the kernel does not support, or a
+fused layer of which only a part is quantized. But its errors come late, with a traceback, and do not name our keys.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ W4A16_CPU_MULTIPLE = 32
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 Shapes = dict[str, tuple[int, int]]
-"""Maps each linear's name to its [N, K], output and input features. Every expert's linears are included."""
+"""Maps each linear's name to [N, K], its numbers of output and input features. Linears of all experts are included."""
 
 
 def check_linears(config: Config, hf_config: Any) -> None:
-    """Raise UserError if the scheme or the engine cannot hold a layer that `quant` selects. Needs only the config."""
+    """Raise UserError if the scheme or the engine does not support a layer that `quant` selects. Load no weights."""
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not scheme.quantized:
         return
@@ -79,7 +79,7 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
     """Raise UserError if only a part of a fused layer, or only some experts of a layer, would be quantized.
 
-    The engine fuses some layers into one and quantizes the whole fused layer or nothing of it.
+    The engine fuses some layers into one. It quantizes either the whole fused layer or no part of it.
     """
     names = list(names)
     for entry in ignore:
@@ -110,7 +110,7 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError unless `ignore` covers the routers of all layers with experts. vLLM would quantize the others."""
+    """Raise UserError unless `ignore` covers the routers of all layers with experts. vLLM would quantize the rest."""
     routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
     if quantized := [name for name in routers if not is_ignored(name, ignore)]:
         raise UserError(
@@ -122,7 +122,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group `names` by the engine's layer. Return a dict: name of the engine's layer -> names of its parts."""
+    """Group `names` by the engine's layer. Return a dict from the name of an engine layer to the names of its parts."""
     fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -144,7 +144,7 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
 
 
 def check_engine_shapes(shapes: Shapes) -> None:
-    """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size of a layer, as vLLM fuses it."""
+    """Raise UserError if vLLM's W4A16 kernel for CPUs does not support the size that a layer has after fusing."""
     if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
@@ -171,7 +171,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the parts of every layer, as vLLM fuses it, for whose [N, K] `refuses` is true."""
+    """Return the parts of every layer of vLLM (fused or not) if `refuses` is true for the layer's [N, K]."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
@@ -181,7 +181,7 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 
 def name_layers(names: Iterable[str]) -> str:
-    """Return `names` as text. Names that differ only in the layer number are one: `model.layers.0-27.mlp.down_proj`.
+    """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
 
     `*` stands for the number of an expert.
     """

@@ -1,4 +1,4 @@
-"""Checks whether prompt and response fit the model's positions and vLLM's KV cache."""
+"""Checks whether prompt and response together fit into the model's positions and into vLLM's KV cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qarl.errors import UserError
 from qarl.process import runs_on_cpu
 
 KV_BLOCK = 128
-"""Tokens of a block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
+"""Number of tokens per block of vLLM's KV cache on CPUs (vllm/platforms/cpu.py)."""
 
 
 def check_kv_cache(config: Config, hf_config: Any) -> None:
     """Raise UserError if vLLM's KV cache on a CPU is too small for one sequence of full length.
 
-    vLLM would not start, and its own message names gpu_memory_utilization, which has no effect on a CPU.
+    In this case vLLM would not start. Its own message names gpu_memory_utilization, which has no effect on a CPU.
     """
     if not runs_on_cpu(config.backend):
         return

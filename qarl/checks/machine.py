@@ -17,7 +17,7 @@ CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
-"""Schemes that only some CPUs can run: (instruction sets that the scheme needs, reason)."""
+"""Maps each scheme that only some CPUs can run to the instruction sets that it needs, and the reason."""
 
 
 def check_engine_installed() -> None:
@@ -30,7 +30,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """Return this CPU's instruction sets in Linux's spelling; empty if Linux lists none (ARM) or on other systems."""
+    """Return this CPU's instruction sets in Linux's spelling. Empty if Linux lists none (ARM) or on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""Estimates the memory of a run from the configs of model and run: bytes per GPU, part by part, without weights.
+"""Estimates the memory of a run, in bytes per GPU for each part. It needs the configs of model and run, but no weights.
 
 This is pure arithmetic without torch. The result lists the parts, each with the phases in which it takes memory. The
 doctor and dry runs print it. The estimate adds up tensor sizes and ignores the allocator, so real use is a few percent
 higher.
 
-    local    one process holds everything; vLLM stays loaded beside the trainer
+    local    One process holds everything. vLLM stays loaded beside the trainer.
     verl     FSDP2 shards masters, gradients and optimizer state over nnodes * n_gpus_per_node ranks. At any time two
              decoder blocks and the embeddings are gathered in BF16. Every rank keeps the low-bit tensors of all
              layers, and the kernels' copies of them, from one optimizer step to the next. On GPUs vLLM sleeps during
-             the update (verl's free_cache_engine)
+             the update (verl's free_cache_engine).
 
 The activations that autograd saves per token and layer are counted operator by operator, for transformers' blocks and
 those of `qarl.align`. A test compares the count with autograd. All sequences are assumed to have full length.
@@ -31,9 +31,9 @@ RUNTIME_BYTES = 3 * GIB // 2
 ENGINE_WORKSPACE_BYTES = GIB
 """A rough allowance for vLLM's forward, in addition to weights and KV cache."""
 LOGITS_AT_A_TIME = 2**27
-"""Most logits that `qarl.kernels.logprob` holds at once. The local backend never holds more."""
+"""The largest number of logits that `qarl.kernels.logprob` holds at once. The local backend never holds more."""
 PHASES = ("rollout", "old_log_prob", "update", "step")
-"""`update`: forward and backward of a micro-batch; `step`: the optimizer's step."""
+"""`update` is the forward and backward of a micro-batch. `step` is the optimizer's step."""
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 """Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 
@@ -68,7 +68,7 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSize:
-        """Read a transformers config or the mapping of a config.json. KeyError if a required number is missing."""
+        """Read a transformers config or the content of a config.json. Raise KeyError if it lacks a required number."""
         given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         heads, kind = given["num_attention_heads"], given.get("model_type", "")
         layers = given["num_hidden_layers"]
@@ -104,7 +104,7 @@ class ModelSize:
         return self.kv_heads * self.head_dim
 
     def block_linears(self, layer: int) -> dict[str, Shape]:
-        """Return [N, K] of every linear of one decoder block by name, including each expert's but not the router."""
+        """Return name -> [N, K] for all linears of a decoder block, including those of experts, except the router."""
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
         linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
@@ -116,17 +116,17 @@ class ModelSize:
         return linears
 
     def linears(self) -> dict[str, Shape]:
-        """[N, K] of every linear layer in all blocks, without lm_head."""
+        """[N, K] of every linear in all blocks. lm_head is not included."""
         return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
 
     @property
     def embedding_parameters(self) -> int:
-        """Weights of input and output embedding, counted once if they are tied."""
+        """Number of weights in the input and output embeddings, which are counted once if they are tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights of the linears inside the blocks, including experts and routers; Muon updates these."""
+        """Number of weights in the linears of all blocks, including experts and routers. Muon updates these weights."""
         routers = len(self.sparse_layers) * self.experts * self.hidden
         return sum(n * k for n, k in self.linears().values()) + routers
 
@@ -142,15 +142,15 @@ class ModelSize:
 
     @property
     def largest_block(self) -> int:
-        """Weights of the largest block's linears."""
+        """Number of weights in the linears of the largest block."""
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Bytes of a token's BF16 keys and values in all layers on one GPU. Every GPU holds at least one KV head."""
+        """Return the bytes of a token's BF16 keys and values on one GPU, which has at least one KV head per layer."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Bytes that one block saves per token for the backward. At level `model` some are FP32 (`qarl.align`)."""
+        """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32."""
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
@@ -173,7 +173,7 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
 
 
 def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
-    """Return the bytes of one published [N, K] weight, i.e. of `Scheme.wire_tensors`."""
+    """Return the bytes of one published [N, K] weight, which is sent as `Scheme.wire_tensors`."""
     n, k = shape
     if scheme == "bf16":
         return 2 * n * k
@@ -183,7 +183,7 @@ def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
 
 
 def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
-    """Return the bytes of a weight's copy in the layout of `kernel`; 0 if the kernel reads the published tensors."""
+    """Return the bytes of a weight's copy in the layout of `kernel`, or 0 if the kernel reads the published tensors."""
     n, k = shape
     if kernel == "reference":
         return 2 * n * k if scheme == "w4a16" else 0
@@ -196,7 +196,7 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
 
 @dataclass(frozen=True)
 class Part:
-    """`bytes` that `name` takes on one GPU during `phases`."""
+    """A part of the memory: `name` takes `bytes` on one GPU during `phases`."""
 
     name: str
     bytes: int
@@ -205,7 +205,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per GPU (on CPU per rank): the parts, the engine's weights, and the KV cache in total and per token."""
+    """Bytes per GPU (on CPU per rank) of each part, the engine's weights, the KV cache, and one token in that cache."""
 
     parts: tuple[Part, ...]
     engine_weights: int
@@ -222,7 +222,7 @@ class MemoryEstimate:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the KV cache; 0 if the weights leave no room for one."""
+        """Number of tokens that fit into the KV cache, or 0 if the weights leave no room for a KV cache."""
         return max(self.kv_cache, 0) // self.kv_bytes_per_token
 
     def table(self) -> list[str]:
@@ -276,7 +276,7 @@ def estimate(
 
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:
-    """Return the bytes on disk of the export for vLLM and of one checkpoint (BF16 model, any FP32 masters, moments)."""
+    """Return two sizes on disk: the export for vLLM, and a checkpoint (BF16 model, FP32 masters if any, moments)."""
     export = sum(_published(size, config).values())
     weights = (6 if config.optim.master_dtype == "fp32" else 2) * size.parameters
     return {"export": export, "resumable": weights + _optimizer_state(size, config)}
@@ -329,7 +329,7 @@ def _quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
 
 
 def _published(size: ModelSize, config: Config) -> dict[str, int]:
-    """Return the published bytes: quantized layers as low-bit tensors, everything else in BF16."""
+    """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
     quantized = _quantized_linears(size, config)
     scheme, group = config.quant.scheme, config.quant.group_size
     low_bit = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
@@ -361,9 +361,9 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
 def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Return the activations and logits of one micro-batch at full length.
 
-    BF16 logits are copied to FP32, and the log-softmax of the copy is kept for the backward. That takes at most 10
-    bytes per logit without an autograd graph, and 12 with one. If the logits are computed in blocks, it takes 18 bytes
-    per logit of one block and 4 bytes per weight of lm_head.
+    BF16 logits are copied to FP32, and the log-softmax of the copy is kept for the backward. Together this takes at
+    most 10 bytes per logit without an autograd graph, and 12 bytes with a graph. If the logits are computed in blocks,
+    it takes 18 bytes per logit of one block and 4 bytes per weight of lm_head.
     """
     data, actor = config.data, config.actor
     length = data.max_prompt_length + data.max_response_length
@@ -388,7 +388,7 @@ def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
-    """Return the engine's parts, and the bytes of its KV cache and of its weights, on one GPU."""
+    """Return, for one GPU, the engine's parts, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(_published(size, config).values()) // parallel
     phases = ("rollout",) if config.backend == "verl" and device == "cuda" else PHASES

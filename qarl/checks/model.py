@@ -25,7 +25,7 @@ _WHERE = "model.path: config.json"
 
 def check_model(hf_config: Any) -> None:
     """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    tests have not shown that they agree on its family.
+    tests have not shown that engine and trainer agree for this model family.
 
     The error names the family, architecture, layer or key, and the reason.
     """
@@ -34,7 +34,7 @@ def check_model(hf_config: Any) -> None:
 
 
 def check_served(hf_config: Any) -> None:
-    """Make the checks of `check_model` except the one for the family. Any family with publishable layers passes."""
+    """Make the checks of `check_model` except the check of the family. Any family with publishable layers passes."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
@@ -44,7 +44,7 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note if the model gets a lower level than `quant.align`, and one with its family's measured mismatch."""
+    """Print a note with the measured mismatch of the model's family, and a note if the level is below `quant.align`."""
     device = "cpu" if runs_on_cpu(config.backend) else "cuda"
     level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
     if level != config.quant.align:

@@ -1,4 +1,4 @@
-"""Loads config and tokenizer from a model folder or a Hub name, with clear errors if that fails."""
+"""Loads config and tokenizer from a model folder or a Hub name. If that fails, the errors are clear."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qarl.checks import hub
 from qarl.errors import UserError
 
 MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
-"""Largest plausible values of config.json's keys for which transformers builds a list as it reads the file."""
+"""Largest plausible values of some keys of config.json. transformers builds a list of that length for each of them."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -50,7 +50,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
     """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy and the error of loading.
 
-    The copy is good enough for sizes and checks, but not for training.
+    The copy is sufficient to compute sizes and to make checks, but not to train.
     """
     from transformers import AutoConfig
 

@@ -1,7 +1,7 @@
-"""The list of all checks of a run that need no weights, cheapest first.
+"""The list of all checks of a run that need no weights. The cheapest checks come first.
 
-The local trainer and verl make them all before a run starts (`check_run`). The doctor first reports by topic, in more
-detail, and then makes these checks too, so its findings include everything that would stop a run.
+The local trainer and verl make all of them before a run starts (`check_run`). The doctor first reports by topic, in
+more detail. Then it makes these checks too, so its findings include everything that would stop a run.
 
 Parts that several checks need (tokenizer, prompts, reward function) are loaded when the first check asks for them.
 """
@@ -32,7 +32,7 @@ from qarl.rollout import vllm_plugin
 
 
 class RunInputs:
-    """The files that a run reads before its weights. Every property raises `UserError` if that part is unusable."""
+    """The inputs that a run reads before its weights. A property raises `UserError` if its input is unusable."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -71,7 +71,7 @@ class RunInputs:
 
 
 class Check(NamedTuple):
-    """One check: `make` raises `UserError` if the run would fail. Empty `backend` means both backends."""
+    """One check. `make` raises `UserError` if the run would fail. An empty `backend` means both backends."""
 
     name: str
     make: Callable[[RunInputs], object]

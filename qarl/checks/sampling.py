@@ -8,7 +8,7 @@ from qarl.kernels.kept import Truncation, packed_width
 from qarl.rollout.engine import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
-"""Limit, in GiB, on the token sets that top-p or top-k keep in one batch."""
+"""Limit, in GiB, on the memory for one batch's masks of the tokens that top-p or top-k keep."""
 
 
 def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:
@@ -27,7 +27,7 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
     """Raise UserError if the trainer's log-probs would not describe how the engine samples.
 
     Args:
-        level: the alignment level that is applied, which may be lower than the one asked for.
+        level: the alignment level that is applied, which may be lower than `quant.align`.
         vocabulary: entries of lm_head.
     """
     sampling_params(sampling_config(config))

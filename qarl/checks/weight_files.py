@@ -1,4 +1,4 @@
-"""Checks the weight files of a local model folder by their headers, without loading them.
+"""Checks the weight files of a local model folder. It reads only their headers and loads no weights.
 
 `Policy.load` raises the same errors if it finds these faults later, while it loads the weights.
 """
@@ -52,7 +52,7 @@ def has_weights(path: str) -> bool:
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
     """Compare the stored tensors with the model that config.json describes, and return how many were compared.
 
-    Returns None, without comparing, if fewer than half of the model's names are stored.
+    If fewer than half of the model's names are stored, returns None and compares nothing.
 
     Raises:
         UserError: a tensor of the model is missing or has a different shape.

@@ -1,6 +1,6 @@
 """The tensors of one training step, made from a rollout.
 
-Legend: B: number of responses. T: tokens of the longest prompt with its response. R: tokens of the longest response.
+B: number of responses. T: number of tokens of the longest prompt with response. R: tokens of the longest response.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Batch:
     rollout_top_tokens           int64 [B, R] or None; the engine's likeliest token at each position
     kept                         uint8 [B, R, packed_width(V)] or None; packed masks of the tokens that top-k and
                                  top-p kept in the pass for the old log-probs (`qarl.kernels.kept`)
-    outside                      bool [B, R] or None; True if the trainer's top-k and top-p had dropped the token
+    outside                      bool [B, R] or None; True if the token is not one of those that the trainer's top-k
+                                 and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
     other_experts                bool [B, T] or None; True if the trainer's own routers chose different experts for
@@ -71,7 +72,7 @@ class Batch:
         self.outside[rows][mask] = outside
 
     def note_routing(self, rows: slice, differing: torch.Tensor) -> None:
-        """Store `differing`, bool [rows * T]: whether the trainer's routers chose different experts for each token."""
+        """Store `differing`, bool [rows * T]: True for tokens that the trainer's routers sent to different experts."""
         if self.other_experts is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
         self.other_experts[rows] = differing.view(-1, self.input_ids.shape[1])
@@ -85,7 +86,7 @@ class Batch:
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
     """Return the batch of a rollout, padded on the right.
 
-    All micro-batches of a step have the same T, so the choice of micro-batches cannot change a row's result."""
+    All micro-batches of a step have the same T, so their size cannot change the result of a row."""
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]
@@ -110,7 +111,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
 
 
 def _pad(rows: Sequence[Sequence[float] | torch.Tensor], width: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return [B, width, ...] from the numbers or tensors [tokens, ...] of each response, filled up with `value`."""
+    """Return the numbers or tensors [tokens, ...] of all responses as one [B, width, ...], filled up with `value`."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     padded = torch.full((len(rows), width, *tensors[0].shape[1:]), value, dtype=dtype)
     for i, row in enumerate(tensors):

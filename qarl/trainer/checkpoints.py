@@ -1,12 +1,12 @@
 """Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run resumes from it.
 
-A resumed run takes the same steps, bit for bit, as an uninterrupted one. The prompts depend only on seed and position,
+A resumed run takes the same steps, bit for bit, as an uninterrupted run. The prompts depend only on seed and position,
 every request has its own seed, and weights, masters, moments and generators are restored exactly. The first step after
-a resume is compared with the step before it: weights and published tensors by digest, and the mismatch by k3. k3 jumps
-if the policy was restored or published wrongly.
+a resume is compared with the step before the resume: weights and published tensors by digest, and the mismatch by k3.
+k3 jumps if the policy was restored or published wrongly.
 
-If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. The
-next checkpoint is tried as scheduled, and the earlier ones stay.
+If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. It
+tries to write the next checkpoint as scheduled, and keeps the earlier ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Write the checkpoints of a run. If the run resumes, first restore the trainer from a checkpoint."""
+    """Writes the checkpoints of a run. If the run resumes, this object first restores the trainer from a checkpoint."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """Restore `trainer` from `checkpoint`, if there is one. Then publish, and call `resumed`."""
@@ -85,7 +85,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """Write a checkpoint if one is due. Return `checkpoint/*`, and `resume/*` at the first step after a resume."""
+        """Write a checkpoint if one is due. Return `checkpoint/*`, and in the first step after a resume `resume/*`."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):
@@ -93,7 +93,7 @@ class Checkpoints:
         return extra
 
     def save(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Write the checkpoint of the current step. If the disk refuses it, report that and continue."""
+        """Write the checkpoint of the current step. If the disk refuses to write, report the error and continue."""
         start = time.perf_counter()
         trainer = self.trainer
         try:
@@ -203,13 +203,13 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Return the names of wire tensors whose digest differs between policy and `published`, or that only one has."""
+    """Return the names of wire tensors whose digests in policy and `published` differ, or that only one of them has."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of tokens and ground truths, in order."""
+    """Return the SHA-256 of the prompts' tokens and ground truths, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(f"{prompt.prompt_token_ids}{prompt.ground_truth!r};".encode())

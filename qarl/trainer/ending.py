@@ -1,8 +1,8 @@
-"""The end of a local run. Its files are written even if something failed earlier or fails here.
+"""The end of a local run. The last files of a run are written even if something failed earlier or fails here.
 
-Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end,
-later ones are printed. A run with all its steps and its export is finished, even if a plot is missing. Then a resume
-does not train again, but the exit code still reports the failure.
+Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end.
+Later errors are printed. A run with all its steps and its export is finished, even if a plot is missing. In that case
+a resume does not train again, but the exit code still reports the failure.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qarl.metrics.tracker import write_summary
 
 
 class Ending:
-    """Collect the errors at the end of a run. `failure`: the first error, or None."""
+    """Collects the errors at the end of a run. `failure`: the first error, or None."""
 
     def __init__(self, failure: BaseException | None) -> None:
         self.failure = failure
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch an error of the code inside. Keep it if it is the run's first error, otherwise print it."""
+        """Catch an error of the code in this context. If it is the run's first error, keep it. Otherwise print it."""
         try:
             yield
         except Exception as error:
@@ -59,10 +59,10 @@ def finish_run(
     """Write summary, export and plots of a run after `step` of `total` steps. Return the summary.
 
     `failure`: the error that ended the training. `problem`: the error of a logger that was lost during the run. `save`:
-    writes the export to a folder.
+    a function that writes the export to a folder.
 
     Raises:
-        BaseException: the first error among `failure`, those raised here, and `problem`.
+        BaseException: the first of `failure`, the errors raised here, and `problem`.
     """
     ending = Ending(failure)
 
@@ -107,7 +107,7 @@ def _plot(run_dir: Path) -> None:
 
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
-    """Return the error for an export that the disk refused. It says what is left of the training."""
+    """Return the error for an export that the disk refused to write. The error says what is left of the training."""
     from qarl.checkpoint.folder import list_checkpoints
 
     saved = list_checkpoints(checkpoints_dir(run_dir))

@@ -1,4 +1,4 @@
-"""Check every step of a local run: the mismatch against its limit, tokens outside top-p and top-k, preemptions."""
+"""Check every step of a local run for mismatch over its limit, tokens outside top-p or top-k, and preemptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local backend: trainer and vLLM in one process. Read this file to learn the algorithm.
+"""The local backend, with trainer and vLLM in one process. Read this file to learn the algorithm.
 
 One training step has one function per stage:
 
@@ -6,10 +6,10 @@ One training step has one function per stage:
     reward        score the responses and compute group-relative advantages
     old_log_prob  compute the trainer's own log-probs, with the same kernels as the update
     update        minimise the TBPO loss, with one optimizer step per ppo_mini_batch_size prompts
-    publish       send the tensors that the next forward multiplies by to the engine, under a new version
+    publish       send to the engine, under a new version, the tensors that the next forward multiplies by
 
-verl's trainer does the same over Ray and FSDP2. Weights are published only once per training step, after its last
-optimizer step, because nothing is sampled in between.
+verl's trainer does the same on Ray and FSDP2. Weights are published only once per training step, after its last
+optimizer step, because nothing is sampled between the optimizer steps.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LocalTrainer:
     """The state of one run and its training step.
 
     `step`: number of finished training steps, which is also the version of the published weights. `rebuilds`: number of
-    engines started to replace a lost one. `updated`: whether this program has begun an update. `warnings`: of the last
-    step."""
+    engines that were started to replace a lost one. `updated`: whether this program has begun an update. `warnings`:
+    the warnings of the last step."""
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
-        """`engine`: the engine to sample with. If None, start the one that `config` describes."""
+        """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
         self.config, self.parts = config, parts
         self.tokenizer = parts.tokenizer
         self.step = self.rebuilds = 0
@@ -74,7 +74,7 @@ class LocalTrainer:
         )
 
     def train_step(self) -> dict[str, float]:
-        """Run one training step and return its metrics."""
+        """Run one training step. Return its metrics."""
         batch, metrics = self.rollout()
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
@@ -96,7 +96,7 @@ class LocalTrainer:
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
-        """Sample and score responses. Return them as this step's batch, and metrics.
+        """Sample and score responses. Return this step's batch with them, and metrics.
 
         `top_tokens`: also put the engine's likeliest token at each position into the batch."""
         config = self.config
@@ -126,7 +126,7 @@ class LocalTrainer:
     def old_log_probs(self, batch: Batch) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R].
 
-        With top-p or top-k, also store the tokens that they keep in `batch.kept`, which the whole update uses."""
+        With top-p or top-k, also store in `batch.kept` which tokens they keep. The whole update uses these tokens."""
         temperature, kept = self.config.rollout.temperature, truncation(self.config)
         parts = [
             self.policy.response_log_probs(batch, rows, temperature=temperature, truncation=kept)
@@ -137,7 +137,7 @@ class LocalTrainer:
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
 
-        A step with a gradient that is not finite is skipped."""
+        An optimizer step whose gradient is not finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
         statistics: list[dict[str, float]] = []
@@ -258,7 +258,7 @@ class LocalTrainer:
         self.rebuilds += 1
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean reward of greedy responses to the held-out prompts. With a 0/1 reward it is the accuracy."""
+        """Return the mean reward of greedy responses to the held-out prompts. With 0/1 rewards, this is accuracy."""
         prompts = self.parts.val_prompts
         with self.timer.phase("eval"):
             sampling = SamplingConfig(self.config.data.max_response_length, temperature=0.0)
@@ -277,15 +277,15 @@ class LocalTrainer:
 
 
 def request_seed(seed: int, step: int, index: int) -> int:
-    """Return a sampling seed that depends only on the run's seed, the step and the place in the batch."""
+    """Return a sampling seed that depends only on the run's seed, the step and the request's place in the batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `publish/*`: bytes, the ratio to BF16 bytes in the quantized layers, and seconds by phase.
+    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, and seconds by phase.
 
-    `quantizing`: seconds of the quantizer by phase, over all optimizer steps of the training step.
+    `quantizing`: seconds that the quantizer took by phase, over all optimizer steps of the training step.
     """
     metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}

@@ -35,8 +35,8 @@ _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.
 def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """Run `config` to its end or to Ctrl-C. Return the summary, which is also written to `summary.json`.
 
-    `started`: `time.perf_counter()` at the start of the program; the summary's seconds count from then. `checkpoint`:
-    the checkpoint to resume from (`qarl.trainer.resume.open_run`).
+    `started`: `time.perf_counter()` at the start of the program. The summary's seconds count from that time.
+    `checkpoint`: the checkpoint to resume from (`qarl.trainer.resume.open_run`).
     """
     start = time.perf_counter() if started is None else started
     parts = prepare_run(config)
@@ -91,7 +91,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
 def run_steps(
     trainer: LocalTrainer, checkpoints: Checkpoints, tracker: Tracker, stop: list[bool], start: float
 ) -> None:
-    """Evaluate before training (step 0), then train until the last step or until `stop` is filled."""
+    """Evaluate before training (step 0). Then train until the last step, or until `stop` is no longer empty."""
     settings = trainer.config.trainer
     test_freq, total = settings.test_freq, settings.total_training_steps
     if settings.val_before_train and not trainer.step:
@@ -118,8 +118,8 @@ def run_steps(
 
 @contextmanager
 def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """Yield a list. The first Ctrl-C fills it, so that the run ends after its current step. The second one interrupts
-    at once."""
+    """Yield an empty list. The first Ctrl-C adds an item to it, so that the run ends after its current step. The second
+    Ctrl-C interrupts at once."""
     stop: list[bool] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -135,8 +135,8 @@ def finish_step_on_interrupt() -> Iterator[list[bool]]:
 
 
 def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return a few numbers that summarise a run. `history`: one mapping of metrics per step. Means are over the
-    training steps."""
+    """Return a few numbers that summarise a run. `history`: one mapping of metrics per step. The means are taken over
+    the training steps."""
 
     def values(key: str) -> list[float]:
         return [metrics[key] for metrics in history if key in metrics]

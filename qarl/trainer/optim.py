@@ -1,16 +1,16 @@
-"""The optimizer step for low-precision parameters, with FP32 arithmetic, FP32 gradient sums and a defined rounding.
+"""The optimizer step for low-precision parameters, with FP32 arithmetic, FP32 gradient sums and defined rounding.
 
 A BF16 number has 8 significant bits. So an update below 1/512 of a weight is lost if it is added in BF16 and rounded to
-nearest. At learning rates near 1e-6 that is nearly every update. `optim.master_dtype` chooses one of two solutions:
+nearest. At learning rates near 1e-6 nearly every update is lost. `optim.master_dtype` chooses one of two solutions:
 
 - `fp32`: the optimizer owns an FP32 copy of each parameter. After a step the parameter is that copy rounded to nearest.
 - `bf16`: no copy is kept between steps. The update is computed in FP32 and rounded back stochastically, so that it is
   right on average. This saves 4 bytes per parameter in forward and backward, but not at the peak of the step itself.
 
-In both cases the gradients of all micro-batches are summed in FP32, because a BF16 sum would lose small ones.
+In both cases the gradients of all micro-batches are summed in FP32, because a sum in BF16 would lose small gradients.
 
-AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter, without temporaries. Muon is
-`SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, because its other classes need a process group. As in
+AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter without temporary tensors. Muon
+is `SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, whose other classes need a process group. As in
 verl, weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts training
 steps, not optimizer steps, and starts at zero. So with a warmup the first step has learning rate 0. After
 `total_training_steps` our cosine schedule stays at its minimum, while verl's rises again.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def stochastic_round(source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
 
-    For example, a value a quarter of the way from one BF16 neighbour to the next is rounded to the farther one with
-    probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16 number the upper
-    neighbour is Inf, as in round to nearest.
+    For example, a value may lie a quarter of the way from one BF16 neighbour to the next. It is rounded to the farther
+    neighbour with probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16
+    number the upper neighbour is Inf, as in round to nearest.
 
     `source`: FP32, any shape, on the generator's device. Returns BF16 of the same shape.
     """
@@ -46,7 +46,7 @@ def stochastic_round(source: torch.Tensor, generator: torch.Generator) -> torch.
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
-    """Return the learning rate's factor in `training_step` (from 0): linear warmup, then constant or cosine."""
+    """Return the factor of the learning rate in `training_step` (from 0): linear warmup, then constant or cosine."""
     warmup = optim_config.lr_warmup_steps
     if training_step < warmup:
         return training_step / warmup
@@ -82,7 +82,7 @@ class MasterOptimizer:
         seed: int,
         total_training_steps: int,
     ) -> None:
-        """Take the trainable parameters, which must be on one device, and in BF16 if `master_dtype=bf16`.
+        """Take the trainable parameters. They must be on one device, and if `master_dtype=bf16` they must be BF16.
 
         `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule.
         """
@@ -140,7 +140,7 @@ class MasterOptimizer:
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's current learning rate, as a spectral norm per update; None if Muon is not used."""
+        """Muon's current learning rate, as a spectral norm per update. None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property
@@ -158,7 +158,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add each parameter's `.grad` to its FP32 sum and free it."""
+        """Add each parameter's `.grad` to its FP32 sum, and free the `.grad`."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -240,8 +240,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. If it has FP32 masters, they also set the parameters. Learning rates come from this
-        run's config.
+        """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
+        this run's config.
 
         Raises:
             UserError: the state was saved with a different optimizer, master_dtype or set of parameters.

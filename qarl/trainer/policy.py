@@ -1,8 +1,9 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16, with quantized linears and a forward aligned with the engine.
+"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears. It is aligned with the engine.
 
 A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
 padding, no attention mask is needed, and a row's log-probs do not depend on the other rows. This matters because TBPO's
-bands are narrower than the noise between two ways of batching the same row. (verl pads prompts on the left and masks.)
+bands are narrower than the noise between two ways to batch the same row. (verl pads prompts on the left and needs a
+mask.)
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 
 PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Families whose logits are lm_head's unchanged output. Other families cap or scale it."""
+"""Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
 
 
 class Policy:
     """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
-    that was applied, which may be lower than the one asked for. `report`: the modules that were replaced, and why the
-    level is lower.
+    that was applied, which may be lower than the config's. `report`: the modules that were replaced, and why the level
+    is lower, if it is.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Policy:
         align: str = "linears",
         router_replay: str = "auto",
     ) -> None:
-        """`router_replay`: a value of `rollout.router_replay`. Batches without routing are never replayed."""
+        """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
@@ -103,8 +104,8 @@ class Policy:
     ) -> torch.Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
-        `truncation`: top-p and top-k, given only in the pass for the old log-probs. The tokens that they keep are then
-        stored in `batch.kept`. If `batch.kept` is set, the log-probs are over the kept tokens only.
+        `truncation`: top-p and top-k. Pass it only to compute the old log-probs. The tokens that top-p and top-k keep
+        are then stored in `batch.kept`. If `batch.kept` is set, the log-probs are over the kept tokens only.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
@@ -114,7 +115,7 @@ class Policy:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
         The logits are BF16, like the engine's. They are upcast before the temperature and the softmax. If there are
-        more than `LOGITS_AT_A_TIME` of them, they are computed for one block of response tokens at a time.
+        more than `LOGITS_AT_A_TIME` logits, they are computed for one block of response tokens at a time.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -137,7 +138,7 @@ class Policy:
 
     @contextmanager
     def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
-        """Run a forward of `batch[rows]` in this context. If this policy replays, the rollout's experts get its tokens.
+        """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
 
         Without gradients, also record which tokens the policy's own routers would send to different experts. With
         gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the forward again in
@@ -159,13 +160,13 @@ class Policy:
         batch.note_routing(rows, differing_tokens(record.experts(), given))
 
     def end_replay(self) -> None:
-        """Let the routers choose again. Call this after the backward of a forward that replayed."""
+        """Let the routers choose experts again. Call this after the backward if the forward replayed."""
         self._routing.close()
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
         """Return the logits that predict each response token of `batch[rows]`, one row per token, and False.
 
-        If there are too many logits to hold, return the hidden states instead of the logits, and True."""
+        If memory is too small for so many logits, return the hidden states instead of the logits, and True."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
@@ -183,7 +184,7 @@ class Policy:
         return logits[places], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Return whether the logits of `positions` are too many to hold, and lm_head can be computed in blocks."""
+        """Return whether `positions` have over `LOGITS_AT_A_TIME` logits, and lm_head can be computed in blocks."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
@@ -208,7 +209,7 @@ class Policy:
         return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write a compressed-tensors checkpoint with config and tokenizer. For scheme bf16 it is an ordinary one."""
+        """Write a checkpoint with config and tokenizer. Its format is compressed-tensors, but ordinary for bf16."""
         from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)

@@ -14,14 +14,14 @@ from qarl.trainer.local import LocalTrainer, request_seed
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
-"""The probe's number of responses, one per prompt, and their length in tokens. With `quant.align=off` a single token
-can differ by several nats, so a mean over fewer tokens would be meaningless."""
+"""The probe's number of responses, one per prompt, and the length of each in tokens. With `quant.align=off` a single
+token can differ by several nats, so a mean over fewer tokens would be meaningless."""
 PROBE_STEP = -1
 """Stands for the training step in the seeds of the probe's requests."""
 
 
 def probe(trainer: LocalTrainer) -> str:
-    """Sample responses to a few training prompts, and compare the log-probs of both sides. Return a one-line result.
+    """Sample responses to a few training prompts. Compare trainer and engine by log-probs. Return a one-line result.
 
     The state of the global random generators is restored.
 

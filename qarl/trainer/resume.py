@@ -5,9 +5,9 @@
                         resume_path  resume from the checkpoint trainer.resume_from_path; if an interrupted run of this
                                      name already started from it, resume from the newest checkpoint of that run
 
-A run is finished if its summary says so: it reached `total_training_steps`, and everything was written. Only one
-process at a time works in a run folder; the operating system releases the lock when the process ends. verl has the same
-three modes, but it resumes with any config, and from any folder with the right name, even an incomplete one.
+A run is finished if its summary says that it reached `total_training_steps` and that everything was written. A lock
+allows only one process at a time in a run folder. The system releases the lock when the process ends. verl has the
+same three modes, but it resumes with any config, and from any folder with the right name, even an incomplete one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
     def stays_in(self, run_dir: Path) -> bool:
-        """Return whether the run resumes in `run_dir`. If not, an earlier run there is moved aside."""
+        """Return whether the run resumes in `run_dir`. If not, an earlier run in this folder is moved aside."""
         return self.checkpoint is not None and _within(self.checkpoint.folder, run_dir)
 
 
@@ -124,7 +124,7 @@ def find_start(config: Config) -> Start:
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
     """Rename the checkpoints of later steps, which this run replaces, and delete the old summary.
 
-    Call it after a successful resume. Does nothing if the checkpoint belongs to a different run."""
+    Call this after a successful resume. It does nothing if the checkpoint belongs to a different run."""
     if _within(checkpoint.folder, run_dir):
         supersede(run_dir, list_checkpoints(checkpoints_dir(run_dir)), checkpoint.step)
 
@@ -171,7 +171,7 @@ def _how_to_extend(config: Config) -> tuple[str, ...]:
 
 
 def _newest(run_dir: Path) -> Start:
-    """Return the newest good checkpoint, and the newer ones, which are damaged."""
+    """Return the newest good checkpoint, and all newer checkpoints, which are damaged."""
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if problems and checkpoint is None:
         _, newest = problems[0]
@@ -209,7 +209,7 @@ def check_changes(
 ) -> tuple[str, ...]:
     """Check that a run of `config` may resume from the checkpoint of `step` in `folder`. Return notes for the user.
 
-    `saved`: the config in the checkpoint. `also`: additional changed keys, with old and new value. Raises UserError if
+    `saved`: the config in the checkpoint. `also`: additional changed keys with old and new value. Raises UserError if
     the run may not resume.
     """
     changed = changed_keys(saved, config)
@@ -242,14 +242,14 @@ def check_changes(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the checkpoint, value now) for each changed key that both configs have."""
+    """Return dotted key -> (value in the checkpoint, value now) for each key that both have and whose value changed."""
     before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 
 
 @contextmanager
 def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
-    """Hold the run folder's lock. Yield False if it cannot be held: no folder, or a file system without locks.
+    """Hold the run folder's lock. Yield False if the folder cannot be used or its file system has no locks.
 
     Raises:
         UserError: another process holds it.

@@ -1,7 +1,7 @@
 """Load and check everything that a local run needs before it starts. The cheapest checks come first.
 
-So a wrong path, a prompt that is too long or a reward function that raises gives one clear error, not a stack trace
-after the engine has started.
+So a wrong path, a prompt that is too long, or a reward function that raises gives one clear error, and not a stack
+trace after the engine has started.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def prepare_run(config: Config) -> RunParts:
 
 
 def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
-    """Return the engine's config for a run. `routing`: the engine returns the experts of each token; False for a dense
-    model."""
+    """Return the engine's config for a run. `routing`: whether the engine returns the experts of each token. It must be
+    False for a dense model."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,

@@ -1,1 +1,1 @@
-"""Everything about verl: this package hands a run to verl and watches it; `plugin/` is the part that verl loads."""
+"""Everything about verl: this package starts a run in verl and watches it. `plugin/` is the part that verl loads."""

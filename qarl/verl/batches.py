@@ -1,13 +1,15 @@
 """The check that each rank's share of verl's batches splits into whole micro-batches.
 
 verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
-multiple of the micro-batch size. For log-probs this is the share of all responses of a step; for an update it is the
-share of a mini-batch. verl checks this only in the first step, after a whole generation, and its AssertionErrors name
-no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), only the shares must be equal.
+multiple of the micro-batch size. To compute log-probs, a rank gets a share of all responses of a step. For an update,
+it gets a share of a mini-batch. verl checks the shares only in the first step, after a whole generation, and its
+AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), the only condition is that
+all shares are equal.
 
-Read in verl 0.9.1: `_get_required_batch_multiple` (trainer/ppo/v1/trainer_base.py), `train_mini_batch`
-(workers/engine_workers.py), `get_data_parallel_size` (workers/engine/fsdp/transformer_impl.py) and
-`prepare_micro_batches` (workers/engine/utils.py). The critic, which QaRL does not use, is not checked.
+Statements here about verl were checked against the source of verl 0.9.1: `_get_required_batch_multiple`
+(trainer/ppo/v1/trainer_base.py), `train_mini_batch` (workers/engine_workers.py), `get_data_parallel_size`
+(workers/engine/fsdp/transformer_impl.py) and `prepare_micro_batches` (workers/engine/utils.py). The batches of the
+critic are not checked, because QaRL does not use a critic.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """Return QaRL's name of `key`, or `verl.KEY` if QaRL has no such key or the section `verl` sets it."""
+        """Return `verl.KEY` if the section `verl` sets `key` or QaRL has no name for it. Else return that name."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property
@@ -76,7 +78,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError unless all ranks get equal shares of verl's batches, each of whole micro-batches."""
+    """Raise UserError unless each batch splits into equal shares for all ranks, and shares into whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:

@@ -1,6 +1,6 @@
 """Checks before a verl run starts: keys that verl does not support, verl's own checks, and keys that would spoil a run.
 
-The facts about verl were read in verl 0.9.1.
+Statements here about verl were checked against the source of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if a value of `keys` (section `verl` of file `where`) names a QaRL class by its old module."""
+    """Raise UserError if a value of `keys` names a QaRL class by its old module. `keys`: a section `verl`."""
     moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
     if moved:
         raise UserError(
@@ -104,7 +104,7 @@ def validate(composed: Any) -> None:
 
 
 def refuse_corrections(composed: Any) -> None:
-    """Raise UserError if verl would add its own rollout correction to TBPO's, or hide the mismatch from TBPO."""
+    """Raise UserError if verl would apply its own rollout correction besides TBPO's, or hide the mismatch from TBPO."""
     if composed.actor_rollout_ref.actor.policy_loss.loss_mode != "tbpo":
         return
     correction = composed.algorithm.rollout_correction
@@ -122,7 +122,7 @@ def refuse_corrections(composed: Any) -> None:
 
 
 def refuse_ignored(composed: Any) -> None:
-    """Raise UserError for verl keys that a QaRL run would ignore, or that only the engine would follow."""
+    """Raise UserError if a verl key is set that a QaRL run would ignore, or that only the engine would follow."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"

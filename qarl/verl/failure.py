@@ -1,7 +1,7 @@
 """Turns the error that ended a verl run into one message, if the user can do something about it.
 
-verl's trainer is a Ray task. Ray wraps an error once for each process that it passes through, with the tracebacks of
-all of them. The class of each wrapper is derived from the class of the cause.
+verl's trainer is a Ray task. An error passes through several processes. Each of them wraps it in another Ray exception,
+which contains all tracebacks so far. The class of each wrapper is derived from the class of the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ RESUME = "run the same command again: it resumes from the last checkpoint (train
 
 
 def as_user_error(failure: BaseException) -> UserError | None:
-    """Return the `UserError` that a worker raised, or a new one if a process died or hangs; None for other errors."""
+    """Return the `UserError` that a worker raised, or a new one if a process died or hangs. Otherwise return None."""
     import ray
     import zmq
 

@@ -1,5 +1,5 @@
 """Records a verl run in QaRL's run folder. During the run a thread reads the file of verl's logger and logs each
-step through QaRL's tracker. Metrics that the local backend also logs get its names.
+step through QaRL's tracker. If the local backend logs the same metric, its name is used.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
 (verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
@@ -28,13 +28,13 @@ RENAMED = {
     "timing_s/update_weights": "timing_s/publish",
     "timing_s/testing": "timing_s/eval",
 }
-"""Maps verl's metric names to those of the local backend, for quantities that both log under different names."""
+"""Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
 def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one step under QaRL's names. A metric without such a name keeps verl's name."""
+    """Return the numbers of one step under QaRL's names. A metric that QaRL has no name for keeps verl's name."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -82,9 +82,9 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error: `failure`, or else one raised here.
+        """Write summary and plots. Return the summary and the run's first error, which is `failure` or was raised here.
 
-        A metrics line that could not be stored is an error too, although training continued.
+        If a metrics line could not be stored, that is an error too, although training continued.
         """
         from qarl.trainer.loop import summarize
 
@@ -118,7 +118,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log the complete lines that were added. If this raises, the next call reads the remaining lines again."""
+        """Log all complete new lines. If this raises, the next call reads the lines again that were not logged."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

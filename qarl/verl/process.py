@@ -10,7 +10,7 @@ from qarl.errors import UserError
 from qarl.process import VLLM_ENVIRONMENT
 
 UNKNOWN_GPU_BYTES = int(79.2 * 2**30)
-"""Memory that an 80 GB GPU reports; for estimates on a machine without a GPU."""
+"""Memory that an 80 GB GPU reports. Estimates on a machine without a GPU use it."""
 
 
 def set_environment(config: Config, on_cpu: bool) -> None:
@@ -21,8 +21,8 @@ def set_environment(config: Config, on_cpu: bool) -> None:
 def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """Return the variables that verl, Ray and vLLM read in every process. Values that the user has set are kept.
 
-    Ray's runtime environment carries them to the workers. By itself a worker inherits only the environment of its
-    machine's Ray daemon, which lacks the driver's variables if Ray was started earlier or on a different machine.
+    Ray's runtime environment carries them to the workers. Without it a worker inherits only the environment of the Ray
+    daemon on its machine. The daemon lacks the driver's variables if Ray was started earlier or on a different machine.
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,9 +50,10 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 
 
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """Return OMP_NUM_THREADS for a worker; None lets Ray set it to the number of CPUs that the worker requested.
+    """Return OMP_NUM_THREADS for a worker. If it is None, Ray sets it to the number of CPUs that the worker requested.
 
-    On a CPU the trainer processes of a machine divide its cores. Rollout engines use the same cores at other times.
+    On a CPU the trainer processes of a machine share its cores equally. Rollout engines use the same cores, but at
+    other times.
     """
     wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
     if wanted is not None:
@@ -63,12 +64,12 @@ def worker_threads(config: Config, on_cpu: bool) -> str | None:
 
 
 def local_path(path: str) -> str:
-    """Return a folder as an absolute path, because workers start in other folders; return a Hub name unchanged."""
+    """Return a folder as an absolute path, because workers start in other folders. Return a Hub name unchanged."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
-    """Return the memory estimate of one rank as lines, one per part. Without a GPU it assumes one of 80 GB."""
+    """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
     import torch
 
     from qarl.align.model import resolve_level

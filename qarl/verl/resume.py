@@ -3,8 +3,8 @@
 verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
 file names no checkpoint, verl starts fresh. If data.pt is missing, it silently restarts the data. QaRL compares the
 config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
-one into the file. It refuses a checkpoint that could run code, because verl unpickles it.
-Read in verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+one's step into the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about
+verl were checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 
 @contextmanager
 def open_verl_run(config: Config) -> Iterator[int]:
-    """Lock the run folder and yield the step after which verl resumes; 0 means that the run starts fresh.
+    """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
 
     An earlier run in the folder is moved aside unless it is resumed.
 
@@ -65,7 +65,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 def newest_whole(checkpoints: Path) -> Path | None:
     """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete one. Return None if there are no checkpoints.
+    complete checkpoint. Return None if there are no checkpoints.
 
     Raises:
         UserError: there are checkpoints, but no complete one.
@@ -112,7 +112,7 @@ def _choose(config: Config) -> Path | None:
 
 
 def _check_config(config: Config, folder: Path) -> None:
-    """Compare `config` with that of the run that wrote `folder`, which lies beside its checkpoints."""
+    """Compare `config` with the config of the run that wrote `folder`, which is stored beside its checkpoints."""
     path = folder.resolve().parents[1] / "config.yaml"
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """verl's keys for router replay: whether the servers return the experts of each token, and whether the actor replays.
 
-verl's agent loop carries the routing from the server to the actor. Its FSDP engine does not read it; QaRL's does
-(`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer, so
-servers return it only if the actor replays it.
+verl's agent loop carries the routing from the server to the actor. verl's FSDP engine ignores it, but QaRL's engine
+uses it (`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer. So
+servers return the routing only if the actor replays it.
 """
 
 from __future__ import annotations

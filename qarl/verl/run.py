@@ -4,8 +4,8 @@
 verl no longer has is an error here, not a silent no-op. Configs that verl cannot run are refused (`qarl.verl.checks`).
 `differences` lists what verl does slightly differently.
 
-The algorithm is that of `qarl.trainer.local`, on Ray, FSDP2 and vLLM servers. `qarl.verl.plugin` adds the parts that
-verl lacks. Read in verl 0.9.1.
+The algorithm is that of `qarl.trainer.local`, but it runs on Ray, FSDP2 and vLLM servers. `qarl.verl.plugin` adds the
+parts that verl lacks. Statements here about verl were checked against the source of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
 
     Raises:
-        UserError: the disk is full, or some ranks' files are not on this machine. The checkpoint is kept.
+        UserError: the disk is full, or the files of some ranks are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
@@ -170,7 +170,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each setting that verl handles slightly differently from its description."""
+    """Return one line for each setting that verl handles slightly differently than its description says."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -208,7 +208,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return the keys `names` of our `section` as verl's keys under `root`, where they have the same names."""
+    """Return the keys `names` of our `section` as verl's keys under `root`. They have the same names in verl."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -310,7 +310,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU a prompt is prefilled whole, so vLLM needs room for the longest one."""
+    """Return `max_num_batched_tokens`. On a CPU it covers the longest prompt, which is prefilled whole."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 
@@ -346,7 +346,7 @@ def trainer_keys(config: Config) -> Keys:
 
 
 def sampler_keys(config: Config) -> Keys:
-    """Return the keys of our sampler; {} if the section `verl` asks for a feature that only verl's samplers have.
+    """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
     verl's samplers treat a group with failed responses as complete.
     """
@@ -364,7 +364,7 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    They keep the number of processes low, because each one imports torch and vLLM.
+    These settings keep the number of processes low, because each process imports torch and vLLM.
     """
     rollout = "actor_rollout_ref.rollout"
     # One worker runs in the engine's process. Several need a process each.

@@ -1,10 +1,12 @@
 """verl's single-turn loop for models whose tokenizer does not come from their model family.
 
-verl joins turns with a builder that it chooses by model type. The builder for Qwen refuses a tokenizer without
-`<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's architecture may lack that
-token. In that case this loop uses verl's builder for unknown models. A single turn needs no joining.
+verl joins the turns of a conversation with a builder that it chooses by model type. The builder for Qwen refuses a
+tokenizer without `<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's
+architecture may lack that token. In that case this loop uses verl's builder for unknown models. This changes nothing
+else, because a single turn needs no joining.
 
-Chosen by `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn`; registered by `qarl.verl.plugin.cpu`.
+The key `actor_rollout_ref.rollout.agent.default_agent_loop=qarl_single_turn` chooses this loop. `qarl.verl.plugin.cpu`
+registers it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ TURN_END = "<|im_end|>"
 
 @register("qarl_single_turn")
 class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
-    """verl's `single_turn_agent`; if the tokenizer lacks `TURN_END`, it uses the builder for unknown models."""
+    """verl's `single_turn_agent`, but it uses the builder for unknown models if the tokenizer lacks `TURN_END`."""
 
     def __init__(self, *args: Any, tokenizer: Any, hf_model_type: str | None = None, **kwargs: Any) -> None:
         if TURN_END not in tokenizer.get_vocab():

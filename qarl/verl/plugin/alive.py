@@ -1,7 +1,8 @@
-"""Checks through Ray whether the processes that generate are alive. They are found by verl's actor names.
+"""Asks Ray whether the processes that generate are alive. They are found by the names that verl gives its actors.
 
-verl notices a dead engine or server only while it waits for an answer from it. It then treats the responses of the
-remaining processes as the whole batch. So the sampler checks while it waits, and the trainer before it publishes.
+verl notices a dead engine or server only while it waits for an answer from that process. It then treats the responses
+of the remaining processes as the whole batch. So the sampler makes this check while it waits for responses, and the
+trainer makes it before a publish.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 class Watch:
     """Remembers the actors that it has seen, because Ray no longer lists the name of a dead actor.
 
-    `only_servers`: leave out the workers of agent loops and rewards.
+    `only_servers`: whether to leave out the workers of agent loops and rewards.
     """
 
     def __init__(self, only_servers: bool = False) -> None:
@@ -28,10 +29,10 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Ask each actor whether it is alive, unless its last question is still open. An unread good answer is dropped,
-        because the actor may have died since then.
+        """Ask each actor whether it is alive, unless an earlier question to it has no answer yet. Drop earlier good
+        answers, because the actor may have died since then.
 
-        `again`: ask even if a question is open. A question stays open forever if its engine dies.
+        `again`: ask even if an earlier question has no answer. If an engine dies, it never answers.
         """
         import ray
 
@@ -50,7 +51,7 @@ class Watch:
                 self._asked[name] = question.future()
 
     def dead(self, timeout: float = 0.0) -> dict[str, str]:
-        """Wait up to `timeout` seconds for answers. Return the actors that answered with an error, and the error."""
+        """Wait up to `timeout` seconds for answers. Return name -> error of the actors that answered with an error."""
         wait(self._asked.values(), timeout=timeout)
         found = {}
         for name, answer in list(self._asked.items()):
@@ -62,7 +63,7 @@ class Watch:
 
 
 def engine_servers() -> dict[str, Any]:
-    """Return the Ray actors that own an engine, by name; each replica has one."""
+    """Return a dict by name of the Ray actors that own an engine. Each replica has one such actor."""
     import ray
 
     if not ray.is_initialized():  # asking would start a Ray
@@ -81,7 +82,7 @@ def has_stopped(what: str, dead: dict[str, str]) -> UserError:
 
 
 def _has_engine(name: str) -> bool:
-    """Return whether the actor is its replica's first server, `vllm_server_REPLICA_0`; only that one has an engine."""
+    """Return whether the actor has an engine. Only the first server of a replica does: `vllm_server_REPLICA_0`."""
     return name.startswith(SERVER) and name.endswith("_0")
 
 

@@ -1,4 +1,4 @@
-"""Subclasses of verl's configuration dataclasses with QaRL's keys. verl builds the class that `_target_` names.
+"""Subclasses of verl's configuration dataclasses that add QaRL's keys. verl builds the class that `_target_` names.
 
 verl's own dataclasses refuse unknown keys, so a config that uses QaRL's keys sets:
 
@@ -23,9 +23,9 @@ _TBPO = TBPOConfig()
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys and the keys of `qarl.tbpo.TBPOConfig`, which explains its keys. `loss_mode` is `tbpo`.
 
-    `loss_agg_mode` is not among them: it is a key of verl's actor, as for every loss.
+    `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
 
     loss_mode: str = "tbpo"
@@ -40,7 +40,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`: `router_replay` is from its section `rollout`, and the others are from `quant`."""
+    """Keys of `qarl.config`. `router_replay` is from the section `rollout`. All others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -52,7 +52,7 @@ class QuantSettings(BaseConfig):
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys and `quant`. With it, the actor's forward uses the same tensors as the rollout engine."""
+    """verl's FSDP keys and `quant`. With `quant`, the actor's forward uses the same tensors as the rollout engine."""
 
     quant: Any = field(default_factory=QuantSettings)
 
@@ -78,7 +78,7 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
-    """Return TBPO's config from verl's `actor.policy_loss`. Keys that it lacks get the paper's values.
+    """Return TBPO's config from verl's `actor.policy_loss`. Missing keys get the paper's values.
 
     Raises:
         UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.

@@ -1,8 +1,9 @@
 """The value of `actor_rollout_ref.model.external_lib` on CPU: verl imports this module when it reads a model's config.
 
-A trainer imports this before it makes its process group. verl would ask torch for a group over "cpu:gloo" and over the
-platform's device (verl/utils/distributed.py). On CPU both are the same device, which torch refuses. verl uses an
-existing group instead, so this module makes one. A worker of agent loops imports this before it looks up a loop.
+A trainer imports this module before it makes its process group. verl would ask torch for one group over two devices,
+"cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU both are the same device, and torch refuses
+that. If a group already exists, verl uses it, so this module makes one. A worker of agent loops imports this module
+before it looks up a loop.
 """
 
 import importlib

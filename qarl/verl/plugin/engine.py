@@ -1,23 +1,23 @@
 """verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's. Otherwise:
+Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's method. Otherwise:
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
-                           length: a different mask or length in the update could change a row's log-probs
+                           length. A different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
-                           from FP32 logits. If verl has flash-attn's kernel, uses that; it computes in FP32 itself
+                           from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
-    optimizer_step, load_checkpoint   discard the quantized tensors; the next forward makes them again, once
-    save_checkpoint        also writes a record; load_checkpoint compares the loaded state with it
+    optimizer_step, load_checkpoint   discard the quantized tensors. The next forward quantizes again, once
+    save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
-                           an unquantized actor, because verl's receiver cannot load vLLM's linears there
+                           an unquantized actor, because verl's receiver cannot load weights into vLLM's linears on CPU
 
-verl first looks for an engine registered for the device's vendor (verl/workers/engine/base.py). verl registers none for
-NVIDIA, AMD or `cpu`, so this engine takes those places.
+verl first looks for an engine that is registered for the device's vendor (verl/workers/engine/base.py). verl itself
+registers no engine for NVIDIA, AMD or `cpu`, so QaRL registers this one for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _log.setLevel(logging.INFO)
 _PAD_MULTIPLE = 8
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
-"""Replaces logits beyond the tokenizer's vocabulary. It is finite: entropy multiplies probabilities by logits."""
+"""Replaces logits beyond the tokenizer's vocabulary. Finite, because the entropy multiplies probabilities by logits."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
@@ -72,7 +72,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
-    """Whether this process has made an update, so the weights are no longer the loaded ones."""
+    """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
@@ -254,7 +254,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Return whether a mean |δ| is over the actor's limit; if so, warn, or raise before the first update.
+        """Return whether a mean |δ| is over the actor's limit. If it is, warn, or before the first update raise.
 
         `length`: mean tokens of the responses.
         """
@@ -300,8 +300,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _refuse_dead_servers(self) -> None:
         """Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks, and all ranks wait for its answers. If another rank began to publish earlier, its
-        engine would be receiving tensors and could not answer. That rank cannot send them without the first rank.
+        Only the first rank asks the servers, and the other ranks wait for the result. If another rank began to publish
+        earlier, its engine would be receiving tensors and could not answer the first rank. But that rank cannot send
+        its tensors without the first rank.
         """
         found: list[dict[str, str]] = [{}]
         if self.rank == 0:
@@ -325,7 +326,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
 
 def _tokens_of(batch: Any) -> Any:
-    """Return the mask and the known log-probs of a batch's responses, padded: [B, T] each."""
+    """Return the mask and the known log-probs of a batch's responses. Each is padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
 

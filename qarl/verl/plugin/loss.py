@@ -1,12 +1,12 @@
 """`loss_mode=tbpo` in verl's registry of policy losses.
 
-verl passes a policy loss the log-probs, advantages and mask of a micro-batch. It does not pass `rollout_log_probs` or
-the number of non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. It sets them in
-a context variable of this module during its forward and backward.
+verl passes the log-probs, advantages and mask of a micro-batch to a policy loss. It does not pass `rollout_log_probs`
+or the number of non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. During its
+forward and backward it stores both in a context variable of this module.
 
-Normalisation: verl's own losses divide the sum over sequences by `global_batch_size`, ppo_mini_batch_size * rollout.n.
-Rows with an empty mask add nothing to the sum but count in the divisor. So empty responses, and the rows with which
-verl pads a batch, make the gradient smaller. TBPO divides by the number of non-empty responses over all micro-batches
+verl's own losses divide the sum over sequences by `global_batch_size`, which is ppo_mini_batch_size * rollout.n. Rows
+with an empty mask add nothing to the sum, but they count in the divisor. So empty responses, and the rows that verl
+adds to pad a batch, make the gradient smaller. TBPO divides by the number of non-empty responses over all micro-batches
 and ranks. As in verl's `agg_loss`, the loss is then multiplied by the number of ranks, because FSDP averages gradients.
 """
 
@@ -26,10 +26,11 @@ from qarl.verl.plugin.config import tbpo_config
 
 @dataclass
 class MicroBatch:
-    """Data about the current micro-batch that the engine gives the loss.
+    """Data about the current micro-batch that the engine passes to the loss.
 
     `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`: number of non-empty responses in the
-    whole mini-batch, over micro-batches and ranks. `statistics`: the loss fills it for `qarl.tbpo.reduce_metrics`.
+    whole mini-batch, over micro-batches and ranks. `statistics`: a dict that the loss fills for
+    `qarl.tbpo.reduce_metrics`.
     """
 
     rollout_log_prob: torch.Tensor | None
@@ -50,7 +51,7 @@ def tbpo_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute the TBPO loss with verl's signature; all tensors are [B, T].
+    """Compute the TBPO loss. The signature is that of verl's policy losses. All tensors are [B, T].
 
     The returned dict is empty, because the engine reports the metrics.
 

@@ -1,6 +1,6 @@
 """Computes the log-probs of a verl batch with log_softmax, as the rollout engine and the local backend do.
 
-verl subtracts logsumexp from the chosen logit instead (verl/utils/torch_functional.py). The result differs from
+verl itself subtracts logsumexp from the chosen logit (verl/utils/torch_functional.py). Its result differs from
 log_softmax in the last bits, by up to 1.2e-6 if everything else is equal.
 """
 
@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 
 def chosen_log_probs(logits: torch.Tensor, output_args: Any, micro_batch: Any, gather: Callable[..., Any]) -> Any:
-    """Return log_softmax(logits / temperature) of the next token at each position, jagged like `input_ids`, FP32.
+    """Return log_softmax(logits / temperature) of the next token at each position, in FP32 and jagged like `input_ids`.
 
     `logits`: FP32, [1, tokens, V] for packed rows, [B, T, V] for padded rows. `output_args`: from verl's
     `prepare_model_inputs`. `gather`: verl's function that joins the parts of a packed sequence and removes padding.

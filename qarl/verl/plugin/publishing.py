@@ -3,10 +3,10 @@
 verl names its socket by Ray's job id, replica and rank (verl/workers/rollout/vllm_rollout/vllm_rollout.py). The job id
 is `01000000` in every Ray that a run starts itself. So two runs on one host bind the same path, each removes the
 other's socket, and an engine may receive the other run's weights. Therefore QaRL runs on one host publish one after the
-other (`turn_on_host`). The first record of a publish also names its run (`run_identity`), and the worker checks it.
+other (`turn_on_host`). The first record of a publish also names its run (`run_identity`). The worker checks this name.
 
-verl's sender and receiver wait for each other without a limit. `socket_timeouts` sets a time limit in the zmq context
-from which verl makes their sockets. Waiting for a turn has a time limit too.
+verl's sender and receiver wait for each other without a limit. verl makes their sockets from a zmq context, and
+`socket_timeouts` sets a time limit in that context. Waiting for a turn has a time limit too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from qarl.rollout.publish.wire import NamedTensor
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = 120.0
 TURN_LIMITS = 10
-"""A run waits up to this many timeouts for its turn: the timeout is per message, a publish has many messages."""
+"""A run waits up to this many timeouts for its turn. A timeout is for one message, and a publish has many messages."""
 RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
-"""The folder of verl's sockets; verl does not use TMPDIR."""
+"""The folder of verl's sockets. verl ignores TMPDIR."""
 _POLL_SECONDS = 0.02
 _REPORT_SECONDS = 60.0
 
@@ -43,11 +43,11 @@ _numbers = count()
 
 
 def run_identity() -> str:
-    """Return a text that is the same in all processes of a run on one host, and different in every other run there.
+    """Return a text that is the same in all processes of a run on one host, and different for every other run on it.
 
     Sender and receiver of a publish are always on one host, because they share memory. Runs with separate Rays have
-    different Raylet process ids; runs that share a Ray have different job ids. Ray sets both variables in its workers,
-    and vLLM's processes inherit them.
+    different Raylet process ids. Runs that share a Ray have different job ids. Ray sets environment variables with
+    both ids in its workers, and vLLM's processes inherit them.
 
     Raises:
         UserError: one of the variables is missing. Without them two runs could not be told apart.
@@ -66,7 +66,7 @@ def run_identity() -> str:
 def publish_timeout(text: str | None = None) -> float:
     """Return the seconds that each side waits for the next message. Raise UserError for a bad QARL_PUBLISH_TIMEOUT.
 
-    `text`: the variable's value; None reads it from the environment.
+    `text`: the value of the variable. If it is None, the value is read from the environment.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "") if text is None else text
     if not text:
@@ -103,10 +103,11 @@ def socket_timeouts(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
-    """Reserve verl's sockets on this host for `run`. Processes of one run share them; those of other runs wait.
+    """Reserve verl's sockets on this host for `run`. Processes of one run share them. Processes of other runs wait.
 
-    Each process that holds them locks a file; the system frees the lock if the process dies. If the folder cannot be
-    used, nothing is reserved, but the comparison of `run_identity` still detects weights of another run.
+    Each process that holds the sockets locks a file. The system frees the lock if the process dies. If the folder of
+    these files cannot be used, nothing is reserved, but the comparison of `run_identity` still detects weights of
+    another run.
 
     Raises:
         UserError: the turn did not come within `seconds`, because a process of another run is stopped or stuck.
@@ -127,7 +128,7 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
 
 
 def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
-    """Wait until no process of another run has a locked file in `folder`, then lock and return one for this process."""
+    """Wait until no process of another run has a locked file in `folder`. Then lock and return this process's file."""
     start = reported = time.monotonic()
     while True:
         # Locks are only tried, never waited for, because their holder may be a stopped process.
@@ -175,7 +176,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_abandoned(holder: Path) -> bool:
-    """Return whether no process holds the file; if so, remove it."""
+    """Return whether no process has locked the file. If none has, remove the file."""
     try:
         with holder.open("r+") as file:
             if not _lock(file):
@@ -187,8 +188,8 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `held` is closed when the last reference to this object goes. That is after verl's
-    sender has cleaned up, even if it has read only a part of the stream or nothing."""
+    """The stream of one publish. `held` is closed when the last reference to this object is gone. This happens after
+    verl's sender has cleaned up, even if the sender has read only a part of the stream or nothing."""
 
     def __init__(self, stream: Iterator[NamedTensor], held: ExitStack) -> None:
         self._stream = stream

@@ -3,11 +3,11 @@
 The trainer polls the rollout's progress. verl 0.9.1 sleeps two seconds between polls, and no key changes that, so a
 step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names this class, which polls more often.
 
-verl treats a group whose generation failed as finished, with the responses it has. If an engine dies, those are mostly
-short responses, and the update would use only them. Here a failed group is an error. A process that dies while the
-sampler waits for its responses is an error too.
+If the generation of a group fails, verl treats the group as finished, with the responses that it has so far. If an
+engine dies, those are mostly short responses, and the update would use only them. Here a failed group is an error. If a
+process dies while the sampler waits for its responses, that is an error too.
 
-The sampler also counts preemptions, because verl logs the metrics that a sampler returns with the step.
+The sampler also counts preemptions, because verl logs the metrics that a sampler returns with those of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qarl.verl.plugin.preemptions import Preemptions
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-"""Seconds that a process has to answer after a group has failed."""
+"""After a group has failed, the sampler waits at most this many seconds for the answers of processes."""
 METRIC = "rollout/preemptions"
 VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which chooses verl's own sampler"
 
@@ -37,11 +37,12 @@ _log = logging.getLogger("qarl.verl.plugin")
 class PromptReplayBuffer(ReplayBuffer):
     """The sampler for `trainer.v1.trainer_mode=sync`.
 
-    verl's group filter and its refill work only in verl's own samplers. `trainer.v1.sampler.sampler_kwargs` tells this
-    one whether the config asks for them, as `filter_groups` and `sync_refill_failed_groups`.
+    verl's filter of groups and its refill of failed groups work only in verl's own samplers.
+    `trainer.v1.sampler.sampler_kwargs` tells this sampler whether the config asks for them: `filter_groups` and
+    `sync_refill_failed_groups`.
 
     Raises:
-        UserError: the trainer mode is not sync, or the config asks for filter or refill, which it would ignore.
+        UserError: the trainer mode is not sync, or the config asks for filter or refill. They would be ignored.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -53,7 +54,7 @@ class PromptReplayBuffer(ReplayBuffer):
         self._preemptions = Preemptions()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return verl's batch and metrics. For a training batch add `rollout/preemptions`, if the servers report it."""
+        """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         found = self._preemptions.since_last()  # also for evaluations: the next batch must not include theirs
         if partition_id == "val" or found is None:
@@ -97,7 +98,7 @@ def refuse_ignored(trainer_mode: str, asked: Any) -> None:
 
 
 def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
-    """Raise UserError for prompts that lack a response. `dead`: processes that do not answer, and why."""
+    """Raise UserError for prompts that lack a response. `dead`: the processes that died, and the reasons."""
     if dead:
         raise _stopped(dead, f"and {len(failed)} prompts lack responses")
     raise UserError(

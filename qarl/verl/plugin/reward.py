@@ -1,12 +1,12 @@
 """The reward function that verl calls: `reward.function` with the checks and the time limit of the local backend.
 
-verl calls a custom reward in a thread of a Ray worker, without a time limit, and accepts any result: it trains on NaN,
-and `SystemExit` ends the worker. So verl calls `score` instead, and `reward_kwargs` hold the name of the user's
-function and the limit. Errors of `score` are ordinary exceptions that name the data source. verl logs them and counts
-the prompt as failed. `qarl.data.time_limit` says how exact the limit is in a thread.
+verl calls a custom reward in a thread of a Ray worker, without a time limit, and accepts any result. It trains on NaN,
+and `SystemExit` ends the worker. So verl gets `score` as its reward function. `reward_kwargs` hold the name of the
+user's function and the time limit. Errors of `score` are ordinary exceptions that name the data source. verl logs them
+and counts the prompt as failed. `qarl.data.time_limit` says how exact the limit is in a thread.
 
 The built-in rewards have their own limits, so they get no limit here. `math_verify` waits for a pool of processes, and
-its time in the queue would count.
+a limit here would also count its time in the queue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def score(
     timeout_s: float | None,
     **more: Any,
 ) -> float | dict[str, Any]:
-    """Score one response with the function named `function`. If that returns a dict, return it with the key `score`.
+    """Score one response with the function named `function`. If it returns a dict, return that with the key `score`.
 
     `more`: arguments that verl adds for rewards that call a reward model.
 

@@ -1,10 +1,10 @@
-"""Check verl's checkpoints: after loading, a rank must have the state that it had when it saved.
+"""Checks verl's checkpoints: after loading, a rank must have the state that it had when it saved.
 
 For each rank, verl writes shards of model and optimizer and the states of scheduler and random generators. It loads
 them without checks. QaRL writes a small JSON beside them with a checksum of every tensor, and compares the live state
 with it after a load. If a file was truncated or swapped, or a load left something out, the run ends with an error that
-names the tensor instead of continuing from a wrong state. Parts that verl does not save or load, as set by
-`checkpoint.save_contents` and `load_contents`, are neither recorded nor compared.
+names the tensor instead of continuing from a wrong state. `checkpoint.save_contents` and `load_contents` may tell verl
+not to save or load some parts. Those parts are neither recorded nor compared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ State = dict[str, str]
 
 
 PARTS = ("model", "optimizer", "extra")
-"""verl's names for the files of a rank; `extra` holds the scheduler's state and the random-number states."""
+"""verl's names for the files of a rank. `extra` holds the scheduler's state and the random-number states."""
 
 
 def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
-    """Return checksums of every tensor in this rank's shards of model and optimizer, and of the scheduler's state."""
+    """Return a checksum of every tensor in this rank's shards of model and optimizer, and of the scheduler's state."""
     tensors: dict[str, torch.Tensor] = {}
     state: State = {}
     if "model" in parts:
@@ -81,7 +81,7 @@ def check_record(engine: Any, folder: str) -> str:
     """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
     Raises:
-        UserError: something differs; the error names up to eight tensors.
+        UserError: something differs. The error names up to eight tensors.
     """
     path = _record(engine, folder)
     if not path.is_file():
@@ -106,7 +106,7 @@ def check_record(engine: Any, folder: str) -> str:
 
 
 def _parts(manager: Any, action: str) -> set[str]:
-    """Return the parts that verl's checkpoint manager saves or loads; `action` is "save" or "load"."""
+    """Return the parts that verl's checkpoint manager saves or loads. `action`: "save" or "load"."""
     return {part for part in PARTS if getattr(manager, f"should_{action}_{part}")}
 
 

@@ -1,9 +1,9 @@
-"""Statistics of TBPO and the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
+"""Statistics of TBPO and of the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
 
 verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
 responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
-the step. verl then averages a single number. verl adds the prefix `actor/` to an actor's metrics: `mismatch/k3` becomes
-`actor/mismatch/k3` in its loggers.
+the step. verl then averages a single number. verl adds the prefix `actor/` to an actor's metrics. For example,
+`mismatch/k3` becomes `actor/mismatch/k3` in verl's loggers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qarl.tbpo import after_first_metrics, reduce_metrics
 class MiniBatchCounts:
     """Statistics of a mini-batch over all ranks, before its update.
 
-    `responses`: number of non-empty responses. `tokens`: number of their unmasked tokens. `different`: tokens whose old
-    log-prob differs from the rollout's. `mismatch`: mean |old - rollout| over tokens. If the batch lacks old or rollout
-    log-probs, `mismatch` is None and all tokens count as `different`.
+    `responses`: number of non-empty responses. `tokens`: number of their unmasked tokens. `different`: number of tokens
+    whose old log-prob differs from the rollout's. `mismatch`: mean |old - rollout| over tokens. If the batch lacks old
+    or rollout log-probs, `mismatch` is None and all tokens count as `different`.
     """
 
     responses: int
@@ -42,7 +42,7 @@ class MiniBatchCounts:
 
 
 def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
-    """Return the counts of a mini-batch. A collective: every rank of `group` must call it.
+    """Return the counts of a mini-batch. Every rank of `group` must call this function, because it is a collective.
 
     `rows`: this rank's padded `response_mask` and, if they exist, `old_log_probs` and `rollout_log_probs`; each [B, T].
     """
@@ -95,7 +95,7 @@ class StepStatistics:
         return float(lengths.mean()) if len(lengths) else 0.0
 
     def metrics(self, group: Any = None) -> dict[str, float]:
-        """Return the step's metrics on the first rank of `group` and {} on the others. A collective."""
+        """Return the step's metrics on the first rank of `group`, and {} on the others. All ranks must call it."""
         gathered = _gather((self.tbpo, self.tokens, self.routing), group)
         if gathered is None:
             return {}

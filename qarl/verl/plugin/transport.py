@@ -1,8 +1,8 @@
 """Encodes a publish for verl's buckets.
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
-but several records of `qarl.rollout.publish.wire` have the same name. So each record's name gets a number while it is
-sent. The first record names the run.
+but several records of `qarl.rollout.publish.wire` have the same name. So each record gets a number in its name while it
+is sent. The first record names the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, encode
 
 
 def encode(tensors: Iterable[NamedTensor], *, version: int, run: str) -> Iterator[NamedTensor]:
-    """Yield the stream of a publish by `run`, with unique names."""
+    """Yield the stream of a publish by the run `run`. All records in it have unique names."""
     numbers = count()
     for name, tensor in encode_publish(tensors, version=version, run=run):
         yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
@@ -33,7 +33,7 @@ def decode(tensors: Iterable[NamedTensor], *, run: str) -> Iterator[NamedTensor]
 
 
 def check_run(record: torch.Tensor, run: str) -> None:
-    """Raise `TransferFailed` unless `record`, the first of a publish, names `run`."""
+    """Raise `TransferFailed` unless `record` names `run`. `record`: the first record of a publish."""
     sender = read_record(BEGIN, record).get("run")
     if sender != run:
         raise TransferFailed(

@@ -1,12 +1,12 @@
-"""Receives published weights in vLLM's workers under verl. They arrive already quantized, in checkpoint format, and
+"""Receives published weights in vLLM's workers under verl. The weights arrive already quantized, in checkpoint format.
 QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.publish.receive`).
 
-verl's own extension passes each bucket to `load_weights` as it arrives. That fails for layers whose parameters vLLM
-repacked at load: every quantized layer, and on CPU every linear. The key
-`actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls` chooses this class.
+verl's own extension passes each bucket to `load_weights` as it arrives. This fails for layers whose parameters vLLM
+repacked when it loaded them: every quantized layer, and on CPU every linear. The key
+`actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls` chooses the class of this module.
 
-After an error the worker still receives all buckets before it raises. The trainer waits for an acknowledgement of each
-bucket, so an error raised at once would keep it waiting until its time limit.
+After an error the worker still receives all buckets before it raises. If it raised at once, the trainer would wait
+until its time limit, because it expects an acknowledgement of each bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.verl.plugin.transport import NamedTensor, decode
 
 
 class QaRLWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension with QaRL's `update_weights_from_ipc`. vLLM adds it to the bases of its worker class."""
+    """verl's extension with QaRL's `update_weights_from_ipc`. vLLM adds this class to the bases of its worker class."""
 
     model_runner: Any
     device: Any
@@ -87,8 +87,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note and drop its frames. The frames' variables keep
-    the bucket alive, so its shared memory could not be closed, and verl's receiver would fail before its last reply."""
+    """Keep the traceback of `error` as text in a note, and drop its frames. Their variables would keep the bucket
+    alive. Then its shared memory could not be closed, and verl's receiver would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:

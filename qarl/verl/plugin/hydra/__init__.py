@@ -1,1 +1,1 @@
-"""Hydra groups for verl's own command line: `'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]'`."""
+"""Hydra groups. `'hydra.searchpath=[pkg://qarl.verl.plugin.hydra]'` on verl's own command line makes them available."""

@@ -3,7 +3,7 @@
 usage: qarl doctor config=NAME.yaml [KEY=VALUE ...] [doctor.OPTION=VALUE ...]
        qarl doctor --help [SECTION | SECTION.KEY ...]
 
-Takes the arguments of qarl train. Prints findings by topic, without starting an engine or loading weights.
+Takes the arguments of qarl train. Prints findings by topic. Starts no engine and loads no weights.
 `python -m qarl.doctor` is the same command.
 
 options to check the run for GPUs that this machine does not have:

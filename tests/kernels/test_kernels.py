@@ -310,7 +310,7 @@ def test_a_kernel_can_be_forced():
     assert choose_linear_kernel("w8a8", CPU, (64, 64), force="reference").kernel.name == "reference"
     with pytest.raises(UserError, match=r"(?s)'vllm_cpu_wna16' cannot multiply by w4a16.*multiples of 32"):
         choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
-    with pytest.raises(UserError, match=r"(?s)'cutlass' does not.*torch_int8, triton, .*, reference"):
+    with pytest.raises(UserError, match=r"(?s)'cutlass' cannot.*torch_int8, triton, .*, reference"):
         choose_linear_kernel("w8a8", CPU, (64, 64), force="cutlass")
     with pytest.raises(UserError, match=r"(?s)'triton' does not.*runs on GPUs, not on cpu"):
         choose_linear_kernel("w8a8", CPU, (64, 64), force="triton")

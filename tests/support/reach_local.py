@@ -276,7 +276,7 @@ def run(folder: Path, files: Path, changes: dict[str, Any], stub: dict[str, Any]
     values = merged(**changes)
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     capsys.readouterr()
-    with stubbed(**stub):
+    with stubbed(**stub), torch._dynamo.config.patch(disable=False):
         os.chdir(folder)
         code = train.main(["config=config.yaml"])
         environment, llms = dict(os.environ), PolicyAsLLM.made

@@ -110,7 +110,7 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError unless `ignore` covers the routers of all layers with experts. vLLM would quantize the rest."""
+    """Raise UserError unless `ignore` covers all routers of experts. vLLM would quantize routers outside `ignore`."""
     routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
     if quantized := [name for name in routers if not is_ignored(name, ignore)]:
         raise UserError(
@@ -171,7 +171,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the parts of every layer of vLLM (fused or not) if `refuses` is true for the layer's [N, K]."""
+    """Return the parts of each layer of vLLM, fused or not, whose [N, K] makes `refuses` true."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]

@@ -242,7 +242,7 @@ def check_changes(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the checkpoint, value now) for each key that both have and whose value changed."""
+    """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs."""
     before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 

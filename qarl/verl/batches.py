@@ -61,7 +61,10 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """Return `verl.KEY` if the section `verl` sets `key` or QaRL has no name for it. Else return that name."""
+        """Return QaRL's name of verl's `key`.
+
+        Return `verl.KEY` instead if QaRL has no name for the key, or if the section `verl` sets the key.
+        """
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property

@@ -53,7 +53,10 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if a value of `keys` names a QaRL class by its old module. `keys`: a section `verl`."""
+    """Raise UserError if a value of `keys` names a QaRL class by its old module.
+
+    `keys`: the section `verl` of the file `where`.
+    """
     moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
     if moved:
         raise UserError(

@@ -25,7 +25,7 @@ COMMAND_LINE = "command line"
 class RawConfig:
     """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
 
-    `file_read` is False if there is no usable file; then missing keys are not reported.
+    `file_read` is False if there is no usable file. In that case, missing keys are not reported.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

@@ -46,7 +46,7 @@ def summary(samples: Samples) -> dict[str, float]:
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
     """Summarize base / other, launch by launch, so that a slow phase of the machine cancels out. Launches that only one
-    of them has are left out."""
+    of the two has are left out."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Bounds:
     """Values from `low` to `high` are sane. `below` and `above` say what a smaller or larger value does.
 
-    `when`: a different key, followed by those of its values for which this key is used. Empty if this key is always
-    used.
+    `when`: a different key, then the values of that key for which this key is used. Empty if it is always used.
     """
 
     low: float

@@ -78,8 +78,7 @@ class DataConfig(Section):
     may be written without a list."""
 
     val_files: PathList = []
-    """Files of evaluation prompts, in the same formats and schema. The list may be empty only if nothing is
-    evaluated."""
+    """Files of evaluation prompts (same formats and schema). The list may be empty only if nothing is evaluated."""
 
     train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step; each is answered rollout.n times."""
@@ -213,8 +212,8 @@ class ActorConfig(Section):
     """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The paper's value."""
 
     seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
-    """For a positive advantage, if positive_band=two_sided, a ratio below 1 - this value gives no gradient. The paper's
-    value."""
+    """For a positive advantage with positive_band=two_sided, a ratio below 1 - this value gives no gradient. The
+    paper's value."""
 
     neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
     """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The paper's value."""
@@ -223,8 +222,7 @@ class ActorConfig(Section):
     """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The paper's value."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; with C = 1 every weight is 1. The paper's
-    value."""
+    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; at C = 1 all are 1. The paper's value."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is

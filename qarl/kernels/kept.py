@@ -77,7 +77,7 @@ def find_kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's token was not in the mask.
 
-    Such a token is added to the mask: it was sampled, so it is in the engine's set.
+    Such a token is added to the mask. It was sampled, so it is in the engine's set.
     """
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]

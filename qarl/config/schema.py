@@ -209,20 +209,21 @@ class ActorConfig(Section):
     """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
 
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
-    """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The paper's value."""
+    """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
-    """For a positive advantage with positive_band=two_sided, a ratio below 1 - this value gives no gradient. The
-    paper's value."""
+    """For a positive advantage with positive_band=two_sided, a sequence ratio below 1 - this value gives no gradient.
+    The default is the paper's."""
 
     neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
-    """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The paper's value."""
+    """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The default is the paper's."""
 
     neg_seq_clip_ratio_high: Above = _TBPO.neg_seq_clip_ratio_high
-    """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The paper's value."""
+    """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; at C = 1 all are 1. The paper's value."""
+    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; with C = 1 all weights are 1. The default is
+    the paper's."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
@@ -259,7 +260,7 @@ class OptimConfig(Section):
     """AdamW's epsilon."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay. In each step it is multiplied by the learning rate. The paper's value."""
+    """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
 
     lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
     """Number of training steps in which the learning rate rises linearly from 0 to its peak."""

@@ -11,8 +11,9 @@ The set of kept tokens belongs to the policy that sampled. It is computed once, 
 stays the same for the whole update. If it were computed again after an optimizer step, it could exclude sampled tokens,
 and their log-prob would be -inf.
 
-A mask has one bit for each entry of the vocabulary: `packed_width(V)` bytes for each response token, 19 KB at V = 152k.
-Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as V.
+A mask has one bit for each entry of the vocabulary. That is `packed_width(V)` bytes for each response token, or 19 KB
+at V = 152k. Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as
+V.
 """
 
 from __future__ import annotations

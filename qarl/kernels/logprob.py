@@ -23,7 +23,8 @@ Existing implementations, and why they are not used (Liger-Kernel at ead96b6, ve
            in BF16, which rounds them again, adds the blocks' weight gradients in BF16, and always computes entropies.
     verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32; the engine rounds them.
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
-           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's first.
+           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's
+           `FusedLinearForPPO`.
     Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
            plain sum over tokens. TBPO's loss is known only when all log-probs are known.
 None of these returns the likeliest token, which the mismatch report needs.

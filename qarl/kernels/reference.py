@@ -29,7 +29,7 @@ class _Reference:
 
 
 class ReferenceW4A16Linear(_Reference, BF16Activations):
-    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
+    """Dequantize once, then call `torch.nn.functional.linear` in the activations' dtype."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _ratios(document: Document) -> str:
 
 
 def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
-    """Return the result with the same sizes and the scheme and level in `wanted`, or None."""
+    """Return the result with the same sizes, but with the scheme and level in `wanted`, or None."""
     same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
     return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
 

@@ -9,10 +9,10 @@ activations at k = 4h + j. Planes have three advantages over codes in their orde
   codes in the operand's places. Any order along K is correct if the activations have it too, because it only sets the
   order of the sum.
 - Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too, and
-  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, the operand of
-  vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in order the
-  loop had 9, for shuffles and conversions. At 4.3 TB/s, 37 weights arrive per clock at each SM, which can issue 3.5
-  instructions for each of them.
+  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, which is the
+  operand of vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in
+  order the loop had 9, for shuffles and conversions. At 4.3 TB/s, 37 weights arrive per clock at each SM, which can
+  issue 3.5 instructions for each of them.
 - The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
   dequantized tile never goes through shared memory. The second operand's side may be as small as 8, which suits few
   rows of activations.
@@ -103,7 +103,7 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Repeat the last beyond K."""
+    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Beyond K, repeat the last."""
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -130,7 +130,8 @@ def forward_tile(
     """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
 
     `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM] holds offsets of
-    rows of x in elements; `channels` [BN] counts the weight's rows from the tile's first. All these rows must exist.
+    rows of x in elements; `channels` [BN] are the numbers of the weight's rows, counted from the tile's first row. All
+    these rows must exist.
     """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1

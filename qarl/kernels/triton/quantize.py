@@ -218,8 +218,8 @@ def quantize_int4(
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
     `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. With torch.bfloat16, the weight that a
-    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself. `dequantize`: also return the
-    dequantized weight in BF16. Raise ValueError for any other dtype or shape.
+    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself is quantized. `dequantize`: also return
+    the dequantized weight in BF16. Raise ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Values from `low` to `high` are sane. `below` and `above` say what a smaller or larger value does.
+    """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
 
     `when`: a different key, then the values of that key for which this key is used. Empty if it is always used.
     """

@@ -75,7 +75,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify`, but with a time limit of `seconds`. Use it for data preparation, in the main
+    """Do the same as `math_verify`, but with a time limit of `seconds`. It is for data preparation, in the main
     thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 

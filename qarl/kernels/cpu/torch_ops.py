@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
 
 ROWS_AT_A_TIME = 256
-"""Number of rows scaled at a time, while their products are cached. At 4096 rows this saves a third of the time."""
+"""Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
 _FP8_MIN_ROWS = 17
 
 

@@ -121,7 +121,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only name to consider."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only kernel to try."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),

@@ -101,7 +101,7 @@ def _why_not(
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
     """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
 
-    If vLLM has none, return a text that begins with "nothing" and gives the reason.
+    If vLLM has no such class, return a text that begins with "nothing" and gives the reason.
     """
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")

@@ -41,11 +41,11 @@ def note(text: str) -> None:
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    A `UserError` is printed as one message and gives 2, and so does a standard output that cannot be written. Ctrl-C
-    gives 130. None of these shows a traceback. With argv=None this also holds for Ctrl-C while the process ends.
+    A `UserError`, or a standard output that cannot be written, is printed as one message and gives 2. Ctrl-C gives 130.
+    None of these shows a traceback. With argv=None this also holds for Ctrl-C while the process ends.
 
     Args:
-        describe: returns the text of `--help`. It gets the other arguments that are not key=value.
+        describe: a function that returns the text of `--help`. It gets the other arguments that are not key=value.
     """
     if argv is not None:
         return _written(command, list(argv), describe)

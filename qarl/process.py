@@ -61,7 +61,7 @@ def runs_on_cpu(backend: str) -> bool:
 
 
 def vllm_missing() -> str | None:
-    """Return the reason why vLLM cannot be imported, or None if it is installed. Does not import it."""
+    """Return the reason why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
@@ -84,10 +84,10 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 
 
 def allow_matrix_tiles() -> None:
-    """Ask the kernel for AMX if the CPU has it.
+    """Ask the Linux kernel for permission to use AMX tiles, if the CPU has AMX.
 
-    Linux lets a process use the tiles only after the process has asked. vLLM's own kernels never ask. They die with an
-    illegal instruction, unless oneDNN ran first, which does ask.
+    A process may use the tiles only after it has asked. vLLM's own kernels never ask. They die with an illegal
+    instruction unless oneDNN, which does ask, ran before them.
     """
     import torch
 
@@ -118,9 +118,9 @@ def keep_freed_memory() -> bool:
 
     glibc returns every freed block above 32 MiB to the kernel, and PyTorch has no cache on a CPU. So the kernel would
     have to provide the pages of all activations, gradients and temporaries again in each step. On a virtual machine
-    that took a quarter of an update of 135M parameters, and caused most of the variation between steps. The price is
-    that the process's memory stays at its peak. This does nothing without glibc, if a different malloc is preloaded, or
-    if the user tuned malloc.
+    this took a quarter of the time of an update of 135M parameters, and caused most of the variation between steps. The
+    price is that the process's memory stays at its peak. This function does nothing without glibc, if a different
+    malloc is preloaded, or if the user tuned malloc.
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False

@@ -37,7 +37,7 @@ PARTS = {
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
     "plan": ("qarl.bench.plan", ""),
 }
-"""Part -> the module with `KEYS`, which must not import torch before threads are set, and the module with `run`."""
+"""Part -> two modules: one with `KEYS`, which must not import torch before threads are set, and one with `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

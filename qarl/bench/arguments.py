@@ -1,6 +1,6 @@
-"""Read key=value arguments into a dataclass. Its field names are the keys, and its field types the values' types.
+"""Read key=value arguments into a dataclass. Field names are the keys. Field types are the types of values.
 
-Unknown keys and invalid values are errors before any work is done. Every number must be above 0.
+Unknown keys and invalid values are reported before any work is done. Every number must be above 0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _convert(key: str, text: str, hint: Any) -> Any:
 
 
 def _number(key: str, text: str, kind: type) -> Any:
-    """Convert `text` to `kind`. Raise UserError if it is invalid, or a number that is not above 0."""
+    """Convert `text` to `kind`. Raise UserError if `text` is invalid or is a number that is not above 0."""
     try:
         value = kind(text)
     except ValueError as error:
@@ -84,7 +84,7 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
 
 
 def device_of(given: Sequence[str]) -> str:
-    """Return the given device. The default is cuda if the driver shows a GPU, else cpu. Torch is not imported yet."""
+    """Return the given device. The default is cuda if the driver shows a GPU, else cpu. This does not import torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
     return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
@@ -102,7 +102,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for a published file. Of a path keep only the name, since folders are local."""
+    """Return a dataclass's fields for a published file. Cut paths to the last name, because folders are local."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

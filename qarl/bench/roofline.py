@@ -1,4 +1,4 @@
-"""Roofline of a training step: the time of a phase is that of its arithmetic, or of its traffic to memory or links."""
+"""Roofline of a training step. A phase is as slow as the slowest of its arithmetic, memory traffic and link traffic."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from qarl.errors import UserError
 Curves = dict[str, tuple[tuple[float, float], ...]]
 EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
-"""Shares of the data sheet's rates that are assumed for a large product, memory and links."""
+"""The shares of the data sheet's rates that a large product, memory and links are assumed to reach."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
-"""Bytes that an AdamW step moves for each parameter (FP32 gradient, moments and master, BF16 weight); passes over the
-published bytes; vLLM's max_num_seqs; GPUs in a node."""
+"""In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); number of
+passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
 SHEETS = {
     "h100": (989.4e12, 1978.9e12, 1978.9e12, 3.35e12, 80 * 10**9, 450e9, 50e9),
     "h200": (989.4e12, 1978.9e12, 1978.9e12, 4.8e12, 141 * 10**9, 450e9, 50e9),
     "h800": (989.4e12, 1978.9e12, 1978.9e12, 3.35e12, 80 * 10**9, 200e9, 50e9),
     "a100": (312e12, 624e12, 312e12, 2.039e12, 80 * 10**9, 300e9, 25e9),
 }
-"""From NVIDIA's data sheets for SXM: dense FLOP/s in BF16, INT8 and FP8 (A100 has no FP8, so its BF16 rate), memory in
-bytes/s and bytes, and bytes/s of NVLink and of a GPU's network adapter in one direction."""
+"""From NVIDIA's data sheets for SXM: dense FLOP/s in BF16, INT8 and FP8 (for A100 the BF16 rate, because it has no
+FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network adapter in one direction."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by phase, bytes gathered and bytes published. Communication counts only the time by which it
-        exceeds the passes that it overlaps with."""
+        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with passes, so it
+        adds only the time by which it takes longer than they do."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
         forward = batches * self.pass_(work.micro_batch, trainer)
@@ -187,8 +187,8 @@ class Roofline:
         return (self.rows(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
 
     def decode(self) -> float:
-        """Return seconds to decode all responses of an engine. It decodes as many at once as fit in its KV cache when
-        each response has half its length."""
+        """Return seconds to decode all responses of an engine. The engine decodes as many responses at once as fit in
+        its KV cache when each response has half its length."""
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)
         at_once = max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)

@@ -25,7 +25,7 @@ LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj",
 
 @dataclass(frozen=True)
 class Source:
-    """A model. `config`: the content of config.json. `folder`: has weights and tokenizer; None for random weights."""
+    """A model. `config`: content of config.json. `folder`: holds weights and tokenizer, or None for random weights."""
 
     name: str
     config: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Source:
 
 
 def find_model(name: str) -> Source:
-    """Find the model `name`: a folder, or a known name in any case. Raise UserError if there is no such model."""
+    """Find the model `name`: a folder, or a known name (case is ignored). Raise UserError if there is no such model."""
     folder = Path(name)
     if folder.is_dir() or "/" in name:
         if not (folder / "config.json").is_file():

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Values from `low` to `high` are sane. `below` and `above` say what a smaller or larger value does.
+    """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
 
-    `when`: another key, followed by those of its values with which this key is used. Empty if it is always used.
+    `when`: a different key, then the values of that key for which this key is used. Empty if it is always used.
     """
 
     low: float
@@ -124,7 +124,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds. For a pair, each of the two values has a row. Keys of the section `verl` have no row."""
+"""Dotted key -> its bounds. A pair has a row for each of its two values. Keys of the section `verl` have no row."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:

@@ -16,11 +16,11 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""The largest divisor that is tried. This finds all divisors of numbers up to its square."""
+"""The largest divisor that is tried. This is enough for all divisors of numbers up to its square."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Return every problem between keys of `values`. `sources` maps dotted keys to where their value was written."""
+    """Return every problem between keys of `values`. `sources` maps dotted keys to the place of their value."""
     sources = sources or {}
     problems = []
     for keys, function in _CHECKS:

@@ -118,8 +118,8 @@ _EXPECTED = {
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
     """Return a `Problem` for one of pydantic's errors.
 
-    `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to where
-    their value was written.
+    `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to the
+    place where their value was written.
     """
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]

@@ -2,11 +2,10 @@
 
 `load_config` reads `python -m qarl.train config=NAME.yaml key=value ...`. The YAML file overrides the defaults below,
 and `key=value` overrides the YAML file. Unknown keys are errors, and so are values that would fail or mislead later.
-All errors are reported at once, before any work is done. An error about a key also quotes the text under that key
-below.
+All errors are reported at once, before any work is done. An error about a key also quotes the docstring of that key.
 
-If verl has a key, it has the same name and unit here (https://verl.readthedocs.io/en/latest/examples/config.html):
-batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. There are three
+Keys that exist in verl have the same name and unit here (https://verl.readthedocs.io/en/latest/examples/config.html).
+So batch sizes of `data` and `ppo_mini_batch_size` are in prompts, micro-batch sizes in responses. There are three
 departures from verl: `actor` and `rollout` are not nested under `actor_rollout_ref`, the optimizer is a separate
 section, and `trainer` counts only steps, never epochs. "The paper's" values are those of arXiv 2604.07853, appendix B.
 
@@ -76,10 +75,10 @@ class DataConfig(Section):
 
     train_files: PathList = Field(min_length=1)
     """One or more Parquet or JSON files (.parquet, .jsonl, .json) of training prompts, in verl's schema. A single name
-    need not be a list."""
+    may be written without a list."""
 
     val_files: PathList = []
-    """Files of evaluation prompts, in the same formats and schema. May be empty only if nothing is evaluated."""
+    """Files of evaluation prompts (same formats and schema). The list may be empty only if nothing is evaluated."""
 
     train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per training step; each is answered rollout.n times."""
@@ -111,7 +110,7 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Sampling, and the vLLM engine that does it."""
+    """Sampling, and the vLLM engine that samples."""
 
     n: Annotated[int, Unit("responses")] = Field(ge=2)
     """Responses per prompt (GRPO's group). At least 2, because an advantage compares responses to the same prompt."""
@@ -120,11 +119,12 @@ class RolloutConfig(Section):
     """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass that is kept. Below 1, backend=local needs quant.align=model or exact."""
+    """Nucleus sampling: the probability mass that is kept. With backend=local, a value below 1 needs quant.align=model
+    or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample only from the top_k likeliest tokens; -1 or 0 means all. backend=local needs quant.align=model or
-    exact."""
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. With backend=local, any other value needs
+    quant.align=model or exact."""
 
     val_temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 is greedy. It can be above 0 only with backend=verl, which can evaluate
@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     """Maximum number of sequences that vLLM decodes at once."""
 
     max_num_batched_tokens: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens in one vLLM step, at least max_num_seqs; null means vLLM's default."""
+    """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM may take, including its weights. The trainer needs the rest. CUDA only."""
@@ -161,9 +161,9 @@ class QuantConfig(Section):
     """Quantization, the same in the rollouts and in the trainer's forward."""
 
     scheme: SchemeName = "w4a16"
-    """`w4a16`: symmetric int4 weights with one BF16 scale per group, BF16 activations. `w4a8`: the same weights, int8
-    activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no quantization.
-    8-bit weights have one scale per output channel, 8-bit activations one per token."""
+    """`w4a16`: symmetric int4 weights with one BF16 scale per group, and BF16 activations. `w4a8`: the same weights,
+    but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
+    quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
 
     group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
     """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
@@ -185,8 +185,8 @@ class ActorConfig(Section):
     """The policy update: batch splits and the TBPO loss.
 
     The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
-    spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most of them are outside
-    and teach nothing.
+    spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
+    outside the bands and teach nothing.
     """
 
     ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
@@ -209,19 +209,21 @@ class ActorConfig(Section):
     """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
 
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
-    """Positive advantage: a sequence ratio above 1 + this gives no gradient. The paper's value."""
+    """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_clip_ratio_low: Below = _TBPO.seq_clip_ratio_low
-    """Positive advantage with positive_band=two_sided: a ratio below 1 - this gives no gradient. The paper's value."""
+    """For a positive advantage with positive_band=two_sided, a sequence ratio below 1 - this value gives no gradient.
+    The default is the paper's."""
 
     neg_seq_clip_ratio_low: Below = _TBPO.neg_seq_clip_ratio_low
-    """Negative advantage: a ratio below 1 - this gives no gradient. The paper's value."""
+    """For a negative advantage, a sequence ratio below 1 - this value gives no gradient. The default is the paper's."""
 
     neg_seq_clip_ratio_high: Above = _TBPO.neg_seq_clip_ratio_high
-    """Negative advantage: a ratio above 1 + this gives no gradient. The paper's value."""
+    """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; at 1 every weight is 1. The paper's value."""
+    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; with C = 1 all weights are 1. The default is
+    the paper's."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
@@ -249,7 +251,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper gives this value for Muon, but does not define it (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper gives this value for Muon, but not its meaning (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -258,7 +260,7 @@ class OptimConfig(Section):
     """AdamW's epsilon."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay. In each step it is multiplied by the learning rate. The paper's value."""
+    """Decoupled weight decay. In each step it is multiplied by the learning rate. The default is the paper's."""
 
     lr_warmup_steps: Annotated[int, Unit("steps")] = Field(default=0, ge=0)
     """Number of training steps in which the learning rate rises linearly from 0 to its peak."""
@@ -301,8 +303,8 @@ class TrainerConfig(Section):
     """Also evaluate before the first step, to compare later evaluations with."""
 
     val_max_prompts: Annotated[int | None, Unit("prompts")] = Field(default=None, ge=1)
-    """Maximum number of prompts per evaluation; null means all. These are the first ones of val_files, or with
-    backend=verl and data.shuffle, random ones that are the same in every evaluation."""
+    """Maximum number of prompts per evaluation; null means all. They are the first prompts of val_files. With
+    backend=verl and data.shuffle they are random prompts, the same in every evaluation."""
 
     logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
     """Where metrics go in addition to metrics.jsonl in the run folder, which is always written."""
@@ -311,8 +313,9 @@ class TrainerConfig(Section):
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
-    """CPU threads per process. backend=local runs trainer and engine in one process, verl one process per rank. null
-    means OMP_NUM_THREADS if set, otherwise all usable CPUs; verl's ranks on a CPU share them. On GPUs Ray decides."""
+    """CPU threads per process. backend=local runs trainer and engine in one process; backend=verl runs one process per
+    rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs; on a CPU, verl's ranks share them. On GPUs Ray
+    decides."""
 
     save_final: bool = True
     """At the end, write a checkpoint that vLLM can load (compressed-tensors format)."""
@@ -321,11 +324,11 @@ class TrainerConfig(Section):
     """Write a checkpoint to resume from every save_freq steps and at the end; -1 means never."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
-    """Number of newest checkpoints to keep; null keeps all. An old one is removed when a new one is complete on disk.
-    With backend=verl it must be at least 2, because verl removes the oldest before the new one is complete."""
+    """Number of newest checkpoints to keep; null keeps all. An old checkpoint is removed when a new one is complete on
+    disk. With backend=verl it must be at least 2, because verl removes the oldest before the new one is complete."""
 
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """`auto`: an interrupted run of this name resumes from its newest good checkpoint; a finished one is moved aside.
+    """`auto`: an interrupted run of this name resumes from its newest good checkpoint; a finished run is moved aside.
     `disable`: any earlier run of this name is moved aside. `resume_path`: resume from resume_from_path."""
 
     resume_from_path: PathText | None = None
@@ -372,7 +375,7 @@ class Config(Section):
     verl: Dotted = {}
     """Keys of verl's own config, dotted or nested, for example `verl.trainer.rollout_data_dir=samples`. They are set
     after all keys that QaRL sets from the sections above. As on verl's command line, a `+` before a key of the YAML
-    mapping adds a key that verl does not have. Only with backend=verl."""
+    mapping adds a key that verl does not have. They need backend=verl."""
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:

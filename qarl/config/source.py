@@ -1,5 +1,5 @@
-"""Read the YAML file that the command line names, and apply the overrides. The result is a nested dict, still
-unchecked.
+"""Read the YAML file that the command line names, and apply the overrides. The result is a nested dict that is not yet
+checked.
 
 Bad input raises nothing here. All problems are collected so that one error can show them.
 """
@@ -25,7 +25,7 @@ COMMAND_LINE = "command line"
 class RawConfig:
     """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
 
-    `file_read` is False if there is no usable file; then missing keys are not reported.
+    `file_read` is False if there is no usable file. In that case, missing keys are not reported.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def shipped_configs() -> Path | None:
 
 
 def find_config(name: str) -> tuple[Path | None, list[Path]]:
-    """Return the file that `config=NAME` means, or None, and all paths that are tried, in order.
+    """Return the file that `config=NAME` means (or None), and all paths that were tried, in order.
 
     NAME is tried as given, then in ./configs, then among the shipped configs. An absolute NAME is tried only as given.
     """

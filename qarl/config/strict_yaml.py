@@ -1,9 +1,10 @@
 """Read and write the YAML of configs: plain data by the rules of YAML 1.2, with the line number of every key.
 
-PyYAML follows YAML 1.1, where `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30` is
-750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are
-always decimal. The same rules are used to read files, to read overrides, and to decide what to quote in a written
-config, so that it reads back equal. Tags, anchors, aliases and merge keys are refused, to keep configs easy to read.
+PyYAML follows YAML 1.1, in which `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30`
+is 750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers
+are always decimal. The same rules are used to read files, to read overrides, and to decide what to quote in a written
+config. So a written config reads back equal. Tags, anchors, aliases and merge keys are refused, to keep configs easy to
+read.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LONGEST_PATH, LONGEST_NAME = 4000, 240
 """Largest number of bytes in a path, and in each name of it. Linux allows 4095 and 255, but a run appends to both."""
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 LARGEST = 2**63 - 1
-"""The largest whole number that everything which reads the config can represent."""
+"""The largest whole number that every reader of the config can represent."""
 
 
 @dataclass(frozen=True)

@@ -159,8 +159,8 @@ def _read_rows(file: str) -> datasets.Dataset:
 
 
 def _check_json(path: Path) -> None:
-    """Refuse files that would make pyarrow's reader crash the process. In these the first value is null, or the nesting
-    is deep.
+    """Refuse files that would make pyarrow's reader crash the process. Such a file has null as its first value, or is
+    deeply nested.
 
     Raises ValueError or RecursionError.
     """

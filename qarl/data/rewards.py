@@ -6,13 +6,13 @@ A reward function has the signature of verl's custom rewards, so one function wo
 
 It may also return a dict with the number under "score".
 
-The config names it as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`. It gets
-keyword arguments, as in verl.
+The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
+It gets keyword arguments, as in verl.
 
 If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
-error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. After a timeout, it
-would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function, but
-Ctrl-C does not.
+error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. A score of 0 after a
+timeout would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function,
+but Ctrl-C does not.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def _canonical(number: str) -> str:
 def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
-    Uses the math-verify package with the settings of verl's `math_verify` reward. Its time limit (5 seconds to parse,
-    5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a separate
-    process, as in verl. In the main thread, an alarm that the caller has set fires on time or after the current answer.
+    Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
+    to parse, 5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a
+    separate process, as in verl. In the main thread, an alarm that the caller has set fires on time or after the
+    current answer.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))
@@ -74,7 +75,8 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify`, but with a time limit of `seconds`. For data preparation, in the main thread."""
+    """Do the same as `math_verify`, but with a time limit of `seconds`. It is for data preparation, in the main
+    thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 
@@ -284,7 +286,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
-    """Call `fn` once, on the first prompt with an empty response, to find a broken one before the training starts.
+    """Call `fn` once, on the first prompt with an empty response, to find bugs in `fn` before the training starts.
 
     Raises:
         UserError: as in `score_responses`.

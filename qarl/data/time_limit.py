@@ -5,7 +5,7 @@ socket, and regular expressions that backtrack forever. The timer fires again ev
 catches the exception. The caller's own timer is restored afterwards. If the function sets an alarm itself
 (`signal.alarm`), that replaces our timer, and the running time is checked only when the function returns.
 
-Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. There the
+Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. There, the
 function runs in a new thread, and the caller waits for it only until the limit. So the caller gets its error in time.
 The new thread is told to stop, and ends at its next line of Python. If it is inside a C function, it is left behind as
 a daemon thread, which does not keep the process alive. Only C code that never releases Python's lock delays the error.
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _AGAIN = 1.0
-"""Seconds until the timer fires again."""
+"""Seconds after which the timer fires again."""
 
 
 class OutOfTimeError(Exception):
@@ -60,7 +60,7 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 def preserved_alarm() -> Iterator[None]:
     """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Only for the main thread. If the caller's timer would have fired meanwhile, it fires immediately afterwards.
+    Use this only in the main thread. If the caller's timer would have fired meanwhile, it fires immediately afterwards.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()

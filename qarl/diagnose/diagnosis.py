@@ -2,17 +2,17 @@
 
 One batch is sampled exactly as in training, from the weights in `model.path`. Then several trainers compute its
 log-probs. δ is a token's log_prob minus its rollout_log_prob. Each row of the split has only one cause of a difference.
-Everything else follows the engine as closely as this code can:
+Everything else follows the engine as closely as this code can. The rows are:
 
-    quantization   the trainer's linears are BF16, the engine's low-bit
-    kernel floor   the trainer's linears are as in the engine; it computes the rest (norms, rotary embedding, attention)
-                   as transformers does
+    quantization   the trainer's linears are BF16, but the engine's are low-bit
+    kernel floor   the trainer's linears are as in the engine, but the rest (norms, rotary embedding, attention) is
+                   computed as in transformers
     staleness      the trainer is one update ahead of the engine (no difference if the first learning rate is 0)
     none           no cause is switched on; this is the difference that is left at the closest level, `exact`
 
 The causes do not add up, because activations that are quantized per token amplify earlier differences. The table for
-one response marks tokens for which the most likely token differs between the two sides (as table 1 of arXiv 2605.14220
-does).
+one response marks the positions at which trainer and engine have different most likely tokens (as in table 1 of arXiv
+2605.14220).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 usage: qarl doctor config=NAME.yaml [KEY=VALUE ...] [doctor.OPTION=VALUE ...]
        qarl doctor --help [SECTION | SECTION.KEY ...]
 
-Takes the arguments of qarl train. Prints findings by topic. Starts no engine and loads no weights.
-`python -m qarl.doctor` is the same command.
+The arguments are those of qarl train. The command prints findings by topic. It starts no engine and
+loads no weights. `python -m qarl.doctor` is the same command.
 
 options to check the run for GPUs that this machine does not have:
   doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200; cuda for any other GPU

@@ -1,7 +1,8 @@
-"""The data that the doctor's checks share: the config, the target, and the parts of the run, each loaded at most once.
+"""The data that the doctor's checks share: the config, the target and the parts of the run.
 
-Each part belongs to one topic, which calls `load` and reports the error if loading fails. All other checks call `get`
-and are then reported as not made. So one fault gives one error, even if many checks need the part.
+Each part is loaded at most once. It belongs to one topic, which calls `load` and reports the error if loading fails.
+All other checks call `get`. If loading has failed, they are reported as not made. So one fault gives one error, even if
+many checks need the part.
 """
 
 from __future__ import annotations

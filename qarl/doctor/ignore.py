@@ -1,4 +1,4 @@
-"""Checks that the trainer and vLLM leave the same layers in BF16 for `quant.ignore`, also if vLLM fuses the layers."""
+"""Checks that the trainer and vLLM leave the same layers in BF16 for `quant.ignore`, even if vLLM fuses the layers."""
 
 from __future__ import annotations
 

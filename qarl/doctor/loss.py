@@ -12,7 +12,7 @@ from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 
 PAPER_BAND, SHORTEST = 3e-4, 1000
-"""The paper's narrowest band, and the response length in tokens from which that band gives no warning."""
+"""The paper's narrowest band, and the smallest response length (in tokens) for which that band gives no warning."""
 
 
 def check_bands(context: Context, topic: Topic) -> None:

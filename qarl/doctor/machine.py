@@ -18,7 +18,7 @@ NEEDS_CAPABILITY = {
     "w8a8": (80, "BF16 arithmetic"),
     "fp8": (89, "FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"),
 }
-"""The compute capability, times ten, that each scheme needs on a GPU, and the feature that needs it."""
+"""The compute capability, times ten, that each scheme needs on a GPU, and the feature that needs this capability."""
 
 
 def check_cpu(context: Context, topic: Topic) -> None:

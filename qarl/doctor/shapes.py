@@ -1,8 +1,8 @@
 """Checks that layers divide by the group size and by `rollout.tensor_model_parallel_size`, as vLLM shards them.
 
-vLLM splits q, k, v, gate and up along N, and o and down along K. Along K, all weights of a group that share a scale
-must be on one GPU. Key and value heads are split if there are enough and repeated otherwise (vllm: QKVParallelLinear).
-The vocabulary is padded to a multiple of 64 and then split.
+vLLM splits q, k, v, gate and up along N, and o and down along K. All weights along K that share a scale must be on one
+GPU. Key and value heads are split if there are enough and repeated otherwise (vllm: QKVParallelLinear). The vocabulary
+is padded to a multiple of 64 and then split.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _vocabulary(size: ModelSize, parallel: int) -> list[Problem]:
 
 
 def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> list[Problem]:
-    """Return the sizes that do not split, except those of attention, which `_heads` checks."""
+    """Return the sizes that cannot be split, except those of attention, which `_heads` checks."""
     bad = [
         name
         for name, (n, k) in shapes.items()

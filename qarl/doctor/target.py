@@ -30,7 +30,7 @@ GPUS = {
 class Target:
     """The machine for which the doctor checks a run.
 
-    `device`: "cpu" or "cuda". `here`: True for this machine; then its current state is checked too. `capability`
+    `device`: "cpu" or "cuda". `here`: True for this machine, whose current state is then checked too. `capability`
     (compute capability times ten) and `gpu_memory_bytes` describe one GPU; None if unknown. `gpus`: number of GPUs of
     this machine. None for a different machine, which is assumed to have as many GPUs as the run needs.
     """

@@ -1,1 +1,2 @@
-"""Low-bit operators, their exact references, and the choice of a kernel. Imports no subpackage except vllm_versions."""
+"""Low-bit operators, their exact references, and the choice of a kernel. It imports no other subpackage of qarl except
+vllm_versions."""

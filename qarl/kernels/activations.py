@@ -10,7 +10,7 @@ fp8    s = max(amax / 448, 1 / (448 * 512)),            q = e4m3(clamp(x / s))
 CPU follows vLLM's oneDNN operator `dynamic_scaled_int8_quant` and `QuantFP8.forward_native`; dividing by s would round
 about one value in 100,000 differently. CUDA follows csrc/quantization/w8a8/int8/scaled_quant.cu and w8a8/fp8/common.cu.
 A row of zeros gives zeros; its int8 scale is 0. compressed-tensors computes scales in the dtype of the activations, and
-int8 scales as amax / 127.5. The code here differs from it, because the engine does not run compressed-tensors.
+int8 scales as amax / 127.5. The code here differs, because the engine does not run compressed-tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return values * scale, BF16 [M, K]: the forward's operand in the dtype in which the backward multiplies."""
+    """Return values * scale, BF16 [M, K]. This is the forward's operand, in the dtype of the backward's products."""
     return values.float().mul_(scale).to(torch.bfloat16)
 
 

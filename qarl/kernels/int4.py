@@ -18,7 +18,7 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     """Return [N, K] in `dtype`: value times scale, rounded once to the scale's dtype and then cast.
 
     This equals compressed-tensors' `dequantize`. For BF16 scales it also equals `bf16(float(q - 8) * float(scale))`,
-    the operand of vLLM's CPU kernel.
+    which is the operand of vLLM's CPU kernel.
     """
     codes = unpack_int4(packed)
     values = codes.to(scale.dtype).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))

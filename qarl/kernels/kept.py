@@ -11,8 +11,9 @@ The set of kept tokens belongs to the policy that sampled. It is computed once, 
 stays the same for the whole update. If it were computed again after an optimizer step, it could exclude sampled tokens,
 and their log-prob would be -inf.
 
-A mask has one bit for each entry of the vocabulary: `packed_width(V)` bytes for each response token, 19 KB at V = 152k.
-Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as V.
+A mask has one bit for each entry of the vocabulary. That is `packed_width(V)` bytes for each response token, or 19 KB
+at V = 152k. Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as
+V.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def find_kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's token was not in the mask.
 
-    Such a token is added to the mask: it was sampled, so it is in the engine's set.
+    Such a token is added to the mask. It was sampled, so it is in the engine's set.
     """
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]

@@ -10,9 +10,9 @@ logits are -inf, as in the engine.
 
 The forward runs the same operations as the path that holds all logits, on fewer rows at once. So y and the gradient of
 `hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That holds for PyTorch on
-CPU from 17 rows on; cuBLAS chooses kernels by shape and does not promise it. The backward computes the logits of a
+CPU from 17 rows on; cuBLAS chooses kernels by shape, so it does not promise this. The backward computes the logits of a
 block again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. This gradient can
-differ from that of one product over all rows in the last BF16 bit, and is as close to float64.
+differ from that of one product over all rows in the last BF16 bit, and is equally close to float64.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
 the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks. The path without
@@ -23,10 +23,11 @@ Existing implementations, and why they are not used (Liger-Kernel at ead96b6, ve
            in BF16, which rounds them again, adds the blocks' weight gradients in BF16, and always computes entropies.
     verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32; the engine rounds them.
     Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
-           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's first.
+           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's
+           `FusedLinearForPPO`.
     Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
            plain sum over tokens. TBPO's loss is known only when all log-probs are known.
-They also do not return the likeliest token, which the mismatch report needs.
+None of these returns the likeliest token, which the mismatch report needs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
 
 LOGITS_AT_A_TIME = 2**27
-"""Logits of one block. Its backward needs 2.3 GiB for them."""
+"""Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
 _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are multiplied at a time
 

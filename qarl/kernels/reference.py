@@ -1,4 +1,4 @@
-"""Exact low-bit linears in PyTorch. They are slow and readable, run on every device, and serve tests as the reference.
+"""Exact low-bit linears in PyTorch. They are slow but readable, and run on every device. Tests compare with them.
 
 W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`. vLLM's CPU kernel
 builds the same operand in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 sum is left to the library.
@@ -29,7 +29,7 @@ class _Reference:
 
 
 class ReferenceW4A16Linear(_Reference, BF16Activations):
-    """Dequantize once, then `torch.nn.functional.linear` in the activations' dtype."""
+    """Dequantize once, then call `torch.nn.functional.linear` in the activations' dtype."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

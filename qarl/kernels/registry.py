@@ -84,7 +84,7 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
 
 
 def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
-    """Return the kernel's `backward_input`, or None. Without one, dX is the product with the dequantized weight."""
+    """Return the kernel's `backward_input`, or None. If None, dX is the product with the dequantized weight."""
     return getattr(kernel, "backward_input", None)
 
 
@@ -108,7 +108,7 @@ def first_available(
     refusal: str,
     served: str,
 ) -> Choice[Kernel]:
-    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only one to consider.
+    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
 
     If there is no such kernel, raise UserError(`refusal`) with all reasons. `served`: the weights, for the error text.
     """

@@ -1,7 +1,7 @@
-"""A call that is timed, and the check that its result must pass before it gets a figure.
+"""A call that is timed, and the check that its result must pass before the time is reported.
 
-The check compares the first and last rows of the result with float64, by the relative error (root mean square). The
-test suite checks everything else about a kernel's numbers.
+The check compares the first and last rows of the result with a float64 result, by relative error (root mean square).
+The test suite checks everything else about a kernel's numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 CHECKED_ROWS = 64
-"""Rows at each end of a result that are compared."""
+"""Number of rows that are compared at each end of a result."""
 PRODUCT_ERROR, FP8_ERROR = 3e-3, 1e-2
 """Allowed relative error of a product. BF16 rounding alone causes 1.7e-3; FP8 tensor cores sum in less than 24 bits."""
 Call = Callable[[], torch.Tensor]
@@ -36,7 +36,7 @@ class Competitor:
         return f"{self.scheme} {self.kernel}"
 
     def wrong(self) -> str | None:
-        """Return why it gets no figure (its error is too large, or it raised an exception), or None if it gets one."""
+        """Return why this call gets no figure (error too large, or an exception), or None if it gets a figure."""
         try:
             error = self.error()
         except (RuntimeError, ValueError, TypeError) as raised:  # a kernel that does not compile or launch
@@ -50,8 +50,8 @@ def ends(rows: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs `call` and returns the relative error of the first and last rows, which should equal
-    `expected`. It returns NaN if any number in the result is not finite."""
+    """Return a function that runs `call` and compares the first and last rows of the result with `expected`. It returns
+    their relative error, or NaN if any number in the result is not finite."""
 
     def error() -> float:
         y = call()

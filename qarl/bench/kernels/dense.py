@@ -71,7 +71,7 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
 
 
 def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales. It takes unsigned
+    """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales. gemlite takes unsigned
     codes and a zero point of 8."""
     from gemlite.core import DType, GemLiteLinear
 
@@ -87,7 +87,7 @@ def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[
 
 
 def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
-    """Return the activations that a product of `scheme` multiplies: x, or float64 of quantized x."""
+    """Return the activations that a product of `scheme` multiplies: x itself, or the quantized x in float64."""
     if scheme == "w4a16":
         return x
     values, scale = QUANTIZERS[scheme, on_cuda](x)

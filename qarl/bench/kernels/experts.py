@@ -5,9 +5,9 @@
     grouped_input_gradient   dX = dY W_e
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
-`m` counts tokens; each has `top_k` rows. The BF16 baseline is `torch.nn.functional.grouped_mm` on GPUs, and one product
-per expert on CPUs, where vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens are
-compared with a float64 product of the input as the kernel quantizes it.
+`m` counts tokens; each has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is
+one product per expert, and vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens
+are compared with a float64 product of the input as the kernel quantizes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUTINGS = ("balanced", "skewed")
 LAYER_ERROR = {"bf16": 5e-3, "w4a16": 5e-3, "w8a8": 1e-2, "fp8": 2e-2}
 """Allowed relative error of a whole layer: it has three to five BF16 roundings, and 8-bit codes may differ by one."""
 Rounded = Callable[[torch.Tensor], torch.Tensor]
-"""Converts rows to the float64 values by which a product multiplies."""
+"""A function that converts rows to the float64 values that a product multiplies."""
 
 
 class ExpertLayer:
@@ -70,7 +70,7 @@ class ExpertLayer:
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights, ids) [T, k]. Balanced routing gives every expert the same number of rows. Skewed routing
-        draws the experts of a token without replacement, the e-th with weight 1/e."""
+        draws the experts of a token without replacement. The e-th expert has weight 1/e."""
         e, k = self.shape.experts, self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
@@ -167,7 +167,7 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return FLOP, and a function from the bytes of the weights to the bytes that must move. Experts without rows are
+    """Return the FLOP, and a function that converts bytes of weights to bytes that must move. Experts without rows are
     not read."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
@@ -187,7 +187,7 @@ def _bf16(x: torch.Tensor, weight: torch.Tensor, way: Routing, flop: int, moved:
 
 
 def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
-    """Return the function that converts rows to the float64 values by which a product of `kernel` multiplies."""
+    """Return the function that converts rows to the float64 values that a product of `kernel` multiplies."""
     if scheme in ("w4a16", "bf16"):
         return torch.Tensor.double
     return lambda x: _exact(*kernel.quantize(scheme, x.to(torch.bfloat16).contiguous()))

@@ -28,10 +28,10 @@ QUANTIZERS = {
     ("fp8", False): quantize_fp8,
     ("fp8", True): quantize_fp8_cuda,
 }
-"""(scheme, true for vLLM's arithmetic on CUDA, false for that on CPU) -> quantizer of activations. The results differ,
-because BF16 activations often lie exactly between two codes, and the two round them differently."""
+"""(scheme, True for vLLM's arithmetic on CUDA or False for that on CPU) -> quantizer of activations. CUDA and CPU often
+give different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
 CODES_ERROR = 1e-3
-"""Allowed relative error of quantized rows, because a few codes may differ by one."""
+"""Allowed relative error of quantized rows. It is not 0, because a few codes may differ by one."""
 
 
 def triton_runs(device: torch.device) -> bool:
@@ -41,7 +41,7 @@ def triton_runs(device: torch.device) -> bool:
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors that quantize the master. The error is 0 if all bytes equal those made on the CPU, else 1.
-    CUDA cannot be the reference, because it does not divide by a Python number but multiplies by its reciprocal."""
+    The reference is not made on CUDA, because PyTorch there multiplies by the reciprocal of a Python divisor."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -79,7 +79,7 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize BF16 [M, K] to 8 bits. Scales may differ by FP32 rounding, codes by one."""
+    """Return the competitors that quantize BF16 [M, K] to 8 bits. Scales may differ by rounding, and codes by one."""
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

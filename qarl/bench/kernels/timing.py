@@ -72,7 +72,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """Measure this machine's rates: bytes/s of a copy (reads and writes both count), FLOP/s of a large BF16 product."""
+    """Measure this machine's rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
     on_gpu = device.type == "cuda"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     source = torch.ones(size, dtype=torch.int8, device=device)

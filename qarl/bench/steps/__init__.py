@@ -1,1 +1,1 @@
-"""`python -m qarl.bench steps | rollout | trainer | publish`: seconds of the trainer and engine themselves."""
+"""`python -m qarl.bench steps | rollout | trainer | publish`: measure the seconds that trainer and engine take."""

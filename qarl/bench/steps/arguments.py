@@ -1,4 +1,4 @@
-"""Arguments of `steps`, `rollout`, `trainer` and `publish`. All four have the same keys, checked before any work.
+"""Arguments of `steps`, `rollout`, `trainer` and `publish`. All four have the same keys. Keys are checked first.
 
 python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json

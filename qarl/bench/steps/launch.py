@@ -56,7 +56,7 @@ def measure(arguments: Arguments, case: Case, folder: str) -> Answer:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process: PyTorch's (including vLLM's) on a GPU, resident memory on a CPU."""
+    """Return the peak memory of this process: PyTorch's (including vLLM's) on a GPU, or resident memory on a CPU."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

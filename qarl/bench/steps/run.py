@@ -2,7 +2,7 @@
 
 So a change in the machine's speed affects all cases equally. A launch is a process, and only one runs at a time. Each
 turn starts with a different case. If a case fails or has wrong numbers (`qarl.bench.steps.check`) in any launch, it has
-no figures, its reason is printed, and the exit code is 1. The file is written after every launch, so Ctrl-C loses none.
+no figures, the reason is printed, and the exit code is 1. The file is written after every launch in case of Ctrl-C.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Measured:
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
     """Run one process and return its answer. Raise LaunchFailed if it sends none. The process has always ended when
-    this returns or raises, even on Ctrl-C."""
+    this function returns or raises, even on Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))

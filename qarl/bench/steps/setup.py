@@ -74,7 +74,7 @@ def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def make_trainer(arguments: Arguments, case: Case, folder: str, *, engine: bool) -> LocalTrainer:
-    """Build the local trainer. Without an engine it cannot sample."""
+    """Build the local trainer. Without an engine, the trainer cannot sample."""
     config = config_of(arguments, case, folder)
     tokenizer, hf_config = load_tokenizer(folder)
     rows = random_tokens(hf_config.vocab_size, arguments.prompts, arguments.prompt_length)
@@ -99,7 +99,7 @@ def random_batch(trainer: LocalTrainer) -> Batch:
 
 @torch.no_grad()
 def move_weights(policy: Policy, seed: int) -> None:
-    """Add noise to every parameter, 1/16 of its root mean square, so that codes and scales of any scheme change."""
+    """Add noise to every parameter so that codes and scales change. The noise is 1/16 of the parameter's RMS."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)

@@ -46,7 +46,7 @@ def summary(samples: Samples) -> dict[str, float]:
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
     """Summarize base / other, launch by launch, so that a slow phase of the machine cancels out. Launches that only one
-    of them has are left out."""
+    of the two has are left out."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 
@@ -109,7 +109,7 @@ def _ratios(document: Document) -> str:
 
 
 def _other(results: Sequence[Result], result: Result, **wanted: str | None) -> Result | None:
-    """Return the result with the same sizes and the scheme and level in `wanted`, or None."""
+    """Return the result with the same sizes, but with the scheme and level in `wanted`, or None."""
     same = {key: result.get(key) for key in ("layers", "batch", "response_length")} | wanted
     return next((one for one in results if all(one.get(key) == value for key, value in same.items())), None)
 

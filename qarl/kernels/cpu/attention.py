@@ -1,4 +1,4 @@
-"""vLLM's attention on CPU, callable from the trainer. Operator and operands are the engine's, and so are the bits.
+"""vLLM's attention on CPU, for the trainer. It gives the engine's bits, because operator and operands are the same.
 
 The engine writes keys and values into a paged cache and reads them back block by block. Here each row gets such a
 cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the number of

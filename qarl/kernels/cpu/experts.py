@@ -1,9 +1,9 @@
 """Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call the code here.
 
-On CPUs, vLLM 0.29 supports BF16 experts everywhere, but W4A16 and W8A8 experts only with AMX, and its W4A16 experts
-would use int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore
-multiplies each expert's rows with the linear kernel that serves vLLM's dense layers on the machine. QaRL's plugin for
-vLLM calls it in the engine (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
+On CPUs, vLLM 0.29 supports BF16 experts everywhere. It supports W4A16 and W8A8 experts only with AMX, and its W4A16
+experts would use int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore
+multiplies each expert's rows with the linear kernel that serves vLLM's dense layers on the machine. In the engine,
+QaRL's plugin for vLLM calls this class (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
 
 Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. The router's
 weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16

@@ -1,8 +1,8 @@
 """Call vLLM's rotary embedding without an engine, to see how it rotates a query at a position.
 
 transformers and vLLM do not read exactly the same config keys, and may compute different angles from the same keys. For
-example, vLLM's `dynamic` stretches the base for every length, but transformers' only beyond the trained length. So both
-are run on the same queries and compared (`qarl.align.rotary`).
+example, vLLM's `dynamic` stretches the base for every length, but transformers' does so only beyond the trained length.
+So both are run on the same queries and compared (`qarl.align.rotary`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ in FP32: (sum * weight scale) * token scale, with the bias added by a fused mult
 For fp8, vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel uses PyTorch too. It calls `torch._scaled_mm` with unit scales
 and FP32 output, pads fewer than 17 rows to 17, and computes (sum * token scale) * weight scale + bias. Products of two
 e4m3 values are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order, so it gives the
-same bits. It takes as long as 2 to 3 BF16 products (`_scaled_mm`: 3 to 11), but needs four bytes of memory per weight.
-Rows are padded here too, because an FP32 `matmul` of fewer than 17 rows runs a kernel that adds in a different order.
+same bits. The `matmul` takes as long as 2 to 3 BF16 products (`_scaled_mm` takes 3 to 11), but needs four bytes of
+memory per weight. Rows are padded here too, because an FP32 `matmul` of fewer than 17 rows runs a kernel that adds in a
+different order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from qarl.kernels.activations import FP8, dequantize, quantize_fp8, quantize_int8
 
 ROWS_AT_A_TIME = 256
-"""Rows whose FP32 products are scaled while still in the cache. At 4096 rows this saves a third of the time."""
+"""Rows scaled at a time, while their FP32 products are cached. At 4096 rows this saves a third of the time."""
 _FP8_MIN_ROWS = 17
 
 
@@ -135,11 +136,11 @@ def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
-    """Return whether both add `features` products in the same order. This is tested once for this machine's libraries,
-    with numbers that a different order would round differently.
+    """Return whether an FP32 matmul and `_scaled_mm` add `features` products in the same order. This is tested once for
+    this machine's libraries, with numbers that a different order would round differently.
 
-    oneDNN's reference code, which multiplies e4m3, adds any number of products one after another, and takes a
-    thousand times as long. On Intel CPUs, MKL adds up to 384 products one after another, and more of them in blocks.
+    oneDNN's reference code, which multiplies e4m3, adds any number of products one after another, and takes a thousand
+    times as long. On Intel CPUs, MKL adds up to 384 products one after another. It adds more products in blocks.
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (_FP8_MIN_ROWS, 130):

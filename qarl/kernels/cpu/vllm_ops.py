@@ -8,12 +8,12 @@ layers are fused along N. Limits: K and N are multiples of 32, the group size is
 with scales of the same dtype.
 
 W8A8 on CPU is a oneDNN product through a handler that holds the packed weight. vLLM's handler applies the token scales
-in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp: its loop over rows advances by
-one after it has done sixteen). Ours is a handler for static activation scales, with FP32 output and a scale of one. The
-token scales are applied here, which gives the same bits in less time.
+in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because its loop over rows
+handles sixteen but advances by only one. Ours is a handler for static activation scales, with FP32 output and a scale
+of one. The token scales are applied here, which gives the same bits in less time.
 
 On CPUs with AMX tiles vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which quantizes activations and scales
-products differently. There, too, a row's result does not depend on other rows.
+products differently. On these CPUs, too, a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PreparedInt8Tiles(NamedTuple):
 
 
 class PreparedInt8(NamedTuple):
-    """`handler` owns the packed weight but reads `scale` through a raw pointer, so `scale` must live as long as it."""
+    """`handler` owns the packed weight but reads `scale` by a raw pointer, so `scale` must outlive `handler`."""
 
     handler: Any
     scale: torch.Tensor
@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. The operator rounds 1 value in 3,000, near a half, differently."""
+        """Return the dequantized activations. The operator rounds 1 in 3,000 values differently (near a half)."""
         return dequantize(*quantize_int8_cuda(x))
 
 

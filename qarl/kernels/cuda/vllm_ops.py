@@ -5,10 +5,11 @@
     vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
-Each prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel, MarlinLinearKernel,
-CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/). It serves a
-layer only if vLLM on this machine would use that class. In vLLM 0.24.0 and 0.29.0 the functions called here take the
-same arguments. `qarl.vllm_versions` rejects a vLLM in which they differ; then only this file must be changed.
+Each kernel prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel,
+MarlinLinearKernel, CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in
+vllm/model_executor/kernels/linear/). It serves a layer only if vLLM on this machine would use that class. In vLLM
+0.24.0 and 0.29.0 the functions called here take the same arguments. `qarl.vllm_versions` rejects a vLLM release in
+which the arguments differ. In that case, only this file must be changed.
 
 Engine and trainer can still differ in three ways, which cannot be detected here:
     fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
@@ -92,7 +93,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 @cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what it uses instead."""
+    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what vLLM uses."""
     try:
         chosen = chosen_int4_kernel(shape, shape, group_size)
     except ValueError as error:

@@ -121,7 +121,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only name to consider."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only kernel to try."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
@@ -160,7 +160,7 @@ def fused_experts(
 
     Args:
         gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I]. They only receive the gradients; the
-            forward reads `experts`. None if no gradient is needed.
+            forward reads `experts`. They are None if no gradient is needed.
     """
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
@@ -230,7 +230,7 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a`, the input of down. 8-bit values have scales."""
+    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a` (input of down). 8-bit values have scales."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

@@ -4,7 +4,7 @@ Rows are sorted by expert (`route`), each expert multiplies its own rows, and no
 tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
 int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
 
-On GPUs the code never reads how many rows each expert has, so it does not wait for the device. On CPUs it reads that.
+On GPUs the code never reads how many rows an expert has, so it does not wait for the device. On CPUs it reads that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert. `order` int64 [T k] holds each row's place in the flattened `topk_ids`, and `token` int64
-    [T k] its token. `ends` int32 [E] holds where each expert's rows end, as `torch.nn.functional.grouped_mm` wants."""
+    """Rows sorted by expert. `order`, int64 [T k], holds each row's place in the flattened `topk_ids`; `token`, int64
+    [T k], holds its token. `ends`, int32 [E], holds the end of each expert's rows, for PyTorch's `grouped_mm`."""
 
     order: torch.Tensor
     token: torch.Tensor
@@ -98,7 +98,7 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad_e^T x_e of each expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]. Without rows it is zero."""
+    """Return grad_e^T x_e per expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]. An expert without rows gets 0."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]
@@ -120,7 +120,7 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
 
 
 class ExpertsShape(NamedTuple):
-    """Sizes of an expert layer. With hidden H and intermediate I, gate_up is [E, 2I, H], gate first; down [E, H, I]."""
+    """Sizes of an expert layer. H: hidden, I: intermediate. gate_up is [E, 2I, H], gate first. down is [E, H, I]."""
 
     experts: int
     top_k: int

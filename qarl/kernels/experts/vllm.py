@@ -4,10 +4,11 @@
     vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 runs it
     vllm_triton_experts    W8A8, FP8 on capability 8.9: `fused_experts`, the kernels and tile tables of TritonExperts
 
-vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. It is called here for a
-layer of the same sizes, and a kernel serves only if it chooses that kernel's class. The classes themselves are not
-used, because they take their buffers from the engine's workspace, whose size is fixed to the engine's largest batch.
-Instead, the functions behind the classes are called with the same arguments, as in vLLM 0.24.0 and 0.29.0.
+vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. That function is called
+here for a layer of the same sizes. A kernel serves only if the function chooses the kernel's class. The classes
+themselves are not used, because they take their buffers from the engine's workspace, whose size is fixed to the
+engine's largest batch. Instead, the functions behind the classes are called with the same arguments, as in vLLM 0.24.0
+and 0.29.0.
 
 Engine and trainer can still differ in three ways: tensor or expert parallel rollouts (different tiles, and a sum over
 ranks); engine arguments that override vLLM's choice, which QaRL does not set; and the number of rows, on which Marlin's
@@ -100,7 +101,7 @@ def _why_not(
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
     """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
 
-    If vLLM has none, return a text that begins with "nothing" and gives the reason.
+    If vLLM has no such class, return a text that begins with "nothing" and gives the reason.
     """
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")

@@ -2,9 +2,10 @@
 
 With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. In Triton 3.6
 to 3.9 the interpreter differs from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
-(triton-lang/triton#11584), FP32 to BF16 truncates, subnormal BF16 numbers are cast wrongly both ways, and FP32 to FP8
-rounds differently. The functions here use the instruction on a GPU, and integer arithmetic with the same result under
-the interpreter. Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16` on store.
+(triton-lang/triton#11584), casts from FP32 to BF16 truncate, casts to and from subnormal BF16 numbers are wrong, and
+casts from FP32 to FP8 round differently. The functions here use the instruction on a GPU, and integer arithmetic with
+the same result under the interpreter. Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16`
+on store.
 
 Two rules make bits independent of the Triton release. Launch with `**LAUNCH`, because 3.10 changes the default for
 fusing a * b + c. Write `tl.div_rn` and `tl.sqrt_rn`, because `/` and `tl.sqrt` are approximate.
@@ -60,9 +61,10 @@ def to_fp32(x):
 def e4m3_bits(x, HARDWARE: tl.constexpr):
     """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
 
-    `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 have none, and the
-    interpreter's version rounds differently. Without it, normal numbers are rounded as integers that lose 20 bits.
-    Below 2**-6 the sum with 2**14, whose unit in the last place is 2**-9, has the code in its low bits.
+    `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 do not have it, and the
+    interpreter's version rounds differently. Without the instruction, normal numbers are rounded as integers that lose
+    20 bits. Numbers below 2**-6 are added to 2**14, whose unit in the last place is 2**-9, so the sum has the code in
+    its low bits.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

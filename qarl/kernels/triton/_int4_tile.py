@@ -1,4 +1,4 @@
-"""One output tile of the W4A16 products, straight from the packed weight. Dense and grouped kernels share it.
+"""One output tile of the W4A16 products, computed from the packed weight. Dense and grouped kernels share it.
 
 An int32 of the wire format is read as two int16. Each holds the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
 A tile of int16 is loaded once and gives four planes, one for each position j in the int16. Plane j is multiplied by the
@@ -6,12 +6,13 @@ activations at k = 4h + j. Planes have three advantages over codes in their orde
 
 - Nothing moves between threads. A tensor core takes its BF16 operand as 32-bit registers of two values adjacent along
   the summed dimension. Two adjacent int16 are one 32-bit register too, and `(r >> 4j) & 0x000F000F` leaves their two
-  codes in the operand's places. The order along K only sets the order of the sum, so the activations use it too.
+  codes in the operand's places. Any order along K is correct if the activations have it too, because it only sets the
+  order of the sum.
 - Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too, and
-  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, the operand of
-  vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in order it
-  had 9, for shuffles and conversions. At 4.3 TB/s, 37 weights arrive per clock at each SM, which can issue 3.5
-  instructions for each of them.
+  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, which is the
+  operand of vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in
+  order the loop had 9, for shuffles and conversions. At 4.3 TB/s, 37 weights arrive per clock at each SM, which can
+  issue 3.5 instructions for each of them.
 - The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
   dequantized tile never goes through shared memory. The second operand's side may be as small as 8, which suits few
   rows of activations.
@@ -78,7 +79,7 @@ def by_position(tile, ROWS: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexpr):
-    """The inverse of `by_position`."""
+    """Invert `by_position`."""
     return tl.reshape(tl.join(tl.join(tile_0, tile_2), tl.join(tile_1, tile_3)), (ROWS, 4 * BH))
 
 
@@ -102,7 +103,7 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Repeat the last beyond K."""
+    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Beyond K, repeat the last."""
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -129,7 +130,8 @@ def forward_tile(
     """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
 
     `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM] holds offsets of
-    rows of x in elements; `channels` [BN] counts the weight's rows from the tile's first. All these rows must exist.
+    rows of x in elements; `channels` [BN] are the numbers of the weight's rows, counted from the tile's first row. All
+    these rows must exist.
     """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1

@@ -1,8 +1,8 @@
 """Sums split over programs, in a fixed order and without float atomics.
 
 Every program writes its tile to a workspace and increments a counter. The program that arrives last adds the tiles in
-the order of the parts. That program changes from run to run, but the order of the sum does not. One kernel does both
-steps, because a product of few rows takes little longer than a launch.
+the order of the parts. Which program is last changes from run to run, but the order of the sum does not. One kernel
+does both steps, because a product of few rows takes little longer than a launch.
 """
 
 from __future__ import annotations

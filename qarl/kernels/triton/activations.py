@@ -1,8 +1,8 @@
 """Quantize activations to int8 or e4m3 with one scale per token.
 
 The projections that read the same input (q, k, v; gate, up) share one call. The arithmetic is that of vLLM's CUDA
-operators, which qarl.kernels.activations repeats in PyTorch, with one exception. In vLLM the maximum ignores a NaN
-(fmaxf does). Here a row with a NaN or an Inf gets a scale that is NaN or Inf, and so do the products with it.
+operators, which qarl.kernels.activations repeats in PyTorch, with one exception. In vLLM the maximum ignores a NaN (as
+fmaxf does). Here a row with a NaN or an Inf gets a scale that is NaN or Inf, so products with it are not finite.
 
 One program quantizes each row, for every M, so results do not depend on the batch. A row stays in registers between the
 maximum and the quantization. Bytes per element: 2 read and 1 written. At 4.3e12 B/s on H200, [8192, 4096] takes 23 us.

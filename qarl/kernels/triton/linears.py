@@ -20,7 +20,7 @@ import torch
 from qarl.kernels.activations import BF16Activations
 
 MIN_CAPABILITY = {"w4a16": (8, 0), "w8a8": (8, 0), "fp8": (9, 0)}
-"""The lowest CUDA compute capability for each scheme with the tensor-core instructions that Triton 3.6 emits."""
+"""For each scheme, the lowest CUDA capability whose tensor cores have the instructions that Triton 3.6 emits."""
 
 
 class PackedWeight(NamedTuple):
@@ -132,14 +132,14 @@ class TritonInvariantW4A16Linear(TritonW4A16Linear):
 
 
 class TritonInvariantW8A8Linear(TritonW8A8Linear):
-    """As TritonInvariantW4A16Linear, but dX comes from cuBLAS, whose order of summation may depend on the rows."""
+    """Like TritonInvariantW4A16Linear, but dX comes from cuBLAS, whose order of summation may depend on the rows."""
 
     name = "triton_batch_invariant"
     batch_invariant = True
 
 
 class TritonInvariantFP8Linear(TritonFP8Linear):
-    """As TritonInvariantW8A8Linear."""
+    """Do the same as TritonInvariantW8A8Linear, for FP8."""
 
     name = "triton_batch_invariant"
     batch_invariant = True

@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """Return absmax / half range on the grid, FP32. A zero becomes the eps of the grid's dtype."""
+    """Return absmax / half range on the grid, FP32. A scale of zero becomes the eps of the grid's dtype."""
     if BF16_GRID:
         scale = round_bf16(absmax * (1.0 / HALF_RANGE))
         scale = tl.where(scale == 0.0, 0.0078125, scale)
@@ -218,8 +218,8 @@ def quantize_int4(
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
     `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. With torch.bfloat16, the weight that a
-    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself. `dequantize`: also return the
-    dequantized weight in BF16. Raise ValueError for any other dtype or shape.
+    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself is quantized. `dequantize`: also return
+    the dequantized weight in BF16. Raise ValueError for any other dtype or shape.
     """
     weight = _checked(weight, grid)
     rows, cols = weight.shape
@@ -244,7 +244,7 @@ def quantize_int4(
 def quantize_rows(
     weight: torch.Tensor, dtype: torch.dtype, *, grid: torch.dtype = torch.bfloat16, dequantize: bool = False
 ) -> Quantized:
-    """`weight` [N, K] as in `quantize_int4` -> `dtype` [N, K], which is int8 or float8_e4m3fn, FP32 scales [N, 1]."""
+    """`weight` [N, K] as in `quantize_int4` -> `dtype` [N, K] (int8 or float8_e4m3fn) and FP32 scales [N, 1]."""
     weight = _checked(weight, grid)
     rows, cols = weight.shape
     values = weight.new_empty(rows, cols, dtype=dtype)
@@ -283,7 +283,7 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
 
-    Serves weights and activations, and equals `qarl.kernels.activations.dequantize`.
+    It serves weights and activations, and equals `qarl.kernels.activations.dequantize`.
     """
     rows, cols = values.shape
     require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")

@@ -10,9 +10,9 @@ registers, as in `torch._scaled_mm`. `fast_accumulation` leaves it in the tensor
 Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of it, and the second
 operand may have few tokens. A product takes 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s, 1580
 TFLOP/s) it is bound by memory below M = 184. There the weight is read once, and K is split over programs if there are
-few tiles. Above M = 184, the L2 cache is the next limit: a 128 by 256 tile loads 48 KiB per step, 12 TB/s in total if
-all tensor cores run at their peak. So tiles are as large as the registers allow. M = 8192, K = 4096, N = 12288 takes
-0.52 ms. Loads use the tensor memory accelerator if the GPU has one (`TMA`).
+few tiles. Above M = 184, the L2 cache is the next limit: a 128 by 256 tile loads 48 KiB per step. That is 12 TB/s in
+total if all tensor cores run at their peak. So tiles are as large as the registers allow. M = 8192, K = 4096, N = 12288
+takes 0.52 ms. Loads use the tensor memory accelerator if the GPU has one (`TMA`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def scaled_mm(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the tensor memory accelerator can load both: on Hopper and later, if aligned to 16 bytes."""
+    """Return whether the tensor memory accelerator can load both. It needs Hopper or later and 16-byte alignment."""
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])

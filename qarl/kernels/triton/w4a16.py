@@ -3,8 +3,8 @@
 Both products have two paths. The tables (`tables.py`) give the largest number of rows for the first one:
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
-  and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory below
-  M = 46. There it takes the time to read 0.516 bytes per weight at g = 128, 3.9 times fewer than BF16.
+  and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory for M
+  below 46. There it takes the time to read 0.516 bytes per weight at g = 128, which is 3.9 times fewer than BF16 has.
 - dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic per
   weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass adds 3%
   to the time at M = 8192. Dequantizing again in every tile of rows would add more.
@@ -87,7 +87,7 @@ def w4a16_backward_kernel(
     grad_ptr, packed_ptr, scale_ptr, dx_ptr, workspace_ptr, counter_ptr, M, N, K, stride_gm, parts,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """dX [M, K] in tiles of BM by BK, summed over N in steps of BN. Grid (tiles, parts)."""
+    """Compute dX [M, K] in tiles of BM by BK, summed over N in steps of BN. The grid is (tiles, parts)."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)

@@ -7,7 +7,8 @@ The arguments are those of qarl train. The command prints findings by topic. It 
 loads no weights. `python -m qarl.doctor` is the same command.
 
 options to check the run for GPUs that this machine does not have:
-  doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200; cuda for any other GPU
+  doctor.device=h100         a100, a100-40gb, l40s, rtx4090, h100, h20, h200, b200;
+                             cuda for any other GPU
   doctor.gpu_memory_gib=80   memory of one GPU in GiB; default: that of doctor.device
   doctor.gpu_capability=9.0  CUDA compute capability; default: that of doctor.device
   doctor.json=PATH           also write the findings as JSON

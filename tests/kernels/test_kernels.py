@@ -312,7 +312,7 @@ def test_a_kernel_can_be_forced():
         choose_linear_kernel("w4a16", CPU, (48, 64), force="vllm_cpu_wna16")
     with pytest.raises(UserError, match=r"(?s)'cutlass' cannot.*torch_int8, triton, .*, reference"):
         choose_linear_kernel("w8a8", CPU, (64, 64), force="cutlass")
-    with pytest.raises(UserError, match=r"(?s)'triton' does not.*runs on GPUs, not on cpu"):
+    with pytest.raises(UserError, match=r"(?s)'triton' cannot.*runs on GPUs, not on cpu"):
         choose_linear_kernel("w8a8", CPU, (64, 64), force="triton")
 
 

@@ -142,6 +142,7 @@ def test_the_rules_of_sharding_are_vllms() -> None:
     assert VOCABULARY_PADDING == DEFAULT_VOCAB_PADDING_SIZE
 
 
+@pytest.mark.verl
 def test_ranks_that_verl_refuses() -> None:
     uneven = ["data.train_batch_size=5", "actor.ppo_mini_batch_size=5", "rollout.n=2"]
     _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, *uneven)

@@ -167,6 +167,7 @@ def test_kept_sets_that_do_not_fit() -> None:
         kernels.check_sampling(context, topic)
 
 
+@pytest.mark.verl
 def test_memory_of_the_gpu_decides() -> None:
     _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "doctor.gpu_memory_gib=24")
     (error,) = [f for f in findings if f["status"] == "error"]
@@ -181,6 +182,7 @@ def test_memory_of_the_gpu_decides() -> None:
     assert any("GiB needed at the peak" in what for what in said(findings, "error", "memory"))
 
 
+@pytest.mark.verl
 def test_what_a_gpu_cannot_compute() -> None:
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=fp8", "doctor.gpu_capability=8.0")
     (error,) = [f for f in findings if f["status"] == "error"]

@@ -91,6 +91,7 @@ def start_of(*arguments: str) -> list[tuple[str, str]]:
     return [(finding.status, finding.what) for finding in topic_of("disk", LONG, *arguments)[1:-1]]
 
 
+@pytest.mark.verl
 def test_where_the_run_starts_is_what_training_does() -> None:
     assert start_of() == [("ok", "the run starts fresh")]
     config = load_config(["config=run.yaml", LONG])

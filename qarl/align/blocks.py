@@ -65,7 +65,7 @@ class AlignedDecoderLayer(nn.Module):
 
 
 def add_residual(output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return `output` (BF16) plus `hidden_states` rounded to BF16, as an FP32 sum."""
+    """Round `hidden_states` to BF16, add it to `output` (BF16) in FP32, and return the FP32 sum."""
     return output.float() + hidden_states.bfloat16().float()
 
 

@@ -94,7 +94,7 @@ def _seconds(document: Document) -> str:
 
 
 def _ratios(document: Document) -> str:
-    """Return the table of speedups over plain BF16, as the paper normalises them, and of the cost of a level."""
+    """Return a table with the speedups over plain BF16 (normalised as in the paper) and a level's cost."""
     phases, results = RATIOS[document["kind"]], document["results"]
     level = document["kind"] in ("steps", "trainer")
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]

@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. The operator rounds 1 in 3,000 values differently (near a half)."""
+        """Return the dequantized activations. 1 in 3,000, those near a half, differ from the operator's."""
         return dequantize(*quantize_int8_cuda(x))
 
 

@@ -129,7 +129,7 @@ def _load_on_grid(w_ptr, column, cols, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _row_codes(w, scale, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """Return the codes, int8 or e4m3 as uint8, and the dequantized values in BF16."""
+    """Return the codes (int8, or e4m3 stored as uint8) and the dequantized values (BF16)."""
     if BF16_GRID:
         power, reciprocal = _factors(scale)
         q = round_bf16((w * power) * reciprocal)

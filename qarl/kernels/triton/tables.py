@@ -28,8 +28,8 @@ PATH = Path(__file__).with_name("tables.json")
 class Tile(NamedTuple):
     """BM rows by BN output channels, with BK input channels per step.
 
-    `per_sm`: programs per SM. If there are fewer tiles than programs, sums are split. If there are more, programs of
-    8-bit products are persistent and compute several tiles each. 0 means one program per tile.
+    `per_sm`: programs per SM. If there are fewer tiles than programs, sums are split. If there are more tiles than
+    programs, the 8-bit kernels run persistent programs, each of which computes several tiles. 0 means one program per tile.
     """
 
     BM: int

@@ -74,7 +74,7 @@ def check_eager(hf_config: Any, enforce_eager: bool) -> None:
     raise UserError(
         "vLLM cannot compile a mixture of experts on a CPU",
         where="rollout.enforce_eager=false",
-        why="torch.compile cannot handle a number of tokens per expert that depends on the data; vLLM would not start",
+        why="torch.compile cannot handle that tokens per expert depend on the data; vLLM would not start",
         fix="set rollout.enforce_eager=true",
     )
 

@@ -29,7 +29,8 @@ class Tile(NamedTuple):
     """BM rows by BN output channels, with BK input channels per step.
 
     `per_sm`: programs per SM. If there are fewer tiles than programs, sums are split. If there are more tiles than
-    programs, the 8-bit kernels run persistent programs, each of which computes several tiles. 0 means one program per tile.
+    programs, the 8-bit kernels run persistent programs, each of which computes several tiles. 0 means one program per
+    tile.
     """
 
     BM: int

@@ -112,7 +112,7 @@ def test_a_shared_expert_beside_them(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("name", ["bf16", "w4a16", "fp8"])  # w8a8 is refused: qarl.verl.run.cpu_keys
 def test_two_workers_with_half_of_every_expert(name: str, tmp_path: Path) -> None:
     folder = save_random_moe(tmp_path / "moe")
     program = [sys.executable, str(ROOT / "tests/support/moe_two_workers.py"), str(folder), name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -358,6 +359,16 @@ def test_the_mismatch_limit_reaches_the_workers_settings():
 def test_what_verls_own_checks_say_is_an_error_of_ours():
     with pytest.raises(UserError, match="verl refuses the configuration"):
         verl_config(quickstart(verl={f"{ROLLOUT}.mode": "sync"}), on_cpu=True)
+
+
+def test_int8_on_several_cpu_workers_is_refused():
+    for scheme, size, refused in (("w8a8", 2, True), ("w8a8", 1, False), ("fp8", 2, False), ("w4a16", 2, False)):
+        config = quickstart(
+            **{"quant.scheme": scheme, "rollout.tensor_model_parallel_size": size, "trainer.n_gpus_per_node": 2}
+        )
+        for on_cpu in (True, False):
+            with pytest.raises(UserError, match="cannot be split") if refused and on_cpu else nullcontext():
+                verl_config(config, on_cpu=on_cpu)
 
 
 def test_a_cpu_never_compiles():

@@ -1,7 +1,6 @@
 """One decoder layer of Qwen3-30B-A3B at its real size, through a training step of the local backend and real vLLM.
 
     OMP_NUM_THREADS=2 python scripts/experts_real_size.py --linears --output real_size.json
-    OMP_NUM_THREADS=1 python scripts/experts_real_size.py --workers 2 --output real_size_tp2.json
 
 The layer has 128 experts, 8 per token, with random weights; the vocabulary is shortened (`--vocabulary`), or the
 embeddings would be as large as the layer. The run is `configs/qwen3_30b_w4a16.yaml` but for the keys in `overrides`:
@@ -9,8 +8,7 @@ one process, AdamW, short responses, and a learning rate at which one step moves
 
 The script publishes, samples, compares the log-probs of both sides, takes `--steps` training steps with
 `LocalTrainer`, and samples from the published result again with the same seeds. Each phase has its seconds and its peak
-of resident memory, which Linux resets at the start of a phase. With `--workers 2` vLLM has two processes
-(`two_workers.py`), and the mismatch is not held to the limit of its level.
+of resident memory, which Linux resets at the start of a phase.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import re
 import tempfile
 import time
@@ -29,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from two_workers import TwoWorkers
 
 from qarl.align.routing import known_routing
 from qarl.bench.sources import find_model
@@ -44,7 +40,7 @@ from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import engine_config, prepare_run
+from qarl.trainer.setup import prepare_run
 
 PROMPTS, PROMPT_WORDS, RESPONSE_TOKENS = 8, 12, 32
 SEED_STEP = -2
@@ -128,36 +124,27 @@ def run_config(folder: Path, args: argparse.Namespace) -> Config:
         "trainer.save_freq": -1,
         "trainer.logger": "[console]",
     }
-    if args.workers > 1:
-        overrides["quant.mismatch_limit"] = 1
     return load_config(["config=qwen3_30b_w4a16.yaml", *(f"{key}={value}" for key, value in overrides.items())])
 
 
 class Meter:
-    """Seconds and peak resident memory of each phase, of this process and of vLLM's workers together."""
+    """Seconds and peak resident memory of each phase. vLLM runs in this process."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        for process in ("self", *children()):
-            Path(f"/proc/{process}/clear_refs").write_text("5")  # resets VmHWM
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         start = time.perf_counter()
         yield
-        found = {"seconds": time.perf_counter() - start, "peak_gib": peak_gib("self")}
-        if workers := children():
-            found["peak_gib_of_each_worker"] = max(map(peak_gib, workers))
+        found = {"seconds": time.perf_counter() - start, "peak_gib": peak_gib()}
         self.phases[name] = found
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in found.items()), flush=True)
 
 
-def children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-def peak_gib(process: str) -> float:
-    status = Path(f"/proc/{process}/status").read_text()
+def peak_gib() -> float:
+    status = Path("/proc/self/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 / GIB
 
 
@@ -185,15 +172,14 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
     }
 
 
-def measure(config: Config, workers: int, also: Sequence[tuple[str, str]], meter: Meter) -> dict[str, Any]:
+def measure(config: Config, also: Sequence[tuple[str, str]], meter: Meter) -> dict[str, Any]:
     """The whole run: what was published, δ by level before training, each step's metrics, and δ after them. `also`:
     more levels to compare, with or without replay; their policies take memory beside the run's."""
     with meter.phase("load the policy and quantize"):
         parts = prepare_run(config)
         parts.policy.requantize()
     with meter.phase("start vLLM, make FP32 masters"):
-        engine = TwoWorkers(engine_config(config, routing=True)) if workers > 1 else None
-        trainer = LocalTrainer(config, parts, engine)
+        trainer = LocalTrainer(config, parts)
     with trainer.engine:
         with meter.phase("publish"):
             report = trainer.publish()
@@ -237,7 +223,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--align", choices=("linears", "model", "exact"), default="model")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--linears", action="store_true", help="compare the first samples at linears, too")
-    parser.add_argument("--workers", type=int, choices=(1, 2), default=1)
     args = parser.parse_args(argv)
     meter = Meter()
     with tempfile.TemporaryDirectory() as parent:
@@ -247,14 +232,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = ModelSize.from_config(json.loads((folder / "model" / "config.json").read_text()))
         config = run_config(folder, args)
         also = [("linears", "on"), ("linears", "off")] if args.linears else []
-        found = measure(config, args.workers, also, meter)
+        found = measure(config, also, meter)
         versions = json.loads(write_versions(folder).read_text())
     estimated = {phase: estimate(size, config, device="cpu").total(phase) / GIB for phase in ("update", "step")}
     setting = {
         "model": f"Qwen3-30B-A3B, 1 of 48 layers, vocabulary {args.vocabulary}, {size.parameters} parameters",
         "scheme": config.quant.scheme,
         "align": args.align,
-        "tensor_parallel": args.workers,
+        "tensor_parallel": 1,
         "responses": 2 * PROMPTS,
         "response_tokens": RESPONSE_TOKENS,
     }

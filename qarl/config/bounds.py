@@ -2,8 +2,8 @@
 
 The types in `qarl.config` refuse values that cannot work. The bounds here find values that work but are almost
 certainly mistakes, such as a learning rate of 4096. `unusual_values` reports them when a run starts, in a dry run and
-in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none; a test keeps it
-complete. The bounds are wide, so no reasonable run is outside them.
+in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none. A test checks
+that no key is missing. The bounds are so wide that no reasonable run is outside them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Bounds:
     """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
 
-    `when`: a different key, then the values of that key for which this key is used. Empty if it is always used.
+    `when`: a key and some of its values. The bounds apply only if that key has one of them. Empty: they always apply.
     """
 
     low: float
@@ -124,11 +124,11 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds. A pair has a row for each of its two values. Keys of the section `verl` have no row."""
+"""Dotted key -> its bounds. `optim.betas` has a row for each of its values. Keys of the section `verl` have no row."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:
-    """Return every value of `config` that is outside its bounds, and every pair of values that makes no sense."""
+    """Return every value of `config` that is outside its bounds, and all combinations of values that make no sense."""
     values = dict(flat_numbers(config.model_dump(exclude={"verl"})))
     found = []
     for key, value in values.items():

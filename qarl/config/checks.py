@@ -1,6 +1,6 @@
-"""Checks between keys that are each valid on their own.
+"""Find keys that are each valid but do not fit together.
 
-They work on a flat dict of dotted keys, not on a `Config`. So they can also check the valid keys of an invalid config,
+The checks read a flat dict of dotted keys, not a `Config`. So they can also check the valid keys of an invalid config,
 and one error reports all problems. A check is skipped if a key that it needs is invalid.
 """
 
@@ -16,11 +16,11 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""The largest divisor that is tried. This is enough for all divisors of numbers up to its square."""
+"""`divisors` tries every divisor up to this one. So it finds all divisors of a number up to the square of this one."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Return every problem between keys of `values`. `sources` maps dotted keys to the place of their value."""
+    """Return every problem between keys of `values`. `sources` maps dotted keys to the place where each was given."""
     sources = sources or {}
     problems = []
     for keys, function in _CHECKS:

@@ -119,11 +119,10 @@ class RolloutConfig(Section):
     """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass that is kept. With backend=local, a value below 1 needs quant.align=model
-    or exact."""
+    """Probability mass that nucleus sampling keeps. Below 1 it needs backend=local and quant.align=model or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample only from the top_k likeliest tokens; -1 or 0 means all. With backend=local, any other value needs
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. A different value needs backend=local and
     quant.align=model or exact."""
 
     val_temperature: float = Field(default=0.0, ge=0)
@@ -222,8 +221,8 @@ class ActorConfig(Section):
     """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; with C = 1 all weights are 1. The default is
-    the paper's."""
+    """The cap C. It limits a sequence's trainer/rollout weight to [1/C, C], so with C = 1 all weights are 1. The
+    default is the paper's."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
@@ -293,8 +292,7 @@ class TrainerConfig(Section):
     """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
     total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
-    """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data is repeated as
-    needed."""
+    """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
     """Evaluate every test_freq steps; -1 means never."""

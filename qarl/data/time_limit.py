@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _AGAIN = 1.0
-"""Seconds after which the timer fires again."""
+"""Seconds between two firings of the timer."""
 
 
 class OutOfTimeError(Exception):
@@ -37,10 +37,7 @@ class _Stop(BaseException):
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
     """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
-
-    Raises:
-        OutOfTimeError: the function was stopped, or returned too late.
-    """
+    Raise OutOfTimeError if the function was stopped or returned too late."""
     if seconds is None:
         return function()
     if threading.current_thread() is not threading.main_thread():
@@ -60,7 +57,7 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 def preserved_alarm() -> Iterator[None]:
     """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Use this only in the main thread. If the caller's timer would have fired meanwhile, it fires immediately afterwards.
+    Use this only in the main thread. If the caller's timer would have fired during the block, it fires right after it.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()

@@ -8,9 +8,9 @@ These are pure functions of tensors. A metric that verl also has (`verl/trainer/
   correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In arXiv
-2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat over 700 steps
-in which the run begins to decay.
+Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In the runs of
+arXiv 2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat for 700
+steps although the run begins to decay.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class PhaseTimer:
     """Measure the wall-clock seconds of one training step by phase.
 
     `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets. On an
-    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise kernels that are queued but not finished at
-    the end of a phase would count toward the next one.
+    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise the next phase would also count the time of
+    kernels that are still queued.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:

@@ -11,8 +11,8 @@ For response i with advantage A_i, over its valid tokens t:
 
 Inside its band, a response of T_i tokens contributes the gradient -clip(w_i) * r_i * A_i / T_i per token. Outside its
 band, it contributes zero. PPO and GSPO (verl's `compute_policy_loss_gspo`) instead take the larger of the clipped and
-the unclipped loss. So they still push down a negative sample whose ratio is above the band, and the push grows with the
-ratio.
+the unclipped loss. So they still push down a negative sample whose ratio is above the band, the harder the larger the
+ratio is.
 
 The bands protect against what the paper calls "error tokens" (section 3.2). These are repetitive, garbled tokens of
 quantized rollouts, mostly in negative samples. Their probability is very low, so their ratios become extreme.
@@ -183,7 +183,7 @@ def _statistics(
     in_band: torch.Tensor,
     nonempty: torch.Tensor,
 ) -> dict[str, float]:
-    """Return sums and extremes over the non-empty responses, with one transfer from the device."""
+    """Return sums and extremes over the non-empty responses, with one transfer from the device to the CPU."""
     pos, neg = advantage > 0, advantage < 0
     centred = -deviation * advantage
     rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
@@ -269,7 +269,7 @@ def _check_values(
 ) -> int:
     """Return the number of non-empty responses. Raise ValueError for the first bad value.
 
-    If all values are good, this makes only one transfer from the device."""
+    If all values are good, this makes only one transfer from the device to the CPU."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,

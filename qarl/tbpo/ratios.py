@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. There is no
-minimum, because only large values can overflow. For very negative log ratios, ratio and gradient go to 0 and stay
-exact."""
+"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. They have no
+minimum, because only large values overflow. For very negative ones, ratio and gradient go to 0 and stay exact."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The tensors of one training step, made from a rollout.
 
-B: number of responses. T: number of tokens of the longest prompt with response. R: tokens of the longest response.
+B: number of responses. T: number of tokens in the longest prompt plus response. R: in the longest response.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Batch:
                                  and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
-    other_experts                bool [B, T] or None; True if the trainer's own routers chose different experts for
-                                 the token in the pass for the old log-probs
+    other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
+                                 routers chose different experts for the token than the rollout
     """
 
     input_ids: torch.Tensor
@@ -62,8 +62,7 @@ class Batch:
         return self.input_ids.shape[0]
 
     def keep(self, rows: slice, kept: torch.Tensor, outside: torch.Tensor) -> None:
-        """Store `kept`, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], for the response tokens of
-        `rows`."""
+        """Store `kept`, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], of the rows' response tokens."""
         if self.kept is None or self.outside is None:
             self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
             self.outside = outside.new_zeros(self.responses.shape)

@@ -1,8 +1,8 @@
 """The end of a local run. The last files of a run are written even if something failed earlier or fails here.
 
 Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end.
-Later errors are printed. A run with all its steps and its export is finished, even if a plot is missing. In that case
-a resume does not train again, but the exit code still reports the failure.
+Later errors are printed. A run with all its steps and its export is finished, so a resume does not train again. If only
+the plots are missing, the exit code still reports the failure.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ def finish_run(
     """Write summary, export and plots of a run after `step` of `total` steps. Return the summary.
 
     `failure`: the error that ended the training. `problem`: the error of a logger that was lost during the run. `save`:
-    a function that writes the export to a folder.
-
-    Raises:
-        BaseException: the first of `failure`, the errors raised here, and `problem`.
+    a function that writes the export to a folder. Raises the first of `failure`, errors that occur here, and `problem`.
     """
     ending = Ending(failure)
 

@@ -221,10 +221,9 @@ class MasterOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that a bitwise resume needs, except the parameters.
+        """Return all state that a bitwise resume needs, except the parameters. The tensors are not copied.
 
-        `torch.load(weights_only=True)` can read it. The tensors are not copied. Raises RuntimeError between
-        `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it. Raises RuntimeError between `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
@@ -241,10 +240,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
-        this run's config.
-
-        Raises:
-            UserError: the state was saved with a different optimizer, master_dtype or set of parameters.
+        this run's config. Raise UserError if optimizer, master_dtype or set of parameters differ from the saved ones.
         """
         for key, ours in (
             ("name", self.config.name),

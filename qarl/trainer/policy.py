@@ -1,9 +1,8 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears. It is aligned with the engine.
+"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears, aligned with the engine.
 
 A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
-padding, no attention mask is needed, and a row's log-probs do not depend on the other rows. This matters because TBPO's
-bands are narrower than the noise between two ways to batch the same row. (verl pads prompts on the left and needs a
-mask.)
+padding, no attention mask is needed (verl pads prompts on the left and needs one), and a row's log-probs do not depend
+on the other rows. TBPO's bands are narrower than the noise between two ways to batch the same row.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 class Policy:
     """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
-    that was applied, which may be lower than the config's. `report`: the modules that were replaced, and why the level
-    is lower, if it is.
-    """
+    that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
+    level is lower, the reason."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class Policy:
                     trust_remote_code=config.model.trust_remote_code,
                     **hub.loading_options(config.model.path),
                 )
-        except RuntimeError:  # of torch: `load_policy` says that config and weights do not fit
+        except RuntimeError:  # torch's; `load_policy` then reports that config and weights do not fit
             raise
         except Exception as error:  # what transformers raises depends on the key that it cannot use
             why = (str(error).splitlines() or [""])[0]
@@ -164,9 +162,9 @@ class Policy:
         self._routing.close()
 
     def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
-        """Return the logits that predict each response token of `batch[rows]`, one row per token, and False.
+        """Return (logits, False): the logits that predict the response tokens of `batch[rows]`, one row per token.
 
-        If memory is too small for so many logits, return the hidden states instead of the logits, and True."""
+        If `logits_in_blocks`, return (hidden states, True). The caller then computes the logits block by block."""
         input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
         first = int(batch.prompt_lengths.min()) - 1
         keep = input_ids.shape[1] - first
@@ -184,14 +182,13 @@ class Policy:
         return logits[places], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Return whether `positions` have over `LOGITS_AT_A_TIME` logits, and lm_head can be computed in blocks."""
+        """Return whether to compute the logits of `positions` in blocks: there are too many, and lm_head allows it."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return every tensor to publish, with its checkpoint name. For quantized layers these are the tensors that the
-        next forward multiplies by."""
+        """Return checkpoint names and tensors to publish. Quantized layers multiply by them in the next forward."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -123,8 +123,7 @@ def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
     """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
     The queries are split into blocks. Each block sees the keys up to its own end. The last block is filled up with
-    zeros. So the sizes of a block's matrix products, and with them the order of summation, do not depend on later
-    tokens of the row.
+    zeros. So later tokens of the row change neither the sizes of a block's matrix products nor the order of summation.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -201,11 +200,9 @@ def engine_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
-    Rows must be whole, start at position 0 and be padded on the right. Masks, key-value caches and dropout are refused.
-
-    `prompt_lengths` [B] is the number of tokens that the engine prefilled in each row. Pass it to the model's forward,
-    which passes it on to this function. Without it, every token is computed as if it had been decoded alone.
-    """
+    Rows must be whole, start at position 0 and be padded on the right. Raises ValueError for masks, key-value caches
+    and dropout. `prompt_lengths` [B]: number of tokens that the engine prefilled in each row. Pass it to the model's
+    forward, which passes it on. Without it, every token is computed as if the engine had decoded it."""
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
             "quant.align=exact needs whole rows padded on the right, without attention_mask, packed sequences, "

@@ -48,9 +48,7 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return the weights [T, k] that vLLM gives to `experts` [T, k].
-
-    They have the dtype of `logits` [T, E] and are differentiable."""
+    """Return vLLM's weights [T, k] of `experts` [T, k], in the dtype of `logits` [T, E] and differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -68,9 +66,7 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 def replays(router_replay: str, level: str) -> bool:
     """Return whether `rollout.router_replay` asks for a replay at an alignment level.
 
-    `auto` replays only at levels below `model`. At these levels the trainer's routers may choose different experts than
-    the engine's.
-    """
+    `auto` replays only at levels below `model`, because only there the routers of the two sides may disagree."""
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
 
@@ -91,10 +87,8 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
             decoder layers are included, even those without experts. If a token's k numbers in a layer are not all
             different, or if one is negative, its routing is unknown and the model's router chooses.
 
-    Raises:
-        ValueError: the sizes do not fit the model, or an expert's number is too large. A forward also raises this error
-            if its number of tokens is not T.
-    """
+    Raises ValueError if the sizes do not fit the model, or if an expert's number is too large. A forward also raises it
+    if its number of tokens is not T."""
     found = routers(model)
     layers = len(model.model.layers)
     if experts.dim() != 3 or experts.shape[1] != layers:

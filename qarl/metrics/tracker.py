@@ -2,7 +2,7 @@
 
 metrics.jsonl is always written, one JSON object per line, flushed each step. The other loggers only show the same data.
 JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf", which `float()` reads back. A
-resumed run appends to the file and may repeat steps. `read_metrics` uses the newest entry of each step.
+resumed run appends to the file and may repeat steps. `read_metrics` then drops the older entries.
 """
 
 from __future__ import annotations

@@ -57,12 +57,9 @@ def select_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> reason).
 
-    Each matrix of an expert is listed like a linear. Its module is the module that holds all experts of the layer.
-
-    Raises:
-        UserError: the shapes of some linears do not fit the scheme (the error lists the first four), or `ignore` covers
-            only some of a layer's experts.
-    """
+    Each matrix of an expert is listed like a linear. Its module is the one that holds all experts of the layer. Raises
+    UserError if shapes of linears do not fit the scheme (it lists the first four), or if `ignore` covers only some of a
+    layer's experts."""
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     problems = []
@@ -114,8 +111,7 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
-    """Raise UserError if only some matrices of a layer's experts are quantized. Both arguments hold names of
-    linears."""
+    """Raise UserError if only some matrices of a layer's experts are quantized. The arguments are names of linears."""
     layers: list[dict[str, str]] = []
     for names in (quantized, skipped):
         matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
@@ -139,9 +135,8 @@ def quantize_model(
     """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
     place. Parameters keep their names.
 
-    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raise UserError if a
-    weight is not BF16, if the model is already quantized, or for the reasons that `select_linears` names.
-    """
+    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raises UserError if a
+    weight is not BF16, if the model is already quantized, or if `select_linears` raises it."""
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
@@ -201,14 +196,12 @@ def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def packed_state_dict(
     model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the model under its checkpoint name, in layer order. Quantized linears yield their low-bit
-    tensors.
+    """Yield every tensor of the model under its checkpoint name, in layer order.
 
-    A `QuantLinear` or `QuantExperts` yields the tensors that its forward multiplies by. For a model that was not
-    converted (`quant.align=off`), pass `scheme` and `ignore`. The same function then quantizes the selected linears. A
+    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
+    not converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized here. A
     tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face checkpoints.
-    Tensors are not copied, so clone any that must outlive the next optimizer step.
-    """
+    Tensors are not copied, so clone any that must outlive the next optimizer step."""
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
     }
@@ -250,8 +243,7 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Drop all quantized tensors. Call this after weights changed without autograd's version counter (`param.data`,
-    shared memory)."""
+    """Drop all quantized tensors. Call it after changes that autograd's version counter misses, as of `param.data`."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

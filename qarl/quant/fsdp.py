@@ -4,12 +4,10 @@ Two things differ from `qarl.quant.linear`:
 
 - FSDP frees and refills the storage of the gathered weight, and autograd's version counter does not count its writes.
   So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
-  checkpoint) must call `invalidate_quantized`. After this call, the first forward or publish makes the quantized
-  tensors. Later forwards and publishes use them.
+  checkpoint) must call `invalidate_quantized`. The next forward or publish then makes new quantized tensors.
 - Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
-The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
-numbers.
+The quantizer gets the master's BF16 cast, as the forward does. Casting before or after the gather gives equal bytes.
 """
 
 from __future__ import annotations

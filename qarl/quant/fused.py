@@ -2,8 +2,7 @@
 
 `fused_quantizer` compares the two byte by byte on the device, once for each kind of weight. The comparison covers every
 BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and
-uses the eager steps. If the grid depended on the device or the release, checkpoint, wire and forward could disagree. On
-CPUs the eager steps always run.
+uses the eager steps. Otherwise checkpoint, wire and forward could disagree. On CPUs the eager steps always run.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ nonzero if the weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """Return the quantizer for `weight`.
-
-    It is the fused quantizer if `weight` is on a GPU and the results equal those of `eager`, otherwise `eager`."""
+    """Return the fused quantizer if `weight` is on a GPU and the results equal those of `eager`, otherwise `eager`."""
     if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
     equal = _checked(weight.dtype, weight.device, args, eager)

@@ -62,9 +62,8 @@ class QuantLinear(nn.Linear):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of `linear` without a copy. `qualified_name` is used in errors. `kernel` names the
-        only kernel to consider. `device` is where the forward will run, by default the device of the weight.
-        """
+        """Take over the parameters of `linear` without a copy. Errors show `qualified_name`. `kernel`: the only kernel
+        to consider. `device`: where the forward will run, by default the device of the weight."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias

@@ -6,7 +6,7 @@ zero becomes the dtype's eps, so an all-zero group has codes of zero and a finit
 and rounded half to even. int4 is stored with offset 8, eight values in an int32, lowest nibble first. 8-bit scales are
 upcast to FP32 for the wire, because vLLM holds them in FP32.
 
-The quantizer runs on every weight after every optimizer step. For int4 it takes compressed-tensors' steps with
+The quantizer runs on every weight after every optimizer step. For int4 it computes compressed-tensors' results with
 different arithmetic, in a third of the time. The result is exact because of three facts. Non-negative floats sort like
 their bits. If a constant whose unit in the last place is 1 is added to a number, the sum is rounded half to even and
 has code + 8 in its low bits. Clamping commutes with rounding, because the bounds are integers. The code must run
@@ -35,8 +35,8 @@ and +absmax is clamped to 7."""
 
 
 class FloatBits(NamedTuple):
-    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude that
-    is Inf or NaN."""
+    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude of
+    Inf and NaN."""
 
     integer: torch.dtype
     magnitude_mask: int

@@ -19,7 +19,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # By default vLLM pins one thread to each core that it finds. But here trainer and vLLM share their threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads then divide requests and heads, never the keys of a query. So no request changes the bits of another one.
+    # With 0, threads divide requests and heads, never the keys of one query. So requests do not change others' bits.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     # On CPUs with AMX tiles vLLM would round W4A16's activations to int8, which makes it W4A8.
     "VLLM_CPU_INT4_W4A8": "0",
@@ -27,7 +27,7 @@ VLLM_ENVIRONMENT = {
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
 _LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
-"""This variable holds vLLM's log level if QaRL chose it. Child processes inherit it, so they also hide warnings."""
+"""Environment variable with vLLM's log level, if QaRL chose it. Child processes inherit it and hide warnings too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),

@@ -127,7 +127,7 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A family's `Refusal` of the key comes first."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
 
 def verdict(family: str, key: str) -> str | None:

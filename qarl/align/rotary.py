@@ -49,7 +49,7 @@ PLAIN = {
 def is_plain(config: Any) -> bool:
     """Return whether tests have shown that both sides compute the same embedding for this config.
 
-    If so, a comparison, and with it vLLM's slow import, is not needed."""
+    If so, no comparison is needed, and vLLM, which is slow to import, is not imported."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0

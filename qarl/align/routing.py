@@ -66,7 +66,7 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 def replays(router_replay: str, level: str) -> bool:
     """Return whether `rollout.router_replay` asks for a replay at an alignment level.
 
-    `auto` replays only at levels below `model`, because only there the routers of the two sides may disagree."""
+    `auto` replays only at `off` and `linears`. At these levels the trainer's routers may differ from the engine's."""
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
 

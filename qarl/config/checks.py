@@ -16,7 +16,7 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""`divisors` tries every divisor up to this one. So it finds all divisors of a number up to the square of this one."""
+"""`divisors` tries every number up to this one. This finds all divisors of numbers up to its square."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:

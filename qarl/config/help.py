@@ -71,10 +71,11 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def config_help(about: str, topics: Sequence[str]) -> str:
-    """Return the full description of `topics` (sections and dotted keys), or the help of a command that takes a config.
+    """Return the help of a command that takes a config or, if there are `topics`, only the full text of these sections
+    and dotted keys.
 
-    The help begins with `about`, the command's own text. Raise UserError, with the most similar name, for a topic that
-    is neither a section nor a key."""
+    The help begins with `about`, the command's own text. Raises UserError if a topic is neither a section nor a key;
+    the error suggests the most similar one."""
     if topics:
         return "\n\n".join(_topic(topic) for topic in topics)
     lines = [about.strip(), "", "configs:", *columns(dict(shipped()))]

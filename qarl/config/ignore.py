@@ -24,8 +24,8 @@ from qarl.errors import UserError
 
 REGEX_PREFIX = "re:"
 WAYS_OF_A_STAR = 40
-"""Each `.*` counts as this number of ways to match. For four or five `.*` and a name of 100 letters, the product is
-about right."""
+"""Each `.*` counts as this number of ways to match. The product is about right for four or five `.*` and a name of 100
+letters."""
 MOST_WAYS = 1e7
 """Patterns with more ways to match are refused. In the worst case, matching one name takes milliseconds with four `.*`
 in the pattern, a tenth of a second with five, and years with a nested repetition."""

@@ -35,7 +35,7 @@ class RawConfig:
 def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "quant.scheme=bf16"]`, into raw values with overrides applied.
 
-    `single_keys`: the known dotted keys that are not sections."""
+    `single_keys`: the known dotted keys that have no keys below them."""
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
     path = _config_path(arguments.pop("config", None), raw.problems)

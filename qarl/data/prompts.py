@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY = 900
-"""A JSON value with more opening brackets than this is checked for depth. It is below Python's recursion limit."""
+"""A JSON value with more opening brackets is checked for depth. The number is below Python's recursion limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]

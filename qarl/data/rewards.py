@@ -73,7 +73,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Return `math_verify` with a time limit of `seconds`. Call it in the main thread, as data preparation does."""
+    """Do what `math_verify` does, with a time limit of `seconds`. This is for data preparation, in the main thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 

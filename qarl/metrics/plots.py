@@ -200,7 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure, with a legend if lines have labels. `outside`: put it right of the axes, in stacking order."""
+    """Write the figure, with a legend if lines have labels. `outside`: legend right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

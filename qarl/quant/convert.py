@@ -243,7 +243,7 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Drop all quantized tensors. Call it after changes that autograd's version counter misses, as of `param.data`."""
+    """Drop all quantized tensors. Call it after writes that autograd does not count (`param.data`, shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

@@ -62,7 +62,8 @@ class QuantizedStack:
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
     """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
 
-    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or for NaN or Inf."""
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is
+    NaN or Inf."""
     experts, rows, columns = weight.shape
     tensors = {"weight": weight}
     if scheme.quantized:

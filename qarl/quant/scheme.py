@@ -60,7 +60,7 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Convert `args`. Raise ValueError for blocks, act order or a scale dtype, which this class cannot hold."""
+        """Convert `args`. Raise ValueError for what this class cannot express: blocks, act order or a scale dtype."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):
@@ -182,7 +182,7 @@ class Scheme:
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:
     """Return the scheme called `name`. `group_size`: number of elements along K that share a scale, for w4a16 and w4a8.
-    Raise UserError if there is no such scheme, or if their `group_size` is not a positive multiple of 8."""
+    Raise UserError if there is no such scheme, or if it uses a `group_size` that is not a positive multiple of 8."""
     if name == "bf16":
         return Scheme(name)
     if name == "w4a16":

@@ -17,7 +17,7 @@ PositiveBand = Literal["upper", "two_sided"]
 class TBPOConfig:
     """Bands and cap of the TBPO loss, all dimensionless. `qarl.tbpo.loss` defines ratio r, weight w and advantage A.
 
-    `seq_clip_ratio_*`: distances from 1 of the edges of r's band for A > 0. `neg_seq_clip_ratio_*`: the same for A < 0.
+    `seq_clip_ratio_*`: how far the edges of r's band are from 1 if A > 0. `neg_seq_clip_ratio_*`: the same if A < 0.
     `seq_tis_imp_ratio_cap`: C, the largest w; the smallest is 1/C. r is a geometric mean over T tokens, so its spread
     is about 1/sqrt(T). The paper's bands are for responses of up to 16384 tokens. Short responses need wider bands.
 

@@ -11,8 +11,8 @@ For response i with advantage A_i, over its valid tokens t:
 
 Inside its band, a response of T_i tokens contributes the gradient -clip(w_i) * r_i * A_i / T_i per token. Outside its
 band, it contributes zero. PPO and GSPO (verl's `compute_policy_loss_gspo`) instead take the larger of the clipped and
-the unclipped loss. So they still push down a negative sample whose ratio is above the band, the harder the larger the
-ratio is.
+the unclipped loss. So they still push down a negative sample whose ratio is above the band, and the push grows with the
+ratio.
 
 The bands protect against what the paper calls "error tokens" (section 3.2). These are repetitive, garbled tokens of
 quantized rollouts, mostly in negative samples. Their probability is very low, so their ratios become extreme.

@@ -1,6 +1,6 @@
 """The tensors of one training step, made from a rollout.
 
-B: number of responses. T: number of tokens in the longest prompt plus response. R: in the longest response.
+B: responses. T: tokens of the longest prompt plus response. R: tokens of the longest response.
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Return the names of published tensors that only `policy` or `published` (name -> digest) has, or that differ."""
+    """Return the names of wire tensors that differ between `policy` and `published` (name -> digest).
+
+    A tensor that only one of them has counts as different."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 

@@ -77,7 +77,7 @@ class Policy:
                     trust_remote_code=config.model.trust_remote_code,
                     **hub.loading_options(config.model.path),
                 )
-        except RuntimeError:  # torch's; `prepare_run` then reports that config and weights do not fit
+        except RuntimeError:  # raised by torch; `prepare_run` reports that config and weights do not fit
             raise
         except Exception as error:  # what transformers raises depends on the key that it cannot use
             why = (str(error).splitlines() or [""])[0]

@@ -17,7 +17,7 @@ PROBE_TOKENS = 64
 """The probe's number of responses, one per prompt, and the length of each in tokens. With `quant.align=off` a single
 token can differ by several nats, so a mean over fewer tokens would be meaningless."""
 PROBE_STEP = -1
-"""The probe's requests have seeds of this training step, which no real step has."""
+"""Training step in the seeds of the probe's requests. No real step has this number."""
 
 
 def probe(trainer: LocalTrainer) -> str:

@@ -170,7 +170,7 @@ def check_rotary(config: Any) -> None:
     try:
         match = match_rotary(config)
     except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys
-        why = f"one of them cannot create it: {type(error).__name__}: {error}"
+        why = f"one side cannot create its embedding: {type(error).__name__}: {error}"
         raise UserError(unlike, where=where, why=why, fix=fix) from error
     if not match.near:
         head = head_size_of(config)

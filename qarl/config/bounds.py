@@ -52,7 +52,7 @@ class Unusual:
         return f"{self.what}\n  where: {self.key}\n  why: {self.why}\n  fix: {self.fix}"
 
 
-_BATCH = "no usual run has that many responses in a step, and its time and memory grow with them"
+_BATCH = "no usual run has that many responses per step, and time and memory of a step grow with their number"
 _LENGTH = "no model has that many positions"
 _BAND = "the band is so wide that it does not limit how far an update moves a sequence's probability"
 _NARROW = "the band is narrower than rounding errors, so almost every response is outside after the first update"
@@ -93,7 +93,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
-        1e-4, 1e9, "1e9 is already enough to clip nothing", "every gradient is scaled down to almost nothing"
+        1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"
     ),
     "actor.seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
@@ -103,10 +103,10 @@ TABLE: dict[str, Bounds | Exempt] = {
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),
     "optim.betas[1]": Bounds(
-        0.5, 0.99999, "the second moment would take longer than the run to follow the gradient", "steps become noise"
+        0.5, 0.99999, "the second moment would take longer than the run to follow the gradient", "steps are noisy"
     ),
     "optim.eps": Bounds(
-        1e-20, 1e-2, "it is larger than any gradient, so the weights would hardly move", "it prevents no division by 0"
+        1e-20, 1e-2, "it is larger than any gradient, so the weights would hardly move", "a division by 0 is possible"
     ),
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),

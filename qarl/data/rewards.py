@@ -7,11 +7,11 @@ A reward function has the signature of verl's custom rewards, so one function wo
 It may also return a dict with the number under "score".
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
-It gets keyword arguments, as in verl.
+As in verl, the arguments are passed by keyword.
 
 If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
 error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. A score of 0 after a
-timeout would make the rewards depend on how busy the machine is. `SystemExit` is such an exception, but Ctrl-C is not.
+timeout would make the rewards depend on how busy the machine is. `SystemExit` gives the same error; Ctrl-C does not.
 """
 
 from __future__ import annotations

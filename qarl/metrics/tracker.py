@@ -121,7 +121,7 @@ class Tracker:
             self.problem = self.problem or error
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call a logger. If it fails, drop it and keep the first such error."""
+        """Call a logger. If it fails, print a warning and drop the logger. Keep the first such error in `problem`."""
         try:
             call(self._views[name])
         except Exception as error:
@@ -199,7 +199,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 class _JsonLines:
-    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed again."""
+    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

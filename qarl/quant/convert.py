@@ -87,7 +87,7 @@ def select_linears(
 
 
 _GATES = (".mlp.gate", ".shared_expert_gate")
-"""How the names of routers and of shared experts' gates end, in model families that have them as linears."""
+"""Endings of the names of routers and of shared experts' gates. Some model families have them as linears."""
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

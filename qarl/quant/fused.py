@@ -1,8 +1,8 @@
-"""Use the fused quantizers of qarl.kernels.triton instead of the eager steps, if both give equal bytes.
+"""Use the fused quantizers of qarl.kernels.triton instead of eager PyTorch steps, if both give equal bytes.
 
 `fused_quantizer` compares the two byte by byte on the device, once for each kind of weight. The comparison covers every
 BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and
-uses the eager steps. Otherwise checkpoint, wire and forward could disagree. On CPUs the eager steps always run.
+uses the eager steps, so that checkpoint, wire and forward cannot disagree. On CPUs the eager steps always run.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def watch(
         found["mismatch/outside_kept"] = outside = float(batch.outside.sum())
         if outside:
             warnings.append(
-                f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; they were "
-                "added to it; look at mismatch/abs_max"
+                f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; the "
+                "trainer added them to the set; look at mismatch/abs_max"
             )
     if batch.routed_experts is not None and batch.other_experts is not None:
         known = known_routing(batch.routed_experts).any(-1)

@@ -4,15 +4,15 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product instead. If the scale is not a power of two, 10 to
-              300 times as many outputs then differ from vLLM's
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product. Unless the scale is a power of two, 10 to 300
+              times as many of its outputs differ from vLLM's as with scaled queries
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
 
 Two functions are registered:
 
-    qarl_fp32     either form in PyTorch, with FP32 products of the BF16 operands (level `model`)
+    qarl_fp32     the form that this CPU runs, in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
 The gradients of both are those of the unrounded FP32 attention. transformers' `sdpa` does not match vLLM. On BF16

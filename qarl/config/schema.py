@@ -234,13 +234,13 @@ class ActorConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantages."""
+    """How rewards become advantages."""
 
     adv_estimator: Literal["grpo"] = "grpo"
-    """Reward minus the mean reward of the responses to the same prompt."""
+    """`grpo`: an advantage is a reward minus the mean reward of the responses to the same prompt."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Also divide by the standard deviation of those rewards."""
+    """Divide each advantage by the standard deviation of the rewards of the same prompt's responses."""
 
 
 class OptimConfig(Section):
@@ -250,7 +250,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper gives this value for Muon, but not its meaning (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper gives this value for Muon, without its unit (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -295,7 +295,7 @@ class TrainerConfig(Section):
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate every test_freq steps; -1 means never."""
+    """Evaluate every test_freq steps and after the last step; -1 means never."""
 
     val_before_train: bool = True
     """Also evaluate before the first step, to compare later evaluations with."""

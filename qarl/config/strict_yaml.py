@@ -38,7 +38,7 @@ _SCALARS = [
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's scalars that refuses tags, anchors, aliases and merge keys."""
 
-    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  PyYAML declares it so; emptied of the 1.1 rules
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  declared as in PyYAML, but without the rules of YAML 1.1
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes exactly the text that `_Loader` would not read as text."""
+    """SafeDumper that quotes text only if `_Loader` would otherwise read it as a different type."""
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  as above
 

@@ -166,7 +166,7 @@ _MEANS = {
 
 
 def _band(advantage: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lower and the upper edge of each response's band, as distances of the ratio from 1: two [B]."""
+    """Return the lower and the upper edge of each response's band as values of r - 1: two tensors [B]."""
     positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
     positive = advantage > 0
     lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)

@@ -282,7 +282,7 @@ def request_seed(seed: int, step: int, index: int) -> int:
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, and seconds by phase.
+    """Return the metrics `publish/*`: bytes, the quantized layers' bytes divided by their BF16 bytes, seconds by phase.
 
     `quantizing`: seconds that the quantizer took by phase, over all optimizer steps of the training step.
     """

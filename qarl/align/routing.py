@@ -151,7 +151,7 @@ class RecordedRouting:
 
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Within this context, record the choices of the model's routers. The hooks of a replay run later."""
+    """Within this context, record the choices of the model's routers, before a replay replaces them."""
     record = RecordedRouting(len(model.model.layers))
     handles = [
         router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()

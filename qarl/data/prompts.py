@@ -272,7 +272,7 @@ def _to_messages(value: Any, where: str) -> list[Message]:
 
 
 def shortened(value: Any, length: int = 200) -> str:
-    """Return the start of `repr(value)`. The `__repr__` of a user's object may be broken."""
+    """Return the start of `repr(value)`, or the type's name if a user's `__repr__` raises."""
     try:
         text = repr(value)
     except Exception:

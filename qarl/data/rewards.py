@@ -271,7 +271,7 @@ def _name(fn: RewardFn) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return class and message of an exception. Its `__str__` may be broken."""
+    """Return class and message of an exception. The message is empty if the exception's `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -187,7 +187,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return each module that `select_linears` selected, once, by its name in the model."""
+    """Return the modules of `selected` (from `select_linears`) by name in the model, each module of experts once."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }

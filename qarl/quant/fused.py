@@ -19,8 +19,8 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""A function that takes a weight [N, K] and its arguments and returns (values, scale, flag). The flag, int32 [1], is
-nonzero if the weight holds a NaN or an Inf."""
+"""A function that quantizes a weight [N, K] and returns (values, scale, flag). The flag, int32 [1], is nonzero if the
+weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:

@@ -84,7 +84,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """Write a checkpoint if one is due. Return `checkpoint/*`, and in the first step after a resume `resume/*`."""
+        """Write a checkpoint if one is due. Return metrics: `checkpoint/*`, and after a resume once `resume/*`."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):
@@ -115,7 +115,7 @@ class Checkpoints:
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Compare the first step after a resume with the step before it. Return {} at every other step."""
+        """Compare the first step after a resume with the step before it. In all other steps, return {}."""
         found, self._resume_metrics = self._resume_metrics, {}
         if not found or self.checkpoint is None:
             return {}

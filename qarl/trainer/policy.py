@@ -196,7 +196,7 @@ class Policy:
         return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore)
 
     def requantize(self) -> None:
-        """Quantize every layer again whose weight has changed."""
+        """Quantize every layer whose weight has changed since it was last quantized."""
         for layer in self.quantized_layers().values():
             layer.quantized()
 

@@ -67,8 +67,7 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
     scales of int4 groups have the dtype of `weight`, which must be BF16 for the wire. The scales of 8-bit channels are
     always FP32. Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (this check
     costs one device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a
-    different dtype.
-    """
+    different dtype or is not a matrix."""
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
         raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")

@@ -9,9 +9,9 @@ If the engine sampled by top-k or top-p, the softmax is over the tokens that it 
 logits are -inf, as in the engine.
 
 The forward runs the same operations as the path that holds all logits, on fewer rows at once. So y and the gradient of
-`hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That holds for PyTorch on
-CPU from 17 rows on; cuBLAS chooses kernels by shape, so it does not promise this. The backward computes the logits of a
-block again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. This gradient can
+`hidden` have the same bits if the BF16 product of a row does not depend on the other rows. PyTorch on a CPU guarantees
+this from 17 rows on. cuBLAS does not, because it chooses kernels by shape. The backward computes the logits of a block
+again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. This gradient can
 differ from that of one product over all rows in the last BF16 bit, and is equally close to float64.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
@@ -147,7 +147,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Return slices of at most `rows` and nearly equal length, since a short one would get a different BF16 kernel."""
+    """Return slices of at most `rows` and nearly equal length, because a short one would get another BF16 kernel."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 

@@ -50,8 +50,8 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the cosines and sines, BF16 [positions, D / 2] each. The engine's operator multiplies by them in FP32.
-    Return None if `rotary` is of a class that does not work in this way."""
+    """Return the cosines and sines, BF16 [positions, D / 2] each, by which the engine's operator multiplies in FP32.
+    Return None if the class of `rotary` does not multiply by such a cache."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:

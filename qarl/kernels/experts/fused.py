@@ -34,7 +34,7 @@ _EIGHT_BIT = ("w8a8", "fp8")
 
 
 class ExpertsKernel(NamedKernel, Protocol):
-    """`prepare` runs once per optimizer step, `forward` on every forward."""
+    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward."""
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -54,7 +54,7 @@ class ExpertsKernel(NamedKernel, Protocol):
 
 
 class _GroupedExperts:
-    """Run our products one after the other. Each row is rounded to BF16 before and after it is weighted."""
+    """Run our products one after the other. Output rows are rounded to BF16, weighted, and rounded again."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -156,12 +156,9 @@ def fused_experts(
     down_weight: torch.Tensor | None,
     experts: LowBitExperts,
 ) -> torch.Tensor:
-    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable.
-
-    Args:
-        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I]. They only receive the gradients; the
-            forward reads `experts`. They are None if no gradient is needed.
-    """
+    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable. The forward reads
+    `experts`. `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I], the BF16 masters, only receive gradients;
+    they are None if no gradient is needed."""
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
 
@@ -230,7 +227,8 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a` (input of down). 8-bit values have scales."""
+    """The forward's values for rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj. The
+    scales are None if the values are not 8-bit."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

@@ -40,8 +40,8 @@ def triton_runs(device: torch.device) -> bool:
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize the master. The error is 0 if all bytes equal those made on the CPU, else 1.
-    The reference is not made on CUDA, because PyTorch there multiplies by the reciprocal of a Python divisor."""
+    """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1. The
+    reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes

@@ -14,7 +14,7 @@ from qarl.errors import UserError
 Curves = dict[str, tuple[tuple[float, float], ...]]
 EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
-"""The shares of the data sheet's rates that a large product, memory and links are assumed to reach."""
+"""Assumed shares of the data sheet's rates: `EFFICIENCY` of large products, `MEMORY` and `LINK` of transfers."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
 """In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); number of
 passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""

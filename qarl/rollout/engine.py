@@ -257,8 +257,8 @@ class RolloutEngine:
             self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
-        """Free the engine and vLLM's process-wide groups of torch.distributed, so other engines in this process stop
-        working. An engine that is open at the end of the program is closed automatically."""
+        """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
+        working. An engine that is open when the program ends is closed automatically."""
         self.receiver = None
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()

@@ -91,8 +91,8 @@ class Arguments:
                 if not self.layer or layer in self.layer]  # fmt: skip
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure. There are
-        none if the key `layer` is given, because it names dense weights."""
+        """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure. The list
+        is empty if the key `layer` is given, because that key names dense weights."""
         if not set(self.operation) & set(EXPERT_OPERATIONS):
             return []
         if self.experts:

@@ -152,7 +152,7 @@ BUILDERS: dict[str, Callable[[ExpertLayer, str, int, str], list[Competitor]]] = 
 
 
 def _ours(scheme: str, device: torch.device) -> type[TritonExperts] | type[ReferenceExperts]:
-    """Return the class whose products `grouped.product` runs on `device`."""
+    """Return TritonExperts if `grouped.product` runs Triton kernels on `device`, else ReferenceExperts."""
     return TritonExperts if triton_unavailable(scheme, device) is None else ReferenceExperts
 
 

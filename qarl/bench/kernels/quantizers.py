@@ -28,8 +28,8 @@ QUANTIZERS = {
     ("fp8", False): quantize_fp8,
     ("fp8", True): quantize_fp8_cuda,
 }
-"""(scheme, True for vLLM's arithmetic on CUDA or False for that on CPU) -> quantizer of activations. CUDA and CPU often
-give different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
+"""(scheme, True for vLLM's arithmetic on CUDA, False for CPU) -> quantizer of activations. CUDA and CPU often give
+different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
 CODES_ERROR = 1e-3
 """Allowed relative error of quantized rows. It is not 0, because a few codes may differ by one."""
 

@@ -48,7 +48,7 @@ def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
         for fused, parts in PARTS.items():
             names = [f"{block}.{part}" for part in parts]
             linears: list[nn.Linear] = [ours[name] for name in names if name in ours]
-            if not linears:  # attention has no MLP linears, and the MLP no attention linears
+            if not linears:  # `block` is an attention or an MLP, and `fused` belongs to the other
                 continue
             module = theirs.get(f"{block}.{fused}")
             if engine is not None and module is None:

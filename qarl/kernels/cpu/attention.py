@@ -7,8 +7,8 @@ prompt is one request, as in a prefill, and every token of the response is a req
 
 `causal_attention` is batch-invariant. The keys of one query are never split among threads: `enable_kv_split` is false,
 here and (set by `qarl.process`) in the engine. Each row is a separate call, because on several threads the tiles of a
-long prompt depend on the rest of the call. The engine's own prefill is therefore not batch-invariant. Its bits depend
-on the requests that it computes together, and on the pieces into which it cuts a long prompt.
+long prompt depend on the rest of the call. The engine prefills several requests in one call, so its prefill is not
+batch-invariant: its bits depend on the other requests, and on the pieces into which it cuts a long prompt.
 
 The operator has no autograd; `qarl.align.attention` wraps it.
 """

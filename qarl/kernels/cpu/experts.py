@@ -11,8 +11,8 @@ experts stay in FP32 from the first product to the last sum, except for one roun
 engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ by
 1%.
 
-A token's result does not depend on other tokens, because each row is independent in the linear kernels and each sum is
-over one token.
+A token's result does not depend on other tokens, because the linear kernels compute each row independently and each sum
+is over one token.
 """
 
 from __future__ import annotations

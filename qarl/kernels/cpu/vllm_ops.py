@@ -76,7 +76,7 @@ def cpu_ops_missing(operator: str) -> str | None:
 
 
 class VllmCpuWNA16Linear(BF16Activations):
-    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
+    """W4A16 by `cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
 
@@ -113,7 +113,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
 
 class VllmCpuInt8Linear:
-    """Compute the same as vLLM's CPUInt8ScaledMMLinearKernel, with the same operators."""
+    """W8A8 with the result of vLLM's CPUInt8ScaledMMLinearKernel and the same oneDNN product."""
 
     name = "vllm_cpu_int8"
 
@@ -148,7 +148,7 @@ class VllmCpuInt8Linear:
 
 
 class VllmCpuInt8TilesLinear:
-    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
+    """W8A8 by `int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
 
@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. The operator rounds 1 in 3,000 differently, near a rounding boundary."""
+        """Return the dequantized activations. One in 3,000, near a rounding boundary, differs from the operator's."""
         return dequantize(*quantize_int8_cuda(x))
 
 

@@ -60,7 +60,7 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class PreparedPacked(NamedTuple):
-    """`weight` and `scales` have the operator's layout. Marlin needs `workspace`. `wire` serves to compute dX."""
+    """`weight` and `scales` have the operator's layout. Only Marlin needs `workspace`. dX is computed from `wire`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -134,7 +134,7 @@ class _PackedLinear(BF16Activations):
 
 
 class VllmMacheteLinear(_PackedLinear):
-    """`machete_prepack_B` and `machete_mm`."""
+    """W4A16 by vLLM's operators `machete_prepack_B` and `machete_mm`."""
 
     name = "vllm_machete"
     group_sizes = (64, 128)
@@ -173,7 +173,7 @@ class VllmMacheteLinear(_PackedLinear):
 
 
 class VllmMarlinLinear(_PackedLinear):
-    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Shapes that do not fit its tiles are padded."""
+    """W4A16 by `gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Shapes are padded to Marlin's tiles."""
 
     name = "vllm_marlin"
     group_sizes = (32, 64, 128)
@@ -272,7 +272,7 @@ class _CutlassLinear:
 
 
 class VllmCutlassInt8Linear(_CutlassLinear):
-    """The operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
+    """W8A8 by the operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
 
     name = "vllm_cutlass_int8"
 
@@ -293,7 +293,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
 
 
 class VllmCutlassFP8Linear(_CutlassLinear):
-    """The operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
+    """FP8 by the operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
 
     name = "vllm_cutlass_fp8"
 
@@ -313,7 +313,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
-    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM pads FP8 weights, or uses another int8 kernel."""
+    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM then pads FP8, and uses another kernel for int8."""
     return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
 
 

@@ -74,7 +74,7 @@ class _GroupedExperts:
 
 
 class TritonExperts(_GroupedExperts):
-    """The products of qarl.kernels.triton.grouped."""
+    """Experts computed by the Triton kernels of qarl.kernels.triton.grouped."""
 
     name = "triton"
 
@@ -90,7 +90,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Exact PyTorch, one expert after the other; on GPUs the Triton kernels are preferred."""
+    """Experts computed in exact PyTorch, one after the other. On GPUs the Triton kernels are preferred."""
 
     name = "reference"
 
@@ -132,7 +132,7 @@ def choose_experts_kernel(
 
 
 class LowBitExperts(NamedTuple):
-    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, which has the kernel's layout."""
+    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors

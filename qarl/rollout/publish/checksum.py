@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-_BLOCK = 4096  # words that share the weights of `_weights(1, ...)`
+_BLOCK = 4096  # words in a block; every block is multiplied by `_weights(1, ...)`
 _CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _LOWER = 0xFFFFFFFF
 

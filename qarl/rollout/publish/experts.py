@@ -75,10 +75,10 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
-            f"a publish would not write exactly the experts in {name}",
+            f"the trainer and the engine have different experts in {name}",
             where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
             why="experts that are not written would keep the random numbers that the engine starts with",
-            fix="none: QaRL cannot publish to this model family yet; please report it",
+            fix="use a different model, and report this one: QaRL cannot publish to its family yet",
         )
 
 

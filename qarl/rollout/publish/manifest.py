@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. So this check finds a
-layer that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape
-even the next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config. Comparing it with the trainer's tensors finds a layer
+that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
+next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def quantized_layers(manifest: Manifest) -> set[str]:
 
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
-    """Raise UserError, which names the layers, unless vLLM has quantized the same layers as the manifest. The two sides
-    may read the ignore list differently. A fused layer counts as its parts."""
+    """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
+    differently. A fused layer counts as its parts. The message names the layers that only one side quantizes."""
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
     for name, module in vllm_model.named_modules():

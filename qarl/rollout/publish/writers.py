@@ -96,7 +96,7 @@ class WritePlan:
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
-                    fix="none: QaRL cannot publish to this model family yet; please report it",
+                    fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
             module = modules[place]
             target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))

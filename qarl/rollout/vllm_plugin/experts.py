@@ -69,7 +69,7 @@ class _ShowsRouting(CPUUnquantizedExperts):
 
 
 class LowBitExperts(_ShowsRouting):
-    """Experts whose tokens are routed by vLLM and whose outputs are computed by QaRL's function."""
+    """Low-bit experts: vLLM routes the tokens, and QaRL's function computes the outputs."""
 
     prepared: PreparedExperts | None = None
 

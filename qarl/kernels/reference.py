@@ -52,7 +52,7 @@ class ReferenceW8A8Linear(_Reference):
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """float64 [N, K], exact."""
+        """Return the exact dequantized weight, float64 [N, K]."""
         return tensors["weight"].double() * tensors["weight_scale"].double()
 
     @classmethod
@@ -67,13 +67,13 @@ class ReferenceW8A8Linear(_Reference):
 
 
 class ReferenceFP8Linear(ReferenceW8A8Linear):
-    """float8_e4m3fn weights and activations."""
+    """Like ReferenceW8A8Linear, with float8_e4m3fn weights and activations."""
 
     quantize_input = staticmethod(quantize_fp8)
 
 
 class ReferenceW4A8Linear(ReferenceW8A8Linear):
-    """int4 weights in groups, int8 activations."""
+    """Like ReferenceW8A8Linear, with int4 weights in groups."""
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
 engine's kernel if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), else our grouped products,
-one after the other. The backward is straight-through and the same for all kernels:
+one after the other. The backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized
+weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
     da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w

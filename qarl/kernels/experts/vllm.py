@@ -154,7 +154,7 @@ def _silu() -> Any:
 
 
 class VllmMarlinExperts:
-    """int4 weights. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
+    """W4A16 by `fused_marlin_moe`. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
 
     name = "vllm_marlin_experts"
 
@@ -265,7 +265,7 @@ class _EightBitExperts:
 
 
 class VllmTritonExperts(_EightBitExperts):
-    """int8 or e4m3 weights with vLLM's Triton kernel."""
+    """W8A8 and FP8 by vLLM's Triton kernel."""
 
     name = "vllm_triton_experts"
 
@@ -295,7 +295,7 @@ class VllmTritonExperts(_EightBitExperts):
 
 
 class VllmCutlassExperts(_EightBitExperts):
-    """e4m3 weights with CUTLASS's grouped product. On capability 10.0 vLLM uses Triton for up to 8 tokens."""
+    """FP8 by CUTLASS's grouped product. Not on capability 10.0, because vLLM uses Triton there for up to 8 tokens."""
 
     name = "vllm_cutlass_experts"
 

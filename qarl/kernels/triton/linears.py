@@ -119,7 +119,7 @@ class TritonW8A8Linear(_TritonLinear):
 
 
 class TritonFP8Linear(TritonW8A8Linear):
-    """float8_e4m3fn weights and activations."""
+    """Like TritonW8A8Linear, with float8_e4m3fn weights and activations."""
 
     dtype = torch.float8_e4m3fn
 

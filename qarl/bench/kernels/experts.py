@@ -205,7 +205,7 @@ def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """Return x W_e^T in float64, where `x` holds the first and last rows and e is each row's expert."""
+    """Return x W_e^T in float64. `x` holds only the first and last rows of `way`; e is each row's expert."""
     places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
     owners = torch.searchsorted(way.ends, places, right=True).tolist()
     return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])

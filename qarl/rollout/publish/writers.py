@@ -181,8 +181,8 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
-    """Return the engine's module for the checkpoint module `owner`, or None: the experts' module, the fused layer, the
-    module of the same name, or its nearest parent, in this order."""
+    """Return the engine's module for the checkpoint module `owner`. It is the experts' module, the fused layer, the
+    module of the same name, or its nearest parent, in this order. Return None if the engine has no such module."""
     if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
@@ -241,7 +241,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and scales transposed, part after part of a fused layer."""
+    """Write int4 weights in blocks of 16 output channels, and transposed scales, with parts concatenated along N."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)

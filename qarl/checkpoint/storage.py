@@ -46,10 +46,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     """Yield an empty folder to write to. At the end rename it to `folder`. An existing `folder` is replaced.
 
     `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
-    and nothing is left of the new folder.
-
-    Raises:
-        StorageError: the disk has too little space, or writing failed.
+    and nothing is left of the new folder. Raise StorageError if the disk has too little space or writing fails.
     """
     folder = folder.resolve()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -168,10 +165,7 @@ def set_aside(folder: Path, suffix: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all: write a temporary file beside it, then rename that.
 
-    Missing parent folders are made.
-
-    Raises:
-        StorageError: the disk refused to write. An existing file is unchanged.
+    Make missing parent folders. If the disk refuses to write, raise StorageError and leave an existing file unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -192,8 +186,8 @@ def file_sha256(path: Path) -> str:
 def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
-    It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
-    not make the folder. It only has the same process number, because numbers are soon reused in containers.
+    This is true if process `pid` is running and was already running when `path` was last changed. A process that started
+    later did not make `path`. It only reuses the process number, which is common in containers.
     """
     if pid == os.getpid():
         return False

@@ -122,7 +122,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group `names` by the engine's layer. Return a dict from the name of an engine layer to the names of its parts."""
+    """Group `names` by engine layer. Return a dict from each engine layer's name to the names of its parts."""
     fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -171,7 +171,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the parts of each layer of vLLM, fused or not, whose [N, K] makes `refuses` true."""
+    """Return the names of all linears in vLLM's layers, fused or not, for whose [N, K] `refuses` returns true."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
@@ -182,9 +182,7 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 def name_layers(names: Iterable[str]) -> str:
     """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
-
-    `*` stands for the number of an expert.
-    """
+    `*` stands for the number of an expert."""
     numbers: dict[str, list[int]] = {}
     for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)

@@ -349,7 +349,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
     held = sum(2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT)
-    # verl's sharded layers keep none: they dequantize for each backward.
+    # verl's sharded layers keep no dequantized weights, because they dequantize for each backward.
     dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
         Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),

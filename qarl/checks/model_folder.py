@@ -1,4 +1,4 @@
-"""Loads config and tokenizer from a model folder or a Hub name. If that fails, the errors are clear."""
+"""Loads config and tokenizer from a model folder or a Hub name, and turns every fault into a UserError."""
 
 from __future__ import annotations
 

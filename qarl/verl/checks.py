@@ -14,7 +14,7 @@ from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
 OLD_PLUGIN = "qarl.verl_plugin"
-"""The plugin's module before QaRL's modules became packages. Old configs still name it."""
+"""The former name of the module `PLUGIN`. Old configs still contain it."""
 
 
 OWN_KEYS = {
@@ -28,8 +28,8 @@ OWN_KEYS = {
     "trainer.resume_mode": "trainer.resume_mode",
     "trainer.resume_from_path": "trainer.resume_from_path",
 }
-"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL uses its own keys to check
-model and data, to choose the checkpoint and to decide whether the run is finished. verl would not follow them."""
+"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
+check model and data, to choose the checkpoint and to decide whether the run is finished."""
 
 
 def unsupported(config: Config) -> dict[str, str]:
@@ -53,10 +53,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if a value of `keys` names a QaRL class by its old module.
-
-    `keys`: the section `verl` of the file `where`.
-    """
+    """Raise UserError if `keys`, the section `verl` of the file `where`, names a QaRL class by its old module."""
     moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
     if moved:
         raise UserError(

@@ -1,5 +1,5 @@
 """Records a verl run in QaRL's run folder. During the run a thread reads the file of verl's logger and logs each
-step through QaRL's tracker. If the local backend logs the same metric, its name is used.
+step through QaRL's tracker. A metric that the local backend also logs gets the local backend's name.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
 (verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
@@ -118,7 +118,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. If this raises, the next call reads the lines again that were not logged."""
+        """Log all complete new lines. If logging raises an error, the next call reads the unlogged lines again."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

@@ -1,7 +1,7 @@
 """Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
 verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
-file names no checkpoint, verl starts fresh. If data.pt is missing, it silently restarts the data. QaRL compares the
+file names no checkpoint, verl starts fresh. If data.pt is missing, verl silently restarts the data. QaRL compares the
 config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
 one's step into the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about
 verl were checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -54,8 +54,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 def find_verl_start(config: Config) -> tuple[int, bool]:
     """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
 
-    Raises:
-        UserError: see `open_verl_run`.
+    Raise UserError as `open_verl_run` does.
     """
     folder = _choose(config)
     if folder is None:
@@ -65,11 +64,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 def newest_whole(checkpoints: Path) -> Path | None:
     """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete checkpoint. Return None if there are no checkpoints.
-
-    Raises:
-        UserError: there are checkpoints, but no complete one.
-    """
+    complete one. Return None if there are no checkpoints. Raise UserError if there are some, but none is complete."""
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""

@@ -83,8 +83,7 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
 
-    Raises:
-        UserError: the disk is full, or the files of some ranks are not on this machine. The checkpoint is kept.
+    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
@@ -128,8 +127,7 @@ def dry_run(config: Config) -> str:
 def verl_config(config: Config, *, on_cpu: bool) -> Any:
     """Return verl's `ppo_trainer` config for this run, an OmegaConf DictConfig. verl's own validation has accepted it.
 
-    Raises:
-        UserError: verl lacks a key of the section `verl`, or a check of QaRL or verl refuses the config.
+    Raise UserError if verl lacks a key of the section `verl`, or if a check of QaRL or verl refuses the config.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -348,7 +346,7 @@ def trainer_keys(config: Config) -> Keys:
 def sampler_keys(config: Config) -> Keys:
     """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
-    verl's samplers treat a group with failed responses as complete.
+    In that case a group with failed responses counts as complete, because verl's samplers treat it so.
     """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
@@ -364,11 +362,9 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    These settings keep the number of processes low, because each process imports torch and vLLM.
-
-    Raises:
-        UserError: W8A8 with several workers of an engine. They load weights by vLLM's layerwise reload. With a mixture
-            of experts on two workers, vLLM 0.29.0 computed NaN after the second publish.
+    They keep the number of processes low, because each process imports torch and vLLM. Raise UserError for W8A8 with
+    several workers of an engine, which load weights by vLLM's layerwise reload. With a mixture of experts on two
+    workers, vLLM 0.29.0 computed NaN after the second publish.
     """
     rollout = "actor_rollout_ref.rollout"
     if config.rollout.tensor_model_parallel_size > 1 and config.quant.scheme == "w8a8":
@@ -378,7 +374,7 @@ def cpu_keys(config: Config) -> Keys:
             why="with two workers, vLLM computed NaN after the second publish of w8a8 weights",
             fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
         )
-    # One worker runs in the engine's process. Several need a process each.
+    # A single worker runs in the engine's process. Several workers need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {
         "trainer.device": "cpu",

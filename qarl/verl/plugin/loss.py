@@ -53,10 +53,8 @@ def tbpo_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Compute the TBPO loss. The signature is that of verl's policy losses. All tensors are [B, T].
 
-    The returned dict is empty, because the engine reports the metrics.
-
-    Raises:
-        UserError: there are no rollout log-probs, verl adds its own correction weights, or the configuration is bad.
+    The returned dict is empty, because the engine reports the metrics. Raise UserError if there are no rollout
+    log-probs, if verl adds its own correction weights, or if the configuration is bad.
     """
     if rollout_is_weights is not None:
         raise UserError(

@@ -186,7 +186,7 @@ def file_sha256(path: Path) -> str:
 def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
-    This is true if process `pid` is running and was already running when `path` was last changed. A process that started
+    This is true if process `pid` runs now and already ran when `path` was last changed. A process that started
     later did not make `path`. It only reuses the process number, which is common in containers.
     """
     if pid == os.getpid():

@@ -30,7 +30,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """Return this CPU's instruction sets in Linux's spelling, or an empty set on ARM and on systems other than Linux."""
+    """Return this CPU's instruction sets in Linux's spelling, or an empty set on ARM or systems other than Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

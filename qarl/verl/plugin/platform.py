@@ -92,7 +92,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False, because verl would otherwise choose this platform on a machine whose GPUs are hidden from it."""
+        """Return False, because verl would otherwise choose this platform on a machine with hidden GPUs."""
         return False
 
     def current_device(self) -> Any:

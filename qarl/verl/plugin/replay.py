@@ -53,7 +53,7 @@ class PromptReplayBuffer(ReplayBuffer):
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        found = self._preemptions.since_last()  # also in evaluations, whose preemptions must not count in the next batch
+        found = self._preemptions.since_last()  # also in evaluations, so that the next batch counts only its own
         if partition_id == "val" or found is None:
             return batch, metrics
         if found:

@@ -165,7 +165,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
         raise UserError(
             f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why="the output size of the layer that vLLM fuses them into is a multiple of 16, but not of 32",
+            why="after vLLM has fused them, the output size of each layer is a multiple of 16, but not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
 

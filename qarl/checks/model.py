@@ -134,6 +134,6 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
     raise UserError(
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
+        why="training updates BF16 master weights and quantizes them itself, but this model has only quantized weights",
         fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
     )

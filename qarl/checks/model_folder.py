@@ -98,7 +98,7 @@ def check_tokenizer_files(path: str) -> None:
             f"the model folder {path!r} has no tokenizer",
             where="model.path",
             why=f"it has none of {', '.join(TOKENIZER_FILES)}",
-            fix="copy the tokenizer of the model it came from into it: tokenizer.json and tokenizer_config.json",
+            fix="copy tokenizer.json and tokenizer_config.json of the original model into the folder",
         )
 
 

@@ -43,7 +43,8 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
         for token in unused:
             _check_token(token, tokenizer, "config.json")
         warnings.append(
-            f"eos_token_id of config.json, {_names(tokenizer, unused)}, ends no response: vLLM reads {_GENERATION}"
+            f"eos_token_id of config.json, {_names(tokenizer, unused)}, ends no response, because vLLM reads "
+            f"{_GENERATION} instead"
         )
     return warnings
 

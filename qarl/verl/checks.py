@@ -149,7 +149,7 @@ def refuse_ignored(composed: Any) -> None:
             "file" not in (composed.trainer.logger or ()),
             "trainer.logger",
             composed.trainer.logger,
-            "a list with file in it",
+            "a list that contains file",
             "QaRL reads the metrics from verl's file logger; without it the run would end as if it had taken no step",
         ),
     ]
@@ -170,7 +170,7 @@ def refuse_one_checkpoint(composed: Any) -> None:
         raise UserError(
             "verl cannot keep a single checkpoint safely",
             where="trainer.max_ckpt_to_keep",
-            why="it deletes the old one before the next one is complete; a run killed in between would have none",
+            why="it deletes the old checkpoint before the next is complete; a run killed in between would lose both",
             fix="set trainer.max_ckpt_to_keep=2 or more",
         )
 

@@ -176,7 +176,7 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
     if on_cpu and not config.rollout.enforce_eager:
-        notes.append("rollout.enforce_eager=false is true here: a CPU has no CUDA graphs")
+        notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
         notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:

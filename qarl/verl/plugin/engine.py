@@ -63,7 +63,7 @@ _NO_LOGIT = -1e30
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None if the config has no `quant` section. `align`: the level that was applied."""
+    """The engine. `quant`: its settings, or None if the config has no section `quant`. `align`: the applied level."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")

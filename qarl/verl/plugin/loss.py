@@ -74,7 +74,7 @@ def tbpo_policy_loss(
         raise UserError(
             "TBPO needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
             where="actor_rollout_ref.rollout.calculate_log_probs",
-            why="the trainer's own log-probs cannot replace them: that would hide every mismatch",
+            why="the trainer's own log-probs cannot replace them, because that would hide every mismatch",
             fix="set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
     loss, statistics = tbpo_loss(

@@ -152,7 +152,7 @@ def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
 def _no_turn(in_the_way: Path, seconds: float) -> UserError:
     """Return the error for a turn that did not come in time."""
     parts = in_the_way.name.split(".")
-    who = f"process {parts[-3]} of it" if in_the_way.suffix == ".holder" else "a process of it"
+    who = f"process {parts[-3]} of that run" if in_the_way.suffix == ".holder" else "a process of that run"
     return UserError(
         f"another run has blocked publishing on this host for {seconds:g} s",
         where=str(in_the_way),

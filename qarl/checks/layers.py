@@ -1,7 +1,7 @@
 """Refuses layers that the engine could not run. The checks need only the model's config and run before any loading.
 
-vLLM itself would refuse a CPU that its kernel does not support, a layer size that the kernel does not support, or a
-fused layer of which only a part is quantized. But its errors come late, with a traceback, and do not name our keys.
+vLLM itself refuses CPUs and layer sizes that its kernel does not support, and fused layers of which only a part is
+quantized. But its errors come late, with a traceback, and do not name our keys.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
-"""Kernels that compute dX themselves. They hold only one layer's dequantized weight at a time."""
+"""Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
 
 Shape = tuple[int, int]
 

@@ -82,10 +82,8 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error, which is `failure` or was raised here.
-
-        If a metrics line could not be stored, that is an error too, although training continued.
-        """
+        """Write summary and plots. Return the summary and the run's first error: `failure`, an error of storing a metrics
+        line (training continued after it), or an error of writing summary or plots."""
         from qarl.trainer.loop import summarize
 
         config = self.config
@@ -118,7 +116,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. If logging raises an error, the next call reads the unlogged lines again."""
+        """Log all complete new lines. Keep the first StorageError for `summary`, and only warn of other errors."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
@@ -129,7 +127,7 @@ class MetricsFollower:
                 self._log(json.loads(line))
             except StorageError as error:
                 self._lost = self._lost or error
-            except Exception as error:  # a line that cannot be logged must not stop the ones behind it
+            except Exception as error:  # later lines must still be logged
                 what = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"warning: a line of {self.path} was not logged ({what})", file=sys.stderr)
             self._offset += len(line)

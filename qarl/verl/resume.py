@@ -2,9 +2,9 @@
 
 verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
 file names no checkpoint, verl starts fresh. If data.pt is missing, verl silently restarts the data. QaRL compares the
-config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
-one's step into the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about
-verl were checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+config with that of the checkpoint, ignores incomplete checkpoints, and writes the step of the newest complete one into
+the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about verl were
+checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 def open_verl_run(config: Config) -> Iterator[int]:
     """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
 
-    An earlier run in the folder is moved aside unless it is resumed.
-
-    Raises:
-        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
-            changes what is trained.
+    An earlier run in the folder is moved aside unless it is resumed. Raise UserError if another process uses the run,
+    if the checkpoint is missing, incomplete or could run code, or if the config changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):

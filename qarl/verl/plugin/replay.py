@@ -1,7 +1,7 @@
 """verl's replay buffer for synchronous training, which polls more often and refuses incomplete batches.
 
 The trainer polls the rollout's progress. verl 0.9.1 sleeps two seconds between polls, and no key changes that, so a
-step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names this class, which polls more often.
+step of a small model would be mostly sleep. `trainer.v1.sampler.custom_sampler` names this class to poll more often.
 
 If the generation of a group fails, verl treats the group as finished, with the responses that it has so far. If an
 engine dies, those are mostly short responses, and the update would use only them. Here a failed group is an error. If a

@@ -82,8 +82,8 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error: `failure`, an error of storing a metrics
-        line (training continued after it), or an error of writing summary or plots."""
+        """Write summary and plots. Return the summary and the run's first error: `failure`, an error of storing metrics
+        (training continued after it), or an error of writing summary or plots."""
         from qarl.trainer.loop import summarize
 
         config = self.config

@@ -88,7 +88,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. Before that, move an existing folder aside. Remove it later, or restore it on error."""
+    """Rename `new` to `folder`. First move an existing folder aside; then remove it, or restore it after an error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -105,10 +105,8 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest.
-
-    Raises OSError if a part of it could not be removed.
-    """
+    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest. Raise OSError
+    if a part of it cannot be removed."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
     _remove(partial, folder.name)
@@ -128,8 +126,7 @@ def _remove(folder: Path, name: str) -> None:
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
     """Clean up what killed processes left in `parent`. Return a line of text for each change.
 
-    Half-written folders are removed. If a folder was moved aside but its replacement never appeared, it gets its name
-    back.
+    Half-written folders are removed. A folder that was moved aside but never replaced gets its name back.
 
     `name`: clean up only what was left of the folder with this name. `alone`: a lock guarantees that no other process
     works in `parent`. If it is False, folders that a running process may have made are not changed.

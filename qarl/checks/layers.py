@@ -77,10 +77,7 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError if only a part of a fused layer, or only some experts of a layer, would be quantized.
-
-    The engine fuses some layers into one. It quantizes either the whole fused layer or no part of it.
-    """
+    """Raise UserError if only a part of a layer that the engine fuses, or only some experts, would be quantized."""
     names = list(names)
     for entry in ignore:
         owner, _, leaf = entry.rpartition(".")

@@ -64,7 +64,7 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
 
 
 def _check_sizes(path: str) -> None:
-    """Raise UserError if a value of config.json is above `MOST`, because reading the file would use up all memory."""
+    """Raise UserError if a value of config.json is above `MOST`, because transformers would then use up all memory."""
     file = Path(path) / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for key, most in MOST.items():

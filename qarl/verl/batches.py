@@ -77,7 +77,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError unless each batch splits into equal shares for all ranks, and shares into whole micro-batches."""
+    """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:

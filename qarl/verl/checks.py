@@ -43,7 +43,7 @@ def unsupported(config: Config) -> dict[str, str]:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Raise a UserError that names every key that `unsupported` returns. Do nothing if it returns none."""
+    """Raise a UserError that names all keys that `unsupported` returns, if it returns any."""
     if found := unsupported(config):
         raise UserError(
             "backend=verl supports only " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()),
@@ -122,7 +122,7 @@ def refuse_corrections(composed: Any) -> None:
 
 
 def refuse_ignored(composed: Any) -> None:
-    """Raise UserError if a verl key is set that a QaRL run would ignore, or that only the engine would follow."""
+    """Raise UserError if a verl key is set that a QaRL run would ignore, or that the trainer would not follow."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"

@@ -206,7 +206,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return the keys `names` of our `section` as verl's keys under `root`. They have the same names in verl."""
+    """Return {`root`.NAME: value} for the keys `names` of our `section`, which have the same names in verl."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -346,7 +346,7 @@ def trainer_keys(config: Config) -> Keys:
 def sampler_keys(config: Config) -> Keys:
     """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
-    In that case a group with failed responses counts as complete, because verl's samplers treat it so.
+    In that case verl's sampler counts a group with failed responses as complete.
     """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):

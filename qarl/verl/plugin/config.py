@@ -52,7 +52,7 @@ class QuantSettings(BaseConfig):
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys and `quant`. With `quant`, the actor's forward uses the same tensors as the rollout engine."""
+    """verl's FSDP keys and `quant`. If `quant` is set, the actor's forward uses the rollout engine's tensors."""
 
     quant: Any = field(default_factory=QuantSettings)
 

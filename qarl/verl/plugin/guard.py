@@ -17,7 +17,7 @@ SOURCE = "that an actor without quant.mismatch_limit may show (+qarl=bf16 has th
 
 
 def temperature_of(data: Any) -> float:
-    """Return the lowest temperature of a verl batch. It has one number for all rows or a tensor with one per row."""
+    """Return the lowest temperature of a verl batch, which has one number for all rows or a tensor with one per row."""
     value = data.get("temperature", 1.0)
     value = value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
     return float(value.min()) if isinstance(value, torch.Tensor) else float(value)

@@ -103,8 +103,7 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
     """Reserve verl's sockets on this host for `run`. Processes of one run share them. Processes of other runs wait.
 
     Each process that holds the sockets locks a file. The system frees the lock if the process dies. If the folder of
-    these files cannot be used, nothing is reserved, but the comparison of `run_identity` still detects weights of
-    another run.
+    these files cannot be used, nothing is reserved, but comparing `run_identity` still detects another run's weights.
 
     Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck.
     """
@@ -172,7 +171,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_abandoned(holder: Path) -> bool:
-    """Return whether no process has locked the file. If none has, remove the file."""
+    """Return whether no process has locked the file. In that case also remove the file."""
     try:
         with holder.open("r+") as file:
             if not _lock(file):

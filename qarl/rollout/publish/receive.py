@@ -28,10 +28,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: that of the last complete publish, or None while the engine is stale. `stale_because`: why it is stale.
-    `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
-    and `apply`.
-    """
+    `version`: the version of the last complete publish, or None while the engine is stale. `stale_because`: why it is
+    stale. `broken`: whether only a new engine helps. `seconds`: seconds that the last publish spent in `transfer`
+    (taking and checking tensors) and `apply` (writing them)."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class WeightReceiver:
             self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
 
     def abort(self, reason: str) -> None:
-        """End a publish that cannot be completed."""
+        """End a publish that cannot be completed; the receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen = None, [], set()

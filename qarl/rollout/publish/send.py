@@ -37,8 +37,8 @@ class Engine(Protocol):
 def publish_weights(
     engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
 ) -> PublishReport:
-    """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
-    holds them anyway, so this needs no extra memory."""
+    """Do the work of `RolloutEngine.publish`. All tensors stay in memory until all are checked. A quantized model holds
+    them anyway, so this needs no extra memory."""
     start = time.perf_counter()
     try:
         tensors = list(stream)

@@ -25,10 +25,7 @@ _WHERE = "model.path: config.json"
 
 def check_model(hf_config: Any) -> None:
     """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    tests have not shown that engine and trainer agree for this model family.
-
-    The error names the family, architecture, layer or key, and the reason.
-    """
+    no test shows that they agree for its family. The error names the family, architecture, layer or key, and why."""
     check_served(hf_config)
     check_family(hf_config)
 
@@ -83,11 +80,7 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def trainer_class(hf_config: Any) -> str:
-    """Return the name of the class that the trainer loads.
-
-    Raises:
-        UserError: transformers has no causal language model for this config.
-    """
+    """Return the name of the class that the trainer loads. Raise UserError if transformers has none."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -141,6 +134,6 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
     raise UserError(
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
+        why="training updates BF16 master weights and quantizes them itself, but this model has only quantized weights",
         fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
     )

@@ -23,7 +23,7 @@ _TBPO = TBPOConfig()
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys and the keys of `qarl.tbpo.TBPOConfig`, which explains its keys. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
 
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
@@ -52,7 +52,7 @@ class QuantSettings(BaseConfig):
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys and `quant`. With `quant`, the actor's forward uses the same tensors as the rollout engine."""
+    """verl's FSDP keys and `quant`. If `quant` is set, the actor's forward uses the rollout engine's tensors."""
 
     quant: Any = field(default_factory=QuantSettings)
 
@@ -80,8 +80,7 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     """Return TBPO's config from verl's `actor.policy_loss`. Missing keys get the paper's values.
 
-    Raises:
-        UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.
+    Raise UserError if a value is out of range or `loss_agg_mode` aggregates over tokens.
     """
     names = {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"}
     given = {name: getattr(policy_loss, name) for name in names if hasattr(policy_loss, name)}

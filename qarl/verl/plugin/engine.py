@@ -59,11 +59,11 @@ _log.setLevel(logging.INFO)
 _PAD_MULTIPLE = 8
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
-"""Replaces logits beyond the tokenizer's vocabulary. Finite, because the entropy multiplies probabilities by logits."""
+"""Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None if the config has no `quant` section. `align`: the level that was applied."""
+    """The engine. `quant`: its settings, or None if the config has no section `quant`. `align`: the applied level."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
@@ -135,7 +135,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
-        # Parameters arrive in BF16. Autocast to BF16 would change only what alignment computes in FP32.
+        # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
@@ -166,7 +166,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
             longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # Log-probs were computed for all rows. A mini-batch has only some, so its longest row may be shorter.
+            # Log-probs were computed for all rows of the step. The longest row of a mini-batch may be shorter.
             self._row_length = longest if forward_only else max(self._row_length, longest)
         return super().forward_backward_batch(data, loss_function, forward_only)
 
@@ -197,7 +197,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()
-            # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             output.logits = logits
             if not flash_cross_entropy():
@@ -209,7 +209,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
             return super().prepare_model_outputs(output, output_args, micro_batch, processor)
         log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
-        # With this flag verl does not compute log-probs.
+        # With `distillation_only` verl does not compute log-probs.
         others = micro_batch.copy()
         tu.assign_non_tensor(others, distillation_only=True)
         found = super().prepare_model_outputs(output, output_args, others, processor)
@@ -254,9 +254,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Return whether a mean |δ| is over the actor's limit. If it is, warn, or before the first update raise.
+        """Return whether a mean |δ| is over the actor's limit, and warn if so. Before the first update, raise instead.
 
-        `length`: mean tokens of the responses.
+        `length`: mean number of tokens per response.
         """
         if abs_mean is None:
             return False
@@ -300,9 +300,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _refuse_dead_servers(self) -> None:
         """Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks the servers, and the other ranks wait for the result. If another rank began to publish
-        earlier, its engine would be receiving tensors and could not answer the first rank. But that rank cannot send
-        its tensors without the first rank.
+        Only the first rank asks the servers, and the other ranks wait for the result. If another rank already began to
+        publish, its engine would wait for tensors and not answer. The first rank would wait for this engine, and the
+        other rank for the first rank, because all ranks gather each tensor together.
         """
         found: list[dict[str, str]] = [{}]
         if self.rank == 0:

@@ -295,8 +295,8 @@ class TrainerConfig(Section):
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate every test_freq steps and after the last step. With -1, the local backend evaluates only after the last step,
-    and verl never."""
+    """Evaluate every test_freq steps and after the last step. With -1, the local backend evaluates only after the last
+    step, and verl never."""
 
     val_before_train: bool = True
     """Also evaluate before the first step, to compare later evaluations with."""

@@ -141,7 +141,7 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
 
 def _step(text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"step={text} is not a step", fix="write step=N, or leave it out for the latest")
+        raise UserError(f"step={text} is not a step", fix="write step=N, or leave step out to export the latest")
     return int(text)
 
 

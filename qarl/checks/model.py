@@ -101,13 +101,16 @@ def trainer_class(hf_config: Any) -> str:
 
 def check_outputs(hf_config: Any) -> None:
     """Raise UserError for config keys that make transformers' model return something that the trainer cannot read."""
-    wrong = {"return_dict": not getattr(hf_config, "return_dict", True)}
-    wrong["output_attentions"] = bool(getattr(hf_config, "output_attentions", False))
-    for key in (key for key, bad in wrong.items() if bad):
+    for key, default, why in (
+        ("return_dict", True, "the trainer reads `logits` by name from the model's output"),
+        ("output_attentions", False, "the trainer does not compute attention weights"),
+    ):
+        if bool(getattr(hf_config, key, default)) == default:
+            continue
         raise UserError(
             f"{key}={getattr(hf_config, key)!r} in the model's config is refused",
             where=_WHERE,
-            why="the trainer reads logits by name and computes no attention weights",
+            why=why,
             fix="delete the key from config.json: it changes what a model returns, not what it computes",
         )
 

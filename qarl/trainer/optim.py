@@ -172,7 +172,7 @@ class MasterOptimizer:
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
 
-        If the norm is not finite, nothing is scaled. Then call `zero_grad()`, not `step()`.
+        If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))

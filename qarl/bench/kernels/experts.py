@@ -6,8 +6,8 @@
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
 `m` counts tokens; each has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is
-one product per expert, and vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens
-are compared with a float64 product of the input as the kernel quantizes it.
+one product per expert, and vLLM's own operator for BF16 experts is measured, too. A result is checked by
+its first and last rows (or tokens): they are compared with the same product in float64 of the same quantized input.
 """
 
 from __future__ import annotations

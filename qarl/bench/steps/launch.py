@@ -109,7 +109,7 @@ class StepBench(Bench):
         return {(0, 0): phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}}
 
     def _prefill(self) -> float:
-        """Return the seconds to generate one token for each of a step's responses, which needs no decoding."""
+        """Return the seconds of a step's prefill, measured by generating only one token per response."""
         trainer, rollout = self.trainer, self.trainer.config.rollout
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
         trainer.engine.reset_prefix_cache()

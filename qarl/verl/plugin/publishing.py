@@ -76,7 +76,7 @@ def publish_timeout(text: str | None = None) -> float:
         raise UserError(
             f"{TIMEOUT_VARIABLE}={text!r} is not a time limit",
             where=f"the environment variable {TIMEOUT_VARIABLE}",
-            fix="give seconds above 0, or leave it out",
+            fix="set a number of seconds above 0, or unset the variable",
         )
     return seconds
 

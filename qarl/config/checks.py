@@ -126,7 +126,12 @@ def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
         fix = "set trainer.resume_from_path=RUN/checkpoints/step_N, or use trainer.resume_mode=auto"
         return Problem("trainer.resume_mode", mode, "no checkpoint to resume from is given", fix)
     reason = f"trainer.resume_mode = {mode} does not use it"
-    return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or remove trainer.resume_from_path")
+    return Problem(
+        "trainer.resume_from_path",
+        path,
+        reason,
+        "set trainer.resume_mode=resume_path, or remove trainer.resume_from_path",
+    )
 
 
 @_between("backend", "rollout.val_temperature")

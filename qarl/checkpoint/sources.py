@@ -87,8 +87,8 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn errors of the code in this context into a UserError that names the checkpoint's `folder`. Many exception
-    classes are caught, because each reader raises different ones for each kind of damage."""
+    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`. Many exception classes
+    are caught, because each library raises different ones for different damage."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Checks that layers divide by the group size and by `rollout.tensor_model_parallel_size`, as vLLM shards them.
+"""Checks that the group size divides the layers, and that vLLM can split them over the GPUs of an engine.
 
 vLLM splits q, k, v, gate and up along N, and o and down along K. All weights along K that share a scale must be on one
 GPU. Key and value heads are split if there are enough and repeated otherwise (vllm: QKVParallelLinear). The vocabulary
@@ -87,7 +87,7 @@ def _vocabulary(size: ModelSize, parallel: int) -> list[Problem]:
 
 
 def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> list[Problem]:
-    """Return the sizes that cannot be split, except those of attention, which `_heads` checks."""
+    """Return a problem if layers have a size that does not split equally. `_heads` checks those of attention."""
     bad = [
         name
         for name, (n, k) in shapes.items()
@@ -102,7 +102,7 @@ def _rows_and_columns(shapes: Mapping[str, tuple[int, int]], parallel: int) -> l
 
 
 def _groups(shapes: Mapping[str, tuple[int, int]], parallel: int, group: int | None) -> list[Problem]:
-    """Return row-parallel layers whose part on one GPU is not a multiple of the group size."""
+    """Return a problem if layers are split along K into parts that are not multiples of the group size."""
     if not group:
         return []
     rows = {name: k for name, (_, k) in shapes.items() if name.endswith(ROW_PARALLEL) and k % parallel == 0}

@@ -168,7 +168,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each setting that verl handles slightly differently than its description says."""
+    """Return one line for each key of `config` to which verl gives a different value or meaning than documented."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -206,7 +206,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return {`root`.NAME: value} for the keys `names` of our `section`, which have the same names in verl."""
+    """Return {`root`.NAME: value} for those keys of our `section` that have the same names in verl (`names`)."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -308,7 +308,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU it covers the longest prompt, which is prefilled whole."""
+    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 
@@ -362,9 +362,9 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    They keep the number of processes low, because each process imports torch and vLLM. Raise UserError for W8A8 with
-    several workers of an engine, which load weights by vLLM's layerwise reload. With a mixture of experts on two
-    workers, vLLM 0.29.0 computed NaN after the second publish.
+    They keep the number of processes low, because each process imports torch and vLLM. Raise UserError for W8A8 if an
+    engine has several workers, because these load weights through vLLM's layerwise reload. With it, vLLM 0.29.0
+    computed NaN after the second publish of a mixture of experts to two workers.
     """
     rollout = "actor_rollout_ref.rollout"
     if config.rollout.tensor_model_parallel_size > 1 and config.quant.scheme == "w8a8":

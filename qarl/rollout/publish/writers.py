@@ -76,9 +76,9 @@ DERIVED = {
 class WritePlan:
     """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly. Raise UserError if a tensor
-    has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine does not
-    compute the scheme that it was asked for."""
+    `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt. Raise UserError if a
+    tensor has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine
+    does not compute the scheme that it was asked for."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
@@ -170,7 +170,7 @@ class WritePlan:
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether vLLM knows the tensor from its config. Such a tensor must not be passed to the reload."""
+        """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -241,7 +241,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and transposed scales, with parts concatenated along N."""
+    """Concatenate int4 parts along N. Write the weights in blocks of 16 output channels, and the scales transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -250,7 +250,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights. They are stored only in the oneDNN handler, which also points to the layer's scales."""
+    """Write int8 weights into a new oneDNN handler, their only copy, which also points to the layer's scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
@@ -295,8 +295,8 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads them,
-    and writes the processed ones into the old storage."""
+    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads the
+    `tensors`, processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

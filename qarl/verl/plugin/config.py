@@ -40,7 +40,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`. `router_replay` is from the section `rollout`. All others are from the section `quant`."""
+    """The keys of QaRL's config that the actor needs: `rollout.router_replay`, and the rest from section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128

@@ -113,7 +113,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder, file or link. If it is a link to a folder `name` that a user has moved, remove its target too."""
+    """Remove a folder, file or link. If it is a link to the folder `name` after a move, remove its target too."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return

@@ -60,7 +60,7 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Add the error with which training would stop, in the same words."""
+        """Add a finding for `error`, which training would also raise, in the same words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:

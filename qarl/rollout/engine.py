@@ -182,7 +182,7 @@ class RolloutEngine:
 
         Raises:
             UserError: the engine has no complete set of published weights, or vLLM would not sample as `sampling` asks.
-            EngineFailed: vLLM raised. A publish does not repair the engine; call `rebuild`.
+            EngineFailed: vLLM raised an exception. A publish does not repair the engine; call `rebuild`.
             FloatingPointError: a log-prob is not finite, because the weights or the KV cache are corrupt.
         """
         version = self.weight_version

@@ -152,7 +152,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 f"verl's config does not take {key}={value!r}",
                 where=f"verl.{key}" if key in config.verl else key,
                 why=str(error).splitlines()[0],
-                fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
+                fix="look the key up in verl's ppo_trainer.yaml; to add a key, write +KEY in the YAML mapping `verl`",
             ) from error
     checks.refuse_no_export(config, composed)
     checks.refuse_ignored(composed)

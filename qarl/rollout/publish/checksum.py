@@ -1,11 +1,10 @@
 """A 64-bit checksum of a tensor's bytes. It is fast, and every device computes the same value.
 
-The bytes are read as 64-bit words. Each word is mixed (its lower half is XORed with its upper half), multiplied by an
-odd weight that depends on its position, and mixed again. The results are added modulo 2**64. A long tensor is divided
-into blocks of words. Then the sum of each block is mixed, multiplied, mixed and added as if it were a word. For any
-single word every step is one-to-one, so damage within one word, such as a flipped bit, is always found. Damage to
-several words is missed with a probability of about 2**-32. The mixing is needed, because if the top bits of two words
-flipped, the changes would cancel in a plain weighted sum. The checksum detects accidents, not attacks.
+The bytes are read as 64-bit words. Each word is mixed (its upper half is XORed into its lower half), multiplied by an
+odd weight that depends on its position, and mixed again. The results are added modulo 2**64. A long tensor is split
+into blocks of words, and the sums of the blocks are treated like words. For one word each step is one-to-one, so damage
+within one word is always found. Damage to several words is missed with a probability of about 2**-32. Without the
+mixing, flips of the top bits of two words would cancel. The checksum detects accidents, not attacks.
 `tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
 """
 

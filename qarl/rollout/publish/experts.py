@@ -83,8 +83,8 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload. Raise UserError if the engine runs
-    without QaRL's plugin."""
+    """Return the function that writes these experts, or None if vLLM's layerwise reload does it. Raise UserError if
+    the engine runs without QaRL's plugin."""
     layer: Any = module
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:

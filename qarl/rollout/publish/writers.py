@@ -196,7 +196,7 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
 
 
 def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
-    """Return the writer for `module`, or None for vLLM's layerwise reload."""
+    """Return the function that writes `module`, or None if vLLM's layerwise reload does it."""
     if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
     if experts.holds_experts(module):

@@ -365,19 +365,8 @@ def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
     These settings keep the number of processes low, because each process imports torch and vLLM.
-
-    Raises:
-        UserError: W8A8 with several workers of an engine. They load weights by vLLM's layerwise reload. With a mixture
-            of experts on two workers, vLLM 0.29.0 computed NaN after the second publish.
     """
     rollout = "actor_rollout_ref.rollout"
-    if config.rollout.tensor_model_parallel_size > 1 and config.quant.scheme == "w8a8":
-        raise UserError(
-            "w8a8 rollouts on a CPU cannot be split over several workers",
-            where=f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}",
-            why="with two workers, vLLM computed NaN after the second publish of w8a8 weights",
-            fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
-        )
     # One worker runs in the engine's process. Several need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {

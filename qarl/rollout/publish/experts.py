@@ -88,12 +88,10 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
     Raises:
         UserError: the engine runs without QaRL's plugin.
     """
-    layer: Any = module
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()
-    parallel = layer.moe_config.moe_parallel_config
-    return _WRITERS[method] if direct and parallel.tp_size == 1 and not parallel.use_ep else None
+    return _WRITERS[method] if direct else None
 
 
 def _is_a(module: nn.Module, method: str) -> bool:

@@ -29,7 +29,7 @@ from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
+from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
 
@@ -119,7 +119,7 @@ def dry_run(config: Config) -> str:
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
-    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
+    lines += [f"# {line}" for line in (*level_lines(config), *memory_lines(config, on_cpu=on_cpu))]
     lines += [as_yaml(resolved).rstrip("\n")]
     lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
@@ -267,6 +267,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.policy_loss", actor, *bands),
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
+        **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
     }
 
 

@@ -31,20 +31,20 @@ def distributed_vllm() -> Iterator[None]:
         parallel_state.cleanup_dist_env_and_memory()
 
 
-def worker_model(checkpoint: Path, rank: int, workers: int) -> tuple[nn.Module, Any]:
-    """The loaded model of worker `rank` and its config."""
+def worker_model(checkpoint: Path, rank: int, workers: int, **given: Any) -> tuple[nn.Module, Any]:
+    """The loaded model of worker `rank` and its config. `given`: more of vLLM's arguments."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments: dict[str, Any] = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"}
+    arguments = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp", **given}
     config = EngineArgs(
         str(checkpoint), dtype="bfloat16", enforce_eager=True, max_model_len=64, **arguments
     ).create_engine_config()
     with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 1)  # a mixture's has one group more
         group = parallel_state.get_tp_group()
         group.world_size, group.rank_in_group = workers, rank
         try:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from random_moe import IGNORE, save_checkpoint, save_random_moe, wire_tensors
 from torch import nn
+from transformers import AutoConfig
 
 pytest.importorskip("vllm")
 
 from worker_models import distributed_vllm, multiplied, worker_model
 
+from qarl.checks.tensor_parallel import check_tensor_parallel
+from qarl.config import load_config
+from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.publish.manifest import expected_manifest
@@ -89,3 +95,37 @@ def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, ran
         receiver.feed(encode_publish(tensors.items(), version=version))
         check_equal(multiplied(model), wanted)
     assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "workers", "splits"),
+    [
+        ("qwen3", {"intermediate_size": 256}, 4, True),
+        ("qwen3", {"intermediate_size": 192}, 4, False),  # 48 inputs of down_proj, groups of 32
+        ("qwen3", {"num_attention_heads": 6, "hidden_size": 192, "head_dim": 16, "intermediate_size": 64}, 2, False),
+        ("qwen3", {"num_attention_heads": 6, "intermediate_size": 192}, 4, False),
+        ("qwen3", {"intermediate_size": 130}, 4, False),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, 2, True),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, 4, False),  # 16 inputs of an expert's down_proj
+        ("qwen2_moe", {"shared_expert_intermediate_size": 96}, 2, False),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 128}, 2, True),
+    ],
+)
+def test_a_run_is_refused_if_vllm_cannot_split_the_model(
+    family: str, sizes: dict[str, Any], workers: int, splits: bool, tmp_path: Path
+) -> None:
+    """`qarl.checks.tensor_parallel` before anything is loaded, and vLLM in its worker."""
+    scheme = get_scheme("w4a16", 32)
+    folder = (save_random_moe if "moe" in family else save_random_model)(tmp_path / "model", family, **sizes)
+    config = load_config(
+        [
+            f"config={ROOT / 'configs/quickstart_moe.yaml'}",
+            *("backend=verl", f"model.path={folder}", "trainer.n_gpus_per_node=4", "quant.group_size=32"),
+            f"rollout.tensor_model_parallel_size={workers}",
+        ]
+    )
+    with nullcontext() if splits else pytest.raises(UserError, match="sizes that work here: 1"):
+        check_tensor_parallel(config, AutoConfig.from_pretrained(folder))
+    overrides = {"quantization_config": scheme.quantization_config(list(IGNORE))}
+    with nullcontext() if splits else pytest.raises((UserError, ValueError, AssertionError)):
+        worker_model(folder, 0, workers, load_format="dummy", hf_overrides=overrides)

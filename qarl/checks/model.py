@@ -42,12 +42,19 @@ def check_served(hf_config: Any) -> None:
 
 def report_level(config: Config, hf_config: Any) -> None:
     """Print a note with the measured mismatch of the model's family, and a note if the level is below `quant.align`."""
-    device = "cpu" if runs_on_cpu(config.backend) else "cuda"
-    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
-    if level != config.quant.align:
-        note(f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}")
+    if lower := lower_level(config, hf_config):
+        note(lower)
     if shown := shown_mismatch(hf_config):
         note(shown)
+
+
+def lower_level(config: Config, hf_config: Any) -> str | None:
+    """Return a sentence that says why the applied level is below `quant.align`, or None if it is not."""
+    device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
+    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
+    if level == config.quant.align:
+        return None
+    return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
 
 
 def check_architecture(hf_config: Any) -> None:

@@ -20,6 +20,7 @@ from qarl.checks.model import check_model, check_not_quantized, report_level
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
+from qarl.checks.tensor_parallel import check_tensor_parallel
 from qarl.checks.verl_plugin import check_plugin_installed, refuse_hidden_code
 from qarl.checks.weight_files import check_weight_files
 from qarl.config import Config
@@ -93,6 +94,7 @@ CHECKS = (
     Check("length", lambda run: check_length(run.config, run.hf_config)),
     Check("KV cache", lambda run: check_kv_cache(run.config, run.hf_config)),
     Check("linears", lambda run: check_linears(run.config, run.hf_config)),
+    Check("tensor parallelism", lambda run: check_tensor_parallel(run.config, run.hf_config), "verl"),
     Check("sampling", lambda run: _check_sampling(run)),
     Check("reward function", lambda run: run.reward_fn),
     Check("training prompts", lambda run: run.sampler),

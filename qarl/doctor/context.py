@@ -156,6 +156,7 @@ class Context:
             self.config.quant.align,
             device_type=self.target.device,
             kernels=set(self.kernel_names.values()),
+            workers=self.config.rollout.tensor_model_parallel_size,
         )
 
     @cached_property

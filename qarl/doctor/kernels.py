@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qarl.checks import layers, sampling
+from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.doctor.shapes import ROW_PARALLEL
 from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape

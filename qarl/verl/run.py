@@ -29,7 +29,7 @@ from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
+from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
 
@@ -118,7 +118,7 @@ def dry_run(config: Config) -> str:
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
-    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
+    lines += [f"# {line}" for line in (*level_lines(config), *memory_lines(config, on_cpu=on_cpu))]
     lines += [as_yaml(resolved).rstrip("\n")]
     lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
@@ -265,6 +265,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.policy_loss", actor, *bands),
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
+        **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
     }
 
 
@@ -362,18 +363,9 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    They keep the number of processes low, because each process imports torch and vLLM. Raise UserError for W8A8 if an
-    engine has several workers, because these load weights through vLLM's layerwise reload. With it, vLLM 0.29.0
-    computed NaN after the second publish of a mixture of experts to two workers.
+    They keep the number of processes low, because each process imports torch and vLLM.
     """
     rollout = "actor_rollout_ref.rollout"
-    if config.rollout.tensor_model_parallel_size > 1 and config.quant.scheme == "w8a8":
-        raise UserError(
-            "w8a8 rollouts on a CPU cannot be split over several workers",
-            where=f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}",
-            why="with two workers, vLLM computed NaN after the second publish of w8a8 weights",
-            fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
-        )
     # A single worker runs in the engine's process. Several workers need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {

@@ -114,7 +114,11 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
     "rollout.tensor_model_parallel_size": (
         2,
-        {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{VLLM}.distributed_executor_backend": "mp"},
+        {
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            f"{QUANT}.tensor_model_parallel_size": 2,
+            f"{VLLM}.distributed_executor_backend": "mp",
+        },
     ),
     "quant.scheme": (
         "fp8",

@@ -85,12 +85,10 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
 def writer_of(module: nn.Module, direct: bool) -> Any:
     """Return the function that writes these experts, or None if vLLM's layerwise reload does it. Raise UserError if
     the engine runs without QaRL's plugin."""
-    layer: Any = module
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()
-    parallel = layer.moe_config.moe_parallel_config
-    return _WRITERS[method] if direct and parallel.tp_size == 1 and not parallel.use_ep else None
+    return _WRITERS[method] if direct else None
 
 
 def _is_a(module: nn.Module, method: str) -> bool:

@@ -2,14 +2,15 @@
 
 - Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
   This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
-  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
-- Layerwise reload: all other cases (every GPU kernel, tensor parallelism) use vLLM's reload, called only for the
-  modules whose tensors have arrived. It moves a module's parameters to the meta device and back. So an exception during
-  reload breaks the engine permanently (`ReloadFailed`).
+  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
+  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.shards`).
+- Layerwise reload: all other cases (every GPU kernel) use vLLM's reload, called only for the modules whose tensors have
+  arrived. It moves a module's parameters to the meta device and back. So an exception during reload breaks the engine
+  permanently (`ReloadFailed`).
 
 Layerwise reload of W8A8 on CPU gives NaN. The oneDNN handler keeps the raw address of the scales (csrc/cpu/
 dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler with scales that are not freed (vLLM
-0.29 and 0.32).
+0.29 and 0.32). So a layer with such a handler is written directly or refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.quant.meta import default_dtype_kept
-from qarl.rollout.publish import experts
+from qarl.rollout.publish import experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
@@ -47,13 +48,19 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `parts`: the names of the
-    checkpoint modules that it holds, in order. There are several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
+    that returns this worker's part of whole tensors. `parts`: the names of the checkpoint modules in `module`, in order.
+    There are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
-    writer: Writer | None
+    writer: Writer | None = None
+    cut: shards.Cut | None = None
     parts: list[str] = field(default_factory=list)
+
+    def write(self, parts: list[Part]) -> None:
+        assert self.writer is not None and self.cut is not None
+        self.writer(self.module, self.cut(self.module, parts))
 
 
 DERIVED = {
@@ -98,11 +105,12 @@ class WritePlan:
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
                     fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
-            module = modules[place]
-            target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
+            target = targets.setdefault(place, Target(place, modules[place]))
             target.parts.append(owner)
             self.by_owner[owner] = target
         for target in targets.values():
+            target.cut = shards.cut_of(target.module, len(target.parts))
+            target.writer = _choose_writer(target, direct)
             if experts.holds_experts(target.module):
                 experts.check_all_there(target.name, target.module, target.parts)
                 target.parts.sort(key=experts.place_in_layer)
@@ -163,7 +171,7 @@ class WritePlan:
             if target.writer is None:
                 reloaded.append(target)
             else:
-                target.writer(target.module, [parts[owner] for owner in target.parts])
+                target.write([parts[owner] for owner in target.parts])
         if reloaded:
             owners = {owner for target in reloaded for owner in target.parts}
             chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
@@ -195,17 +203,22 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 
-def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
-    """Return the function that writes `module`, or None if vLLM's layerwise reload does it."""
-    if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
+def _choose_writer(target: Target, direct: bool) -> Writer | None:
+    """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
+    module, known = target.module, target.cut is not None
+    if any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
     if experts.holds_experts(module):
-        return experts.writer_of(module, direct)
+        return experts.writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
     writer = _WRITERS.get(type(kernel).__name__)
+    if writer is _write_int8 and hasattr(kernel, "dnnl_handler"):
+        if not known:
+            raise _cannot_be_cut(target)
+        return writer
     if writer is _write_int8:
-        return writer if hasattr(kernel, "dnnl_handler") else None
+        return None
     if getattr(module, "use_w4a8", False):
         raise UserError(
             "vLLM would multiply W4A16 weights by int8 activations",
@@ -213,11 +226,22 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
             why="it is on by default on CPUs with AMX, such as this one, but the trainer uses BF16 activations",
             fix="set VLLM_CPU_INT4_W4A8=0 in the process that starts the engine",
         )
-    if not direct:
+    if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
         return _write_plain
     return writer or _WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+
+
+def _cannot_be_cut(target: Target) -> UserError:
+    layer: Any = target.module
+    return UserError(
+        f"QaRL cannot write W8A8 weights into {target.name}, of which each worker holds a part",
+        where=f"rollout.tensor_model_parallel_size={layer.tp_size}",
+        why=f"it does not know how a {type(layer).__name__} splits {len(target.parts)} matrices, and after vLLM's own "
+        "reload this layer would return NaN on a CPU",
+        fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
+    )
 
 
 def _write_plain(module: nn.Module, parts: list[Part]) -> None:

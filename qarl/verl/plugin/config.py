@@ -40,7 +40,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """The keys of QaRL's config that the actor needs: `rollout.router_replay`, and the rest from section `quant`."""
+    """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
+    section `rollout`, all others from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -48,6 +49,7 @@ class QuantSettings(BaseConfig):
     align: str = "model"
     mismatch_limit: float | None = None
     router_replay: str = "auto"
+    tensor_model_parallel_size: int = 1
 
 
 @dataclass

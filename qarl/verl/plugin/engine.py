@@ -98,7 +98,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         report: Any = "linears: BF16 in the forward"
         if self.scheme.quantized and self.quant.align != "off":
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
-        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True)
+        workers = self.quant.tensor_model_parallel_size
+        aligned = align_model(
+            module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
+        )
         self.align = aligned.level
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)

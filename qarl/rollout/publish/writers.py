@@ -48,9 +48,9 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
-    that returns this worker's part of whole tensors. `parts`: the names of the checkpoint modules in `module`, in order.
-    There are several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function that returns
+    this worker's part of whole tensors. `parts`: the names of the checkpoint modules in `module`, in order. There are
+    several if vLLM fuses them."""
 
     name: str
     module: nn.Module

@@ -267,6 +267,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.policy_loss", actor, *bands),
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
+        f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
     }
 
 

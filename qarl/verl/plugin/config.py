@@ -40,7 +40,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`. `router_replay` is from the section `rollout`. All others are from the section `quant`."""
+    """Keys of `qarl.config`. `router_replay` is from the section `rollout`, `publish_delta` is `publish.delta`. All
+    others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -48,6 +49,7 @@ class QuantSettings(BaseConfig):
     align: str = "model"
     mismatch_limit: float | None = None
     router_replay: str = "auto"
+    publish_delta: str = "auto"
 
 
 @dataclass

@@ -103,6 +103,18 @@ class Tally:
 _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
 
 
+class Sent:
+    """`bytes`: the bytes of a stream, records included."""
+
+    bytes = 0
+
+    def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Pass `stream` on, and count its bytes."""
+        for name, tensor in stream:
+            self.bytes += tensor.nbytes
+            yield name, tensor
+
+
 def changed_members(
     members: Iterable[NamedTensor], base: KeptTensors, tally: Tally
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from qarl.rollout.publish.kept import KeptTensors, Tally
+from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_publish, read_record
 
 
 class Outbox:
-    """What one sender has sent last. `kept`: the tensors. `tally`: the changed words of the last publish."""
+    """What one sender has sent last. `kept`: the tensors. `tally`, `sent`: changed words and bytes of the last time."""
 
     def __init__(self) -> None:
         self.kept = KeptTensors()
         self.tally = Tally()
+        self.sent = Sent()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and its changed words."""
+        if not self.sent.bytes:
+            return {}
+        sent = {"publish/delta": float(self.tally.known), "publish/mbytes": self.sent.bytes / 1e6}
+        return sent | self.tally.metrics()
 
     def stream(
         self, tensors: Iterable[NamedTensor], *, version: int, held: Collection[str | None], **options: Any
@@ -28,10 +36,10 @@ class Outbox:
         `held`: the fingerprint that each receiver holds, or None for a receiver that holds none."""
         mine = self.kept.fingerprint
         base = self.kept if mine is not None and held and all(one == mine for one in held) else None
-        self.tally = Tally()
+        self.tally, self.sent = Tally(), Sent()
         encoded = encode_publish(tensors, version=version, keep=True, base=base, tally=self.tally, **options)
         unit: dict[str, Any] = {}
-        for name, tensor in encoded:
+        for name, tensor in self.sent.count(encoded):
             if name == BEGIN:
                 self.kept.begin(changes=base is not None)
             elif name == UNIT:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from qarl.rollout.publish.checksum import checksums
-from qarl.rollout.publish.kept import KeptTensors, Tally
+from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
 from qarl.rollout.publish.wire import NamedTensor, TransferFailed, encode_publish
 
@@ -69,18 +69,6 @@ def publish_weights(
     seconds = {"validate": validated - start, **receiver.seconds}
     report = _report(tensors, engine.expected, version, seconds)
     return replace(report, sent_bytes=sent.bytes, is_delta=tally.known, changed=tally.metrics())
-
-
-class Sent:
-    """`bytes`: the bytes of a stream, records included."""
-
-    bytes = 0
-
-    def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Pass `stream` on, and count its bytes."""
-        for name, tensor in stream:
-            self.bytes += tensor.nbytes
-            yield name, tensor
 
 
 def _fits(kept: KeptTensors, manifest: Manifest) -> bool:

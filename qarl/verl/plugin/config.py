@@ -76,6 +76,12 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("publish_delta", "auto") not in ("auto", "off"):
+        raise UserError(
+            f"publish_delta={values['publish_delta']} is not known",
+            where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
+            fix="use auto or off",
+        )
     return QuantSettings(**values)
 
 

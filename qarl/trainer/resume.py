@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
 ) | {
-    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"),
+    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),
     # Keys that error messages of a run tell the user to change.
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }

@@ -62,6 +62,7 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         kv_cache_gib=rollout.cpu_kvcache_space_gib,
         enforce_eager=rollout.enforce_eager,
         return_routed_experts=routing,
+        delta=config.publish.delta == "auto",
     )
 
 

@@ -126,8 +126,8 @@ def _absmax(groups: Tensor) -> Tensor:
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number. In
-    FP32 that result can be wrong by one bit."""
+    """Return absmax / half_range, or eps if this is 0. The divisor is a tensor, because on CUDA PyTorch multiplies by
+    the reciprocal of a Python number instead of dividing, and in FP32 the last bit can then be wrong."""
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 

@@ -28,7 +28,7 @@ class Ending:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch an error of the code in this context. If it is the run's first error, keep it. Otherwise print it."""
+        """Catch an error in this block. Keep it in `failure` if it is the run's first error. Otherwise print it."""
         try:
             yield
         except Exception as error:

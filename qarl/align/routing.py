@@ -48,7 +48,7 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return vLLM's weights [T, k] of `experts` [T, k], in the dtype of `logits` [T, E] and differentiable."""
+    """Return the weights that vLLM gives to `experts` [T, k]: [T, k], dtype of `logits` [T, E], differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)

@@ -374,7 +374,7 @@ class PromptSampler(Iterator[list[int]]):
         drawn = state.get("batches_drawn")
         if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
             raise UserError(
-                f"the checkpoint's position in the data, {drawn!r}, is not a number of batches",
+                f"the checkpoint's position in the data, batches_drawn={drawn!r}, is not a count of batches",
                 fix="use a different checkpoint",
             )
         self.batches_drawn = drawn

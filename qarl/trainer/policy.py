@@ -188,7 +188,7 @@ class Policy:
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to publish, with checkpoint names. The next forward of quantized layers uses the same."""
+        """Return the tensors to publish, with checkpoint names. Quantized layers multiply by the same tensors."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:

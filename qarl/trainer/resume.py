@@ -179,7 +179,7 @@ def _newest(run_dir: Path) -> Start:
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
-    """Return the newest checkpoint in this run folder if an interrupted run wrote it that started from `origin`.
+    """Return the newest checkpoint in the run folder, if an interrupted run that started from `origin` wrote it.
 
     Otherwise return None. The config in each checkpoint names the checkpoint that its run started from."""
     run_dir = config.run_dir

@@ -218,7 +218,7 @@ class LocalTrainer:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
         If the tensors are damaged on the way, they are sent once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, one new engine is started. The error of the last attempt is raised.
+        `rollout.rebuild_on_failure` is set, one new engine is started. If that fails too, the latest error is raised.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()

@@ -41,10 +41,10 @@ def note(text: str) -> None:
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    A `UserError`, or a standard output that cannot be written, prints one message and returns 2. Ctrl-C returns 130.
-    None of these shows a traceback. With argv=None, even Ctrl-C while the process exits shows none.
+    After a `UserError`, or if standard output cannot be written, print one message and return 2. After Ctrl-C, return
+    130. No traceback is shown. With argv=None, even Ctrl-C while the process exits shows none.
 
-    `describe`: a function that gets the arguments without `--help` and key=value, and returns the text of `--help`.
+    `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
     if argv is not None:
         return _written(command, list(argv), describe)

@@ -4,8 +4,8 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product. Unless the scale is a power of two, 10 to 300
-              times as many of its outputs differ from vLLM's as with scaled queries
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch's attention scales the product instead. Then, unless the
+              scale is a power of two, 10 to 300 times as many outputs differ from vLLM's as with scaled queries
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
@@ -122,8 +122,8 @@ class _TileAttention(torch.autograd.Function):
 def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
-    The queries are split into blocks. Each block sees the keys up to its own end. The last block is filled up with
-    zeros. So later tokens of the row change neither the sizes of a block's matrix products nor the order of summation.
+    Queries are computed in blocks of equal size, the last one padded with zeros. A block reads only the keys up to its
+    own end, so tokens after it change neither the sizes of its matrix products nor the order of its sums.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -201,8 +201,8 @@ def engine_attention(
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
     Rows must be whole, start at position 0 and be padded on the right. Raises ValueError for masks, key-value caches
-    and dropout. `prompt_lengths` [B]: number of tokens that the engine prefilled in each row. Pass it to the model's
-    forward, which passes it on. Without it, every token is computed as if the engine had decoded it."""
+    and dropout. `prompt_lengths` [B]: number of tokens that the engine prefilled in each row. It is an extra
+    argument of the model's forward. Without it, every token is computed as if the engine had decoded it."""
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
             "quant.align=exact needs whole rows padded on the right, without attention_mask, packed sequences, "

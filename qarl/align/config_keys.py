@@ -28,9 +28,9 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """The refusal of a config key for the model families `families`.
+    """A config key that is refused in configs of `families`, except for harmless values.
 
-    `harmless(value, config)` returns whether a value is allowed anyway. The error shows the reason `why`."""
+    `harmless(value, config)` returns whether a value is harmless. `why`: the reason that the error shows."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]

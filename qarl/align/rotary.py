@@ -29,8 +29,8 @@ _PROBES = 2048
 
 @dataclass(frozen=True)
 class RotaryMatch:
-    """`equal` and `near`: see the module's docstring. `error`: relative error of transformers' rotation. `engine`: name
-    of vLLM's class. `turns`: the engine's cosines and sines if `equal`, otherwise None."""
+    """`equal` and `near`: see the module's docstring. `error`: relative difference between transformers' and vLLM's
+    rotated queries. `engine`: name of vLLM's class. `turns`: vLLM's cosines and sines if `equal`, otherwise None."""
 
     equal: bool
     near: bool

@@ -10,10 +10,10 @@ From the same logits, the engine and transformers choose the same experts, excep
 
 The order matters because a token's experts are summed in this order, in FP32. (On CUDA vLLM keeps the weights in FP32.)
 
-A tiny difference in the hidden states can still send a token to different experts than in the rollout. Its later layers
-and all later tokens then differ. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their
-weights come from the trainer's own logits, so the router still gets a gradient. Replay and recording are forward hooks
-on the routers. They work at every level of alignment.
+A tiny difference in the hidden states can still send a token to different experts than in the rollout. Then the token's
+hidden states in later layers differ, and so do those of all later tokens. Router replay (R3, arXiv 2510.11370) gives
+the trainer the rollout's experts. Their weights come from the trainer's own logits, so the router still gets a
+gradient. Replay and recording are forward hooks on the routers. They work at every level of alignment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return vLLM's weights [T, k] of `experts` [T, k], in the dtype of `logits` [T, E] and differentiable."""
+    """Return the weights that vLLM gives to `experts` [T, k]: [T, k], dtype of `logits` [T, E], differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -137,7 +137,7 @@ class RecordedRouting:
         self._layers, self._chosen = layers, dict[int, torch.Tensor]()
 
     def experts(self) -> torch.Tensor:
-        """Return int64 [T, layers, k], with -1 in layers without experts."""
+        """Return the chosen experts of each token, int64 [T, layers, k]; -1 in layers that have no experts."""
         first = next(iter(self._chosen.values()))
         missing = torch.full_like(first, -1)
         return torch.stack([self._chosen.get(number, missing) for number in range(self._layers)], dim=1)

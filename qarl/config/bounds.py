@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Bounds:
     """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
 
-    `when`: a key and some of its values. The bounds apply only if that key has one of them. Empty: they always apply.
+    `when`: a dotted key, then values. The bounds apply only if the key has one of these values; always, if empty.
     """
 
     low: float

@@ -139,7 +139,7 @@ def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | Non
     if backend != "local" or temperature == 0:
         return None
     reason = "backend=local evaluates with one greedy response per prompt"
-    return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
+    return Problem("rollout.val_temperature", temperature, reason, "set it to 0, or set backend=verl")
 
 
 @_between("backend", "quant.align", "rollout.top_p", "rollout.top_k")
@@ -153,7 +153,7 @@ def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top
         return Problem(key, value, reason, f"set it to {off}, or set backend=local")
     if align in ("model", "exact"):
         return None
-    reason += f"a trainer at quant.align={align} cannot tell which tokens those are"
+    reason += f"a trainer at quant.align={align} are too inexact to tell which tokens these are"
     return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
 
 

@@ -116,7 +116,7 @@ _EXPECTED = {
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
-    """Return a `Problem` for one of pydantic's errors. Both mappings have dotted keys.
+    """Convert one of pydantic's errors to a `Problem`. The keys of `descriptions` and `sources` are dotted.
 
     `descriptions`: the meaning of every key and section. `sources`: the place where a value was written."""
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]

@@ -4,7 +4,7 @@ An entry of `ignore` is either an exact module name, or `re:` and a regular expr
 the start of the name but need not reach its end (`re.match`). So the entry `model.layers.0.mlp.gate` does not match
 `model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
 `compressed_tensors.utils.match_name` works in the same way, and so does vLLM's `should_ignore_layer` for a layer that
-is not fused. compressed-tensors also compares entries with class names, so its entry `Linear` ignores every Linear.
+is not fused. compressed-tensors also compares entries with class names, so there, `Linear` ignores every linear.
 vLLM and QaRL do not compare class names, and QaRL reports such an entry as unmatched.
 
 Python's `re` tries all ways in which a pattern can match, one after another, without a time limit. `re:(a+)+$` would

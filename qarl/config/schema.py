@@ -180,6 +180,15 @@ class QuantConfig(Section):
     update, the run stops; later, the run only warns. null means the default of the level (qarl/metrics/guard.py)."""
 
 
+class PublishConfig(Section):
+    """How new weights reach the rollout engine (docs/publish.md)."""
+
+    delta: Literal["auto", "off"] = "auto"
+    """`auto`: send only the words and scales that changed since the last complete publish, if that is smaller than the
+    tensor. The engine keeps a copy of the published tensors in host memory; with backend=verl each trainer process
+    keeps another. In doubt, all tensors are sent. `off`: always send all tensors, and count no changed words."""
+
+
 class ActorConfig(Section):
     """The policy update: batch splits and the TBPO loss.
 
@@ -366,6 +375,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
     quant: QuantConfig = QuantConfig()
+    publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()

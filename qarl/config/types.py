@@ -55,7 +55,7 @@ def whole_text(text: str) -> str:
 
 
 def possible_path(text: str) -> str:
-    """Return `text`; raise an error if it is too long for a path or has too long a name between slashes."""
+    """Return `text`; raise an error if the whole path, or one name between its slashes, is too long."""
     if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
         reason = f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between slashes)"
         raise PydanticCustomError("path_length", "{reason}", {"reason": reason, "fix": "give a shorter path"})

@@ -179,7 +179,7 @@ def _try_deep(value: bytes) -> None:
 
 
 def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Rows are decoded here, so a damaged row raises here."""
+    """Yield the rows. Raise UserError if a row is damaged, which is found only when `datasets` decodes it."""
     iterator = iter(rows)
     while True:
         try:
@@ -361,8 +361,8 @@ class PromptSampler(Iterator[list[int]]):
         return settings | {"batches_drawn": self.batches_drawn}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position in `state`. Raise UserError if the position is not a number of batches, or if
-        `state` was saved with a different number of prompts, batch size, seed or `shuffle`."""
+        """Continue from the position in `state`. Raise UserError if `state` was saved with a different number of
+        prompts, batch size, seed or `shuffle`, or if its `batches_drawn` is not an integer of 0 or more."""
         for key in self._SETTINGS:
             if state.get(key) != getattr(self, key):
                 raise UserError(
@@ -374,7 +374,7 @@ class PromptSampler(Iterator[list[int]]):
         drawn = state.get("batches_drawn")
         if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
             raise UserError(
-                f"the checkpoint's position in the data, {drawn!r}, is not a number of batches",
+                f"the checkpoint's position in the data, batches_drawn={drawn!r}, is not a count of batches",
                 fix="use a different checkpoint",
             )
         self.batches_drawn = drawn

@@ -10,8 +10,8 @@ The config names the function as `arithmetic`, `math_verify`, `package.module:fu
 As in verl, the arguments are passed by keyword.
 
 If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
-error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. A score of 0 after a
-timeout would make the rewards depend on how busy the machine is. `SystemExit` gives the same error; Ctrl-C does not.
+error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If a timeout scored
+0, the rewards would depend on how busy the machine is. Calling `sys.exit` is an error too, but Ctrl-C is not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
     to parse, 5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a
-    separate process, as in verl. The caller's own alarm fires on time, or right after the current parse or comparison.
+    separate process, as in verl. The caller's own alarm fires on time, or after the parse or comparison then running.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))

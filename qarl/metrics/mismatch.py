@@ -99,8 +99,8 @@ def response_metrics(
 
     Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the standard deviation
     of the population, which verl does not have. `response_length/clip_ratio` is the fraction of responses cut off at
-    `max_response_length`. With `finish_reasons` it counts the responses that have "length", because a response may end
-    by itself on its last allowed token. Otherwise it counts all responses of full length, as verl does.
+    `max_response_length`. If `finish_reasons` is given, these are the responses with the reason "length". Otherwise
+    they are all responses of full length, as in verl, even those that ended by themselves on the last allowed token.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)

@@ -139,8 +139,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the timed phases in the order of a step, unknown phases last, without the parts of `update`, which already
-    counts them."""
+    """Return the timed phases in the order of a step, unknown phases last. Leave out those that are parts of `update`,
+    because its time includes them."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]

@@ -166,7 +166,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of metrics.jsonl in order of `step`, one per step. Numbers in strings become floats again.
+    """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
     Lines that a crash cut off or that are not records of numbers are skipped. Raises UserError if the file is missing
     or cannot be read."""

@@ -55,10 +55,10 @@ class QuantReport:
 def select_linears(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> reason).
+    """Return two dicts: the linears to quantize (name -> module with the weight), and the others (name -> reason).
 
-    Each matrix of an expert is listed like a linear. Its module is the one that holds all experts of the layer. Raises
-    UserError if shapes of linears do not fit the scheme (it lists the first four), or if `ignore` covers only some of a
+    Each matrix of an expert has an entry, like a linear; the module is then the one that holds all experts of the
+    layer. Raises UserError if the shapes of some linears do not fit `scheme`, or if `ignore` covers only some of a
     layer's experts."""
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -111,7 +111,7 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
-    """Raise UserError if only some matrices of a layer's experts are quantized. The arguments are names of linears."""
+    """Raise UserError if a layer has matrices of experts both in `quantized` and in `skipped` (names of linears)."""
     layers: list[dict[str, str]] = []
     for names in (quantized, skipped):
         matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
@@ -136,7 +136,7 @@ def quantize_model(
     place. Parameters keep their names.
 
     The weights must be BF16, because the quantizer must get the weight that the forward sees. Raises UserError if a
-    weight is not BF16, if the model is already quantized, or if `select_linears` raises it."""
+    weight is not BF16 or the model is already quantized, and for the reasons given at `select_linears`."""
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
@@ -166,7 +166,7 @@ def replace_selected(
     *,
     device: torch.device | None = None,
 ) -> QuantReport:
-    """Replace the modules that `select_linears` selected with layers of `linear_class` and `experts_class`."""
+    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
@@ -187,7 +187,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules of `selected` (from `select_linears`) by name in the model, each module of experts once."""
+    """Return each module of `selected` once, by its own name. `selected` lists a module of experts for every matrix."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -200,7 +200,7 @@ def packed_state_dict(
 
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
     not converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized here. A
-    tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face checkpoints.
+    tied `lm_head.weight` is left out, and stacks of experts are split into matrices, as in Hugging Face checkpoints.
     Tensors are not copied, so clone any that must outlive the next optimizer step."""
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
@@ -226,7 +226,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the wire tensors of `tensor`, a linear's weight or a stack of experts. `name` is its state-dict name."""
+    """Quantize `tensor`, a linear's weight or a stack of experts with state-dict name `name`. Yield wire tensors."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:
@@ -243,7 +243,7 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Drop all quantized tensors. Call it after writes that autograd does not count (`param.data`, shared memory)."""
+    """Drop all quantized tensors. Call it after writes that autograd's counter misses (`.data`, shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

@@ -5,8 +5,8 @@
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
 their names. transformers' registry of experts functions is not used, for two reasons. First, the registry has one
-function for all layers of a model, but `quant.ignore` can name a single layer. Second, a function would have to store
-its tensors on transformers' module.
+function for all layers of a model, but `quant.ignore` can name a single layer. Second, such a function could keep its
+quantized tensors only as attributes of transformers' module.
 
 A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
 depend on other rows. The bytes are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
@@ -40,7 +40,7 @@ from qarl.quant.stacks import STACKS, matrices
 class QuantizedStack:
     """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors of all its matrices, stacked along [E, N]. The keys are compressed-tensors' names.
+    `tensors`: the wire tensors, named as in compressed-tensors. Each holds all matrices, with dimensions [E, N, ...].
     `weight_shape` is left out because it is the same for every matrix.
     """
 

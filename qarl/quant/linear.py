@@ -8,9 +8,9 @@ The backward passes straight through both roundings to x and the master weight (
 quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
 the same state-dict key, so optimizers, checkpoints and FSDP need no change.
 
-The quantized tensors are made once per optimizer step. They are tied to the weight's storage and autograd version
-counter, which every in-place update advances. Writing through `weight.data` bypasses that counter, so call
-`invalidate_quantized` afterwards.
+The quantized tensors are made once per optimizer step. They are made again if the weight's storage or its autograd
+version counter has changed. Every in-place update advances that counter, but writing through `weight.data` does not, so
+call `invalidate_quantized` afterwards.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class QuantLinear(nn.Linear):
         return made
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it uses its own copy of the weight."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from their own copy of Q(W)."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 

@@ -19,7 +19,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", 
 
 @contextmanager
 def measure_phases() -> Iterator[dict[str, float]]:
-    """Collect the seconds of every phase in the block, even if it raises. Leave out phases of nested blocks."""
+    """Collect the seconds of every phase in the block. Phases in an inner `measure_phases` count only there."""
     seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
     token = _seconds.set(seconds)
     try:

@@ -61,7 +61,7 @@ two, or for float32 1.5 times a power of two. The low four bits of c are zero.""
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
-    """Quantize `weight` [N, K] (bfloat16, float16 or float32; any strides). Errors call it `name`.
+    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. `name`: for errors.
 
     Pass the weight that the forward sees. For an FP32 master with a BF16 forward, this is the master's BF16 cast. The
     scales of int4 groups have the dtype of `weight`, which must be BF16 for the wire. The scales of 8-bit channels are
@@ -120,14 +120,14 @@ def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _absmax(groups: Tensor) -> Tensor:
-    """Return [N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers, so NaN sorts above Inf."""
+    """Return the largest magnitude, [N, K/g], of each group in `groups` [N, K/g, g]. NaN counts as larger than Inf."""
     bits = FLOAT_BITS[groups.dtype]
     return (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number. In
-    FP32 that result can be wrong by one bit."""
+    """Return absmax / half_range, or eps if this is 0. The divisor is a tensor, because on CUDA PyTorch multiplies by
+    the reciprocal of a Python number instead of dividing, and in FP32 the last bit can then be wrong."""
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 

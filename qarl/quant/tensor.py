@@ -58,8 +58,8 @@ class QuantizedTensor:
 
         It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype and then
         cast to `dtype`. For a BF16 weight and BF16 output there is one rounding for every scheme:
-        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes the
-        FP32 product is exact before that rounding. The GEMM itself multiplies the codes and applies the scale later.
+        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes,
+        the FP32 product is exact before that rounding, but the GEMM multiplies the codes and applies the scale later.
         """
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)

@@ -42,7 +42,8 @@ class EngineConfig:
     """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to."""
+    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
 
     model: str
     scheme: Scheme
@@ -56,6 +57,7 @@ class EngineConfig:
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
-        return publish_weights(self, self.receiver, tensors, version=version)
+        return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
@@ -333,7 +335,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
+    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
 def check_served(scheme_name: str) -> None:

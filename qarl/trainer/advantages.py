@@ -1,8 +1,8 @@
 """GRPO's group-relative advantages (arXiv 2402.03300) for the local backend.
 
-The results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks. verl's function is
-not used because its import takes seconds and loads ray. There is one difference: if all rewards of a group are equal,
-its advantages here are exactly 0. In that case verl divides the rounding error of the mean by epsilon. For example,
+With one exception, results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks.
+verl's function is not used because its import takes seconds and loads ray. The exception: if all rewards of a group
+are equal, its advantages are exactly 0 here, but verl divides the rounding error of the mean by epsilon. For example,
 eight rewards of 0.7 then give every response an advantage of 0.056, so the whole group is reinforced by noise.
 """
 

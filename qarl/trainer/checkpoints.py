@@ -2,8 +2,8 @@
 
 A resumed run takes the same steps, bit for bit, as an uninterrupted run. The prompts depend only on seed and position,
 every request has its own seed, and weights, masters, moments and generators are restored exactly. After a resume, the
-digests of weights and published tensors are compared with the checkpoint. The `mismatch/k3` of the first step is
-compared with that of the step before. It jumps if the policy was restored or published wrongly.
+digests of weights and published tensors are compared with the checkpoint. If `mismatch/k3` jumps
+between the last step before the resume and the first one after it, a warning is printed.
 
 If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. It
 tries to write the next checkpoint as scheduled, and keeps the earlier ones.
@@ -84,7 +84,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """Write a checkpoint if one is due. Return metrics: `checkpoint/*`, and after a resume once `resume/*`."""
+        """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):
@@ -115,7 +115,7 @@ class Checkpoints:
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Compare the first step after a resume with the step before it. In all other steps, return {}."""
+        """Return `resume/*` in the first step after a resume, compared with the step before; {} in other steps."""
         found, self._resume_metrics = self._resume_metrics, {}
         if not found or self.checkpoint is None:
             return {}

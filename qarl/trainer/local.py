@@ -218,7 +218,7 @@ class LocalTrainer:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
         If the tensors are damaged on the way, they are sent once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, one new engine is started. The error of the last attempt is raised.
+        `rollout.rebuild_on_failure` is set, one new engine is started. If that fails too, the latest error is raised.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -282,9 +282,15 @@ def request_seed(seed: int, step: int, index: int) -> int:
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `publish/*`: bytes, the quantized layers' bytes divided by their BF16 bytes, seconds by phase.
+    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, changed words, and
+    seconds by phase.
 
     `quantizing`: seconds that the quantizer took by phase, over all optimizer steps of the training step.
     """
-    metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
+    metrics = {
+        "publish/mbytes": report.sent_bytes / 1e6,
+        "publish/quantized_ratio": report.quantized_ratio,
+        "publish/delta": float(report.is_delta),
+        **report.changed,
+    }
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}

@@ -118,8 +118,8 @@ def run_steps(
 
 @contextmanager
 def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """Yield an empty list. The first Ctrl-C adds an item to it, which tells the run to end after its current step. The
-    second Ctrl-C interrupts at once."""
+    """Yield an empty list. The first Ctrl-C adds an item, and the caller must then end the run after the current step.
+    The second Ctrl-C interrupts at once."""
     stop: list[bool] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
 A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
 padding, no attention mask is needed (verl pads prompts on the left and needs one), and a row's log-probs do not depend
-on the other rows. TBPO's bands are narrower than the noise between two ways to batch the same row.
+on the other rows. TBPO needs this, because its bands are narrower than the noise of batching a row in different ways.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 class Policy:
-    """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
+    """`model`: the module that is trained. `scheme` and `ignore` say how to quantize it. `align`: the alignment level
     that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
     level is lower, the reason."""
 
@@ -138,9 +138,9 @@ class Policy:
     def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
         """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
 
-        Without gradients, also record which tokens the policy's own routers would send to different experts. With
-        gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the forward again in
-        the backward.
+        Without gradients, also record the tokens for which the policy's own routers choose other experts than the
+        rollout. With gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the
+        forward again in the backward.
         """
         self.end_replay()
         given = batch.routed_experts
@@ -188,7 +188,7 @@ class Policy:
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return checkpoint names and tensors to publish. Quantized layers multiply by them in the next forward."""
+        """Return the tensors to publish, with checkpoint names. Quantized layers multiply by the same tensors."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,7 +206,7 @@ class Policy:
         return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write a checkpoint with config and tokenizer. Its format is compressed-tensors, but ordinary for bf16."""
+        """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer."""
         from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)

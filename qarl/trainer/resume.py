@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
 ) | {
-    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"),
+    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),
     # Keys that error messages of a run tell the user to change.
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
@@ -76,8 +76,8 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     """Lock the run folder, and yield the checkpoint to resume from, or None if the run starts fresh.
 
     If the run starts fresh, earlier runs are moved aside. Files that a killed process left incomplete are removed. Call
-    `make_newest` after the resume. Raises UserError if another process uses the run folder, and for the reasons of
-    `find_start`."""
+    `make_newest` after the resume. Raises UserError if another process uses the run folder, and for
+    the reasons that `find_start` lists."""
     run_dir = config.run_dir
     with lock_run(run_dir) as locked:
         for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
@@ -115,7 +115,7 @@ def find_start(config: Config) -> Start:
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Rename the checkpoints of later steps, which this run replaces, and delete the old summary.
+    """Make `checkpoint` the newest in `run_dir`: rename those of later steps, and delete the old summary.
 
     Call this after a successful resume. It does nothing if the checkpoint belongs to a different run."""
     if _within(checkpoint.folder, run_dir):
@@ -179,9 +179,9 @@ def _newest(run_dir: Path) -> Start:
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
-    """Return the newest checkpoint of an interrupted run that started from `origin` in this run folder, or None.
+    """Return the newest checkpoint in the run folder, if an interrupted run that started from `origin` wrote it.
 
-    The config in each checkpoint says where its run started."""
+    Otherwise return None. The config in each checkpoint names the checkpoint that its run started from."""
     run_dir = config.run_dir
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if checkpoint is None or is_finished(run_dir):

@@ -48,7 +48,7 @@ def prepare_run(config: Config) -> RunParts:
 
 
 def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
-    """Return the engine's config for a run. `routing`: also return each token's experts. False if dense."""
+    """Return the engine's config for a run. `routing`: whether rollouts also return each token's experts."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
@@ -62,6 +62,7 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         kv_cache_gib=rollout.cpu_kvcache_space_gib,
         enforce_eager=rollout.enforce_eager,
         return_routed_experts=routing,
+        delta=config.publish.delta == "auto",
     )
 
 

@@ -30,6 +30,7 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
+_OURS = ("actor/mismatch/", "actor/publish/")
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
@@ -39,7 +40,7 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             # verl prefixes every metric that an actor reports.
-            plain = name.removeprefix("actor/") if name.startswith("actor/mismatch/") else name
+            plain = name.removeprefix("actor/") if name.startswith(_OURS) else name
             named[RENAMED.get(plain, plain)] = value
     accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
     if len(accuracies) == 1:  # for several data sources verl gives one accuracy each, but not their sizes

@@ -266,6 +266,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
+        f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
     }
 
 

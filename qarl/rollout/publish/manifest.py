@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,8 +51,12 @@ Manifest = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """Sizes and times of one publish. `bytes`: all bytes on the wire. `quantized_bytes`: bytes of quantized layers.
-    `quantized_bf16_bytes`: bytes of the same layers in BF16. `seconds`: duration of each phase."""
+    """Sizes and times of one publish.
+
+    `bytes`: size of all published tensors. `quantized_bytes`: that of quantized layers. `quantized_bf16_bytes`: the
+    size of the same layers in BF16. `seconds`: duration of each phase. `sent_bytes`: bytes on the wire, records
+    included; a delta publish sends fewer than `bytes`. `is_delta`: whether it sent only changes. `changed`: metrics of
+    the changed words, if they are known."""
 
     version: int
     tensors: int
@@ -60,6 +64,9 @@ class PublishReport:
     quantized_bytes: int
     quantized_bf16_bytes: int
     seconds: dict[str, float]
+    sent_bytes: int = 0
+    is_delta: bool = False
+    changed: dict[str, float] = field(default_factory=dict)
 
     @property
     def quantized_ratio(self) -> float:

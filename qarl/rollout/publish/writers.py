@@ -15,7 +15,7 @@ dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,9 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function that returns
-    this worker's part of whole tensors. `parts`: the names of the checkpoint modules in `module`, in order. There are
-    several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
+    that returns this worker's part of whole tensors. `parts`: the checkpoint modules that `module` holds, in order.
+    There are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -176,6 +176,10 @@ class WritePlan:
             owners = {owner for target in reloaded for owner in target.parts}
             chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
+
+    def whole_modules(self, names: Iterable[str]) -> set[str]:
+        """Return the checkpoint modules that must be written together if the tensors `names` change."""
+        return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
     def _is_implied(self, name: str) -> bool:
         """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""

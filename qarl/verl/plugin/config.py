@@ -41,7 +41,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 @dataclass
 class QuantSettings(BaseConfig):
     """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
-    section `rollout`, all others from the section `quant`."""
+    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -50,6 +50,7 @@ class QuantSettings(BaseConfig):
     mismatch_limit: float | None = None
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
+    publish_delta: str = "auto"
 
 
 @dataclass
@@ -76,6 +77,12 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("publish_delta", "auto") not in ("auto", "off"):
+        raise UserError(
+            f"publish_delta={values['publish_delta']} is not known",
+            where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
+            fix="use auto or off",
+        )
     return QuantSettings(**values)
 
 

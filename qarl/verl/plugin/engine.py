@@ -42,9 +42,11 @@ from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
+from qarl.rollout.publish.outbox import Outbox
 from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
+from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
@@ -69,6 +71,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _outbox: Outbox | None = None
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
@@ -88,6 +91,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
+        self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -252,6 +256,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
                 found["mismatch/over_limit"] = float(over)
+            if self._outbox:
+                found |= self._outbox.metrics()
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
@@ -295,25 +301,31 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        self._refuse_dead_servers()
+        held = self._ask_servers()
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
+        run, outbox = run_identity(), self._outbox
+        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
 
-    def _refuse_dead_servers(self) -> None:
-        """Raise UserError on all ranks if a rollout server is dead.
+    def _ask_servers(self) -> str | None:
+        """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
+        that the first rank sent last. Raise UserError on all ranks if a rollout server is dead.
 
         Only the first rank asks the servers, and all other ranks wait for the result before they publish. Otherwise a
         deadlock is possible. A rank that publishes early waits for the first rank, because all ranks gather each tensor
         together, and the first rank waits for that rank's engine, which waits for tensors and does not answer.
         """
-        found: list[dict[str, str]] = [{}]
+        found: list[Any] = [{}, None]
         if self.rank == 0:
             self._servers.ask()
-            found = [self._servers.dead(publish_timeout())]
+            found[0] = self._servers.dead(publish_timeout())
+            mine = self._outbox.kept.fingerprint if self._outbox else None
+            found[1] = mine if mine and not found[0] and all_hold(mine, publish_timeout()) else None
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
         refuse_dead(found[0])
+        held: str | None = found[1]
+        return held
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()

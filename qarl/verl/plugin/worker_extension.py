@@ -39,6 +39,12 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         allow_matrix_tiles()  # before vLLM loads and warms up the model
         return super().__new__(cls, **kwargs)
 
+    def qarl_check_held(self, fingerprint: str) -> None:
+        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`)."""
+        held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
+        if held != fingerprint:
+            raise RuntimeError(f"this worker holds {held}, so the trainer sends all tensors instead of changes")
+
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
@@ -62,7 +68,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
             if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use
-                self._qarl_receiver.mark_stale("the publish ended before its first record")
+                self._qarl_receiver.mark_stale("the publish ended before its first record", doubt=False)
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
             unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))

@@ -105,7 +105,7 @@ class Report:
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types: exit code, counts, and one mapping per finding without its empty keys."""
+        """Return plain JSON types: exit code, counts, and one mapping per finding, without empty fields."""
         findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
         counts = {status: self.count(status) for status in STATUSES}
         return {

@@ -194,7 +194,7 @@ def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """Return [E, N, K], code times scale: rounded to BF16 for W4A16, exact for 8-bit schemes, which scale the sums."""
+    """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
     if scheme_of(tensors) in ("w4a16", "bf16"):
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])

@@ -82,7 +82,7 @@ class WeightReceiver:
 
     @property
     def held(self) -> str | None:
-        """The fingerprint of the kept tensors that a delta publish can change, or None."""
+        """The fingerprint of the tensors that this receiver has kept, or None. Delta publishes change those tensors."""
         return self.kept.fingerprint if self.kept else None
 
     def mark_stale(self, reason: str, *, doubt: bool = True) -> None:

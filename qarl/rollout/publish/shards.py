@@ -12,7 +12,7 @@ fused_moe/routed_experts.py):
     experts            gate and up as column-parallel, down as row-parallel, each expert on every worker
     replicated         everything
 
-Only these classes of vLLM are cut. A subclass may cut differently, so it counts as unknown.
+Tensors are cut only for the vLLM classes in `_CUTS` and for experts. A subclass may cut differently, so it is unknown.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch.
               Rarer types of rotary embedding use the engine's own cosines and sines
-    exact     also attention by the engine's own operator, so δ is 0. For prompts of more than about 300 tokens, δ is 0
-              only with one thread and an engine that prefills each prompt in one piece (`qarl.kernels.cpu.attention`)
+    exact     also attention by the engine's own operator, so δ (`qarl.metrics.guard`) is 0. For prompts of more than
+              about 300 tokens, δ is 0 only with one thread and an engine that prefills each prompt in one piece
+              (`qarl.kernels.cpu.attention`)
 
 `align_model` applies levels `model` and `exact`, after the linears are quantized. Both levels exist for Llama, Qwen2,
 Qwen3 and Qwen3-MoE against vLLM on CPU. In a mixture of experts they also use the engine's router and, if the experts
-are BF16, its operator for experts. Other models and devices get the next lower level that is available, and the report
-says why.
+are BF16, its operator for experts. Other models and devices get the next lower level, and the report says why.
 
 At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX the order was
 the same up to 192 keys, so δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
@@ -72,16 +72,14 @@ def align_model(
 ) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place. Parameters and their names stay the same.
 
-    Quantize the model's linears first (`quantize_model`).
+    Quantize the model's linears first (`quantize_model`). Raises UserError if `level` does not exist, or if the engine
+    would read the model's config differently than the trainer.
 
     Args:
         device: where the forward will run. Default: the device of the weights. FSDP may move them later.
         dtype: dtype of the weights in the forward. Default: their dtype now. FSDP may cast them later.
         sharded: whether FSDP shards the model.
         workers: number of workers that one engine is split over.
-
-    Raises:
-        UserError: `level` does not exist, or the engine would read the model's config differently than the trainer.
     """
     if level not in LEVELS:
         raise UserError(

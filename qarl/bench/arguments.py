@@ -22,14 +22,8 @@ DEVICES = ("cuda", "cpu")
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
     """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
-
-    Args:
-        choices: key -> the names that are valid for it.
-        fixed: fields that the user cannot set.
-
-    Raises:
-        UserError: an argument is not key=value, a key is unknown, or a value is invalid.
-    """
+    `choices`: key -> the names that are valid for it. `fixed`: fields that the user cannot set. Raise UserError if an
+    argument is not key=value, a key is unknown, or a value is invalid."""
     hints, values = get_type_hints(cls), dict(fixed)
     keys = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]  # type: ignore[arg-type]  # a dataclass
     for argument in given:
@@ -102,7 +96,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return a dataclass's fields for a published file. Cut paths to the last name, because folders are local."""
+    """Return the fields of the dataclass for a published file. Of a path only the last name is kept."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

@@ -43,7 +43,7 @@ def step_of(folder: Path) -> int:
 def what_is_missing(folder: Path) -> str | None:
     """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
 
-    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file has none.
+    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file lacks it.
     """
     if not folder.is_dir() or not step_of(folder):
         return "there is no such folder, or its name is not global_step_N"

@@ -40,7 +40,7 @@ MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
-"""Kernels that compute dX themselves. They hold only one layer's dequantized weight at a time."""
+"""Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
 
 Shape = tuple[int, int]
 
@@ -349,7 +349,7 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
     held = sum(2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT)
-    # verl's sharded layers keep none: they dequantize for each backward.
+    # verl's sharded layers keep no dequantized weights, because they dequantize for each backward.
     dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
         Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),

@@ -110,11 +110,8 @@ def checks_for(backend: str) -> list[Check]:
 
 
 def check_run(config: Config) -> RunInputs:
-    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs.
-
-    Raises:
-        UserError: the first check that fails.
-    """
+    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs. Raise the UserError
+    of the first check that fails."""
     run = RunInputs(config)
     for check in checks_for(config.backend):
         check.make(run)
@@ -128,7 +125,7 @@ def check_run(config: Config) -> RunInputs:
 def _check_experts(run: RunInputs) -> None:
     if runs_on_cpu(run.config.backend):
         vllm_plugin.check_installed(run.hf_config)
-        if run.config.backend == "local":  # in verl `verl_keys` makes a CPU's engines eager
+        if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(run.hf_config, run.config.rollout.enforce_eager)
 
 

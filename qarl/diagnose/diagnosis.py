@@ -1,8 +1,8 @@
 """Compare trainer and rollout, and split the difference by cause: the report of `python -m qarl.diagnose`.
 
 One batch is sampled exactly as in training, from the weights in `model.path`. Then several trainers compute its
-log-probs. δ is a token's log_prob minus its rollout_log_prob. Each row of the split has only one cause of a difference.
-Everything else follows the engine as closely as this code can. The rows are:
+log-probs. δ is a token's log_prob minus its rollout_log_prob. In each row of the split, only one cause of a difference
+is switched on. Everything else follows the engine as closely as this code can. The rows are:
 
     quantization   the trainer's linears are BF16, but the engine's are low-bit
     kernel floor   the trainer's linears are as in the engine, but the rest (norms, rotary embedding, attention) is
@@ -46,7 +46,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One trainer compared with the rollout.
+    """One trainer compared with the rollout, for B responses of up to R tokens.
 
     `log_probs`: FP32 [B, R], of this trainer. `top`: int64 [B, R], its most likely tokens."""
 

@@ -57,7 +57,7 @@ def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
     """Raise NotCheckedError if files are missing here but the run is for a different machine."""
     missing = [file for file in files if not Path(file).is_file()]
     if missing and not context.target.here:
-        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor on a machine that has them")
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

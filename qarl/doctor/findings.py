@@ -18,7 +18,7 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines` are a table below it."""
+    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines` are printed below."""
 
     topic: str
     status: Status

@@ -46,8 +46,7 @@ class Target:
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the run's own arguments, and the `doctor.*` options by name.
 
-    Raises:
-        UserError: an option does not exist, has no value or is given twice.
+    Raise UserError if an option does not exist, has no value or is given twice.
     """
     run: list[str] = []
     options: dict[str, str] = {}
@@ -68,8 +67,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def find_target(options: dict[str, str], backend: str = "local") -> Target:
     """Return the GPU machine that the options describe. Without options, return this machine as `backend` uses it.
 
-    Raises:
-        UserError: the device is not known, or a number is not positive or too large.
+    Raise UserError if the device is not known, or if a number is not positive or is too large.
     """
     elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
     if not elsewhere:

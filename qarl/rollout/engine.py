@@ -39,10 +39,11 @@ from qarl.vllm_versions.refusals import is_refusal
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: tokens of prompt and response together.
+    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to."""
+    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
 
     model: str
     scheme: Scheme
@@ -56,6 +57,7 @@ class EngineConfig:
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,8 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`.
-
-        Raises:
-            EngineFailed: the new engine does not start.
-        """
+        """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`. Raise
+        EngineFailed if the new engine does not start."""
         self.close()
         try:
             self._start()
@@ -215,7 +214,7 @@ class RolloutEngine:
         )
 
     def _preemptions(self) -> int:
-        """Preemptions since this vLLM was started."""
+        """Number of preemptions since this vLLM was started."""
         metrics: list[Any] = self.llm.get_metrics()
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
@@ -231,10 +230,10 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
-        return publish_weights(self, self.receiver, tensors, version=version)
+        return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Run `call`, which calls vLLM. If it raises, the engine is lost, unless vLLM only refused the request."""
+        """Run `call`, which uses vLLM. Raise EngineFailed if vLLM fails. Pass on vLLM's refusal of a request."""
         try:
             return call()
         except Exception as error:
@@ -260,10 +259,8 @@ class RolloutEngine:
             self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
-        """Free the engine and vLLM's process-wide groups. Other engines in this process stop working.
-
-        If an engine is still open when the program ends, it is closed automatically.
-        """
+        """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
+        working. An engine that is open when the program ends is closed automatically."""
         self.receiver = None
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
@@ -289,11 +286,9 @@ def _tidy_up_at_exit() -> None:
 
 
 def _close_all() -> None:
-    """Close the engines that the program left open.
-
-    vLLM hides its objects from the garbage collector until its engine is shut down. Without this function, objects in
-    reference cycles would outlive the interpreter, and nanobind would report each of them as leaked.
-    """
+    """Close the engines that the program left open. vLLM hides its objects from the garbage collector until its engine
+    is shut down. Without this function, objects in reference cycles would outlive the interpreter, and nanobind would
+    report each of them as leaked."""
     for engine in list(_OPEN):
         with suppress(Exception):  # the engine may be broken, and it is too late to repair it
             engine.close()
@@ -302,12 +297,9 @@ def _close_all() -> None:
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
-    """Return vLLM's `SamplingParams`, and check that vLLM accepts and keeps each value.
-
-    Raises:
-        UserError: vLLM refuses a value, or would replace it. (vLLM increases a temperature between 0 and 0.01 and only
-            warns.) With a replaced value the trainer would compute log-probs of a different distribution.
-    """
+    """Return vLLM's `SamplingParams`. Raise UserError if vLLM refuses a value or would replace it (vLLM increases a
+    temperature between 0 and 0.01 and only warns), because the trainer would then compute log-probs of a different
+    distribution."""
     configure_vllm_process()
     from vllm import SamplingParams
 
@@ -343,7 +335,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
+    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
 def check_served(scheme_name: str) -> None:
@@ -380,7 +372,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # the count of preemptions is one of these statistics
+        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens

@@ -26,7 +26,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOG_STATS_INTERVAL": "600",  # a line every ten seconds otherwise
+        "VLLM_LOG_STATS_INTERVAL": "600",  # otherwise vLLM logs a line every ten seconds
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -34,9 +34,9 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         defaults |= {
             "VERL_PLATFORM": "cpu",
-            # vLLM compiles two small sampling helpers even in eager mode, half a minute at the first request.
+            # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            # It also turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
+            # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
             **VLLM_ENVIRONMENT,
         }
     elif platform := os.environ.get("VERL_PLATFORM"):
@@ -52,8 +52,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
     """Return OMP_NUM_THREADS for a worker. If it is None, Ray sets it to the number of CPUs that the worker requested.
 
-    On a CPU the trainer processes of a machine share its cores equally. Rollout engines use the same cores, but at
-    other times.
+    On a CPU the trainer processes share a machine's cores equally. Rollout engines use the same cores at other times.
     """
     wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
     if wanted is not None:

@@ -1,10 +1,10 @@
 """Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
 verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
-file names no checkpoint, verl starts fresh. If data.pt is missing, it silently restarts the data. QaRL compares the
-config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
-one's step into the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about
-verl were checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+file names no checkpoint, verl starts fresh. If data.pt is missing, verl silently restarts the data. QaRL compares the
+config with that of the checkpoint, ignores incomplete checkpoints, and writes the step of the newest complete one into
+the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about verl were
+checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 def open_verl_run(config: Config) -> Iterator[int]:
     """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
 
-    An earlier run in the folder is moved aside unless it is resumed.
-
-    Raises:
-        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
-            changes what is trained.
+    An earlier run in the folder is moved aside unless it is resumed. Raise UserError if another process uses the run,
+    if the checkpoint is missing, incomplete or could run code, or if the config changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
@@ -54,8 +51,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 def find_verl_start(config: Config) -> tuple[int, bool]:
     """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
 
-    Raises:
-        UserError: see `open_verl_run`.
+    Raise UserError as `open_verl_run` does.
     """
     folder = _choose(config)
     if folder is None:
@@ -65,11 +61,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 def newest_whole(checkpoints: Path) -> Path | None:
     """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete checkpoint. Return None if there are no checkpoints.
-
-    Raises:
-        UserError: there are checkpoints, but no complete one.
-    """
+    complete one. Return None if there are no checkpoints. Raise UserError if there are some, but none is complete."""
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""

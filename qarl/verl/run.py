@@ -83,8 +83,7 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
 
-    Raises:
-        UserError: the disk is full, or the files of some ranks are not on this machine. The checkpoint is kept.
+    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
@@ -128,8 +127,7 @@ def dry_run(config: Config) -> str:
 def verl_config(config: Config, *, on_cpu: bool) -> Any:
     """Return verl's `ppo_trainer` config for this run, an OmegaConf DictConfig. verl's own validation has accepted it.
 
-    Raises:
-        UserError: verl lacks a key of the section `verl`, or a check of QaRL or verl refuses the config.
+    Raise UserError if verl lacks a key of the section `verl`, or if a check of QaRL or verl refuses the config.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -178,7 +176,7 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
     if on_cpu and not config.rollout.enforce_eager:
-        notes.append("rollout.enforce_eager=false is true here: a CPU has no CUDA graphs")
+        notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
         notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
@@ -208,7 +206,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return the keys `names` of our `section` as verl's keys under `root`. They have the same names in verl."""
+    """Return {`root`.NAME: value} for the keys `names` of our `section`, which have the same names in verl."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -268,6 +266,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
+        f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
     }
 
 
@@ -349,7 +348,7 @@ def trainer_keys(config: Config) -> Keys:
 def sampler_keys(config: Config) -> Keys:
     """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
-    verl's samplers treat a group with failed responses as complete.
+    In that case verl's sampler counts a group with failed responses as complete.
     """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
@@ -365,10 +364,10 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    These settings keep the number of processes low, because each process imports torch and vLLM.
+    They keep the number of processes low, because each process imports torch and vLLM.
     """
     rollout = "actor_rollout_ref.rollout"
-    # One worker runs in the engine's process. Several need a process each.
+    # A single worker runs in the engine's process. Several workers need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {
         "trainer.device": "cpu",

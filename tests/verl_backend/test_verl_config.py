@@ -156,6 +156,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
     "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
     "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
+    "publish.delta": ("off", {f"{QUANT}.publish_delta": "off"}),
     "trainer.test_freq": (30, {"trainer.test_freq": 30}),
     "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),

@@ -1,4 +1,4 @@
-"""Arguments of `steps`, `rollout`, `trainer` and `publish`. All four have the same keys. Keys are checked first.
+"""Arguments of `steps`, `rollout`, `trainer` and `publish`, which all have the same keys. Keys are checked first.
 
 python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
@@ -114,8 +114,7 @@ class Arguments:
         return self.group_size or default_group_size(self.source.size)
 
     def cases(self) -> list[Case]:
-        """Return the cases in order, BF16 first. BF16 has no low-bit linears, so `linears` would be the same as
-        `off`."""
+        """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part in ("rollout", "publish"):
             return [Case(scheme, "") for scheme in schemes]

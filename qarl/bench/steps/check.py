@@ -3,7 +3,7 @@
 The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
 check finds a weight that was not published, and a kernel that computes something different. It even finds a kernel that
 multiplies in BF16, because int8 rounding alone changes results by 0.6%. Tests check the rest (norms, log-probs,
-alignment). If a mean |δ| is over its limit, the trainer's guard ends the launch.
+alignment). If the mismatch (mean |δ|) is over its limit, the trainer's guard ends the launch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
         for fused, parts in PARTS.items():
             names = [f"{block}.{part}" for part in parts]
             linears: list[nn.Linear] = [ours[name] for name in names if name in ours]
-            if not linears:  # attention has no MLP linears, and the MLP no attention linears
+            if not linears:  # `block` is an attention or an MLP, and `fused` belongs to the other
                 continue
             module = theirs.get(f"{block}.{fused}")
             if engine is not None and module is None:
@@ -69,7 +69,7 @@ def _compare(names: list[str], linears: list[nn.Linear], scheme: Scheme, engines
         pairs += [(name, "the engine", y, true) for name, y, true in zip(names, outputs, expected, strict=True)]
     for name, who, y, true in pairs:
         error = float((y.float() - true.float()).norm() / true.float().norm())
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # true for NaN, too
             raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
 
 

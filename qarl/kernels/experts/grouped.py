@@ -4,7 +4,7 @@ Rows are sorted by expert (`route`), each expert multiplies its own rows, and no
 tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
 int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
 
-On GPUs the code never reads how many rows an expert has, so it does not wait for the device. On CPUs it reads that.
+On GPUs the host never reads how many rows an expert has, so it does not wait for the device.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def route(topk_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts. The sum is in FP32, in the
-    order in which the router listed the experts."""
+    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts, in FP32 and in the
+    router's order."""
     restored = torch.empty_like(rows)
     restored[routing.order] = rows
     return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
@@ -104,7 +104,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> 
         parts = [slice(start, end) for start, end in pairwise(starts)]
         return torch.stack([grad[part].t() @ x[part] for part in parts])
     made: torch.Tensor = F.grouped_mm(grad.t(), x, offs=ends)
-    # PyTorch does not promise zeros for a product over no rows.
+    # PyTorch does not promise zeros for an expert without rows.
     counts = ends.diff(prepend=ends.new_zeros(1))
     return made.masked_fill_((counts == 0)[:, None, None], 0.0)
 

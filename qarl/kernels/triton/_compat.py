@@ -61,10 +61,9 @@ def to_fp32(x):
 def e4m3_bits(x, HARDWARE: tl.constexpr):
     """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
 
-    `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 do not have it, and the
-    interpreter's version rounds differently. Without the instruction, normal numbers are rounded as integers that lose
-    20 bits. Numbers below 2**-6 are added to 2**14, whose unit in the last place is 2**-9, so the sum has the code in
-    its low bits.
+    `HARDWARE`: use the conversion instruction, if `has_e4m3(device)`. Without it, normal numbers are rounded as
+    integers that lose 20 bits. Numbers below 2**-6 are added to 2**14, whose unit in the last place is 2**-9, so the
+    low bits of the sum are the code.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -96,7 +95,8 @@ def dot(a, b, acc):
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on `device` may convert to and from float8_e4m3fn in hardware."""
+    """Return whether kernels on `device` may use the float8_e4m3fn conversion instruction. GPUs before capability 8.9
+    do not have it, and the interpreter's version rounds differently."""
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -121,9 +121,8 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """x [M, K] BF16, `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N] -> x W^T + b, BF16 [M, N].
 
-    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (tests and tuning).
-    Raise ValueError for any other shape, dtype or stride.
-    """
+    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (for tests and tuning). Raise
+    ValueError for any other shape, dtype or stride."""
     group = check_weight(packed, scale)
     (n, _), (m, k) = packed.shape, check_rows(x, packed.shape[1] * 8, packed)
     if bias is not None:

@@ -1,11 +1,11 @@
 """A 64-bit checksum of a tensor's bytes. It is fast, and every device computes the same value.
 
 The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower half), multiplied by an odd weight
-that depends on its position, and mixed again. The results are added modulo 2**64. With several blocks, the sums of the
-blocks are treated in the same way. Each step is one-to-one, so damage within one word, such as a flipped bit, is always
-found. Damage to several words is missed with a probability of about 2**-32. Without the mixing, two flipped signs at
-the top of their words would cancel. The checksum detects accidents, not attacks. `tensor_digest` of
-`qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
+that depends on its position, and mixed again. The results are added modulo 2**64. A long tensor is divided into blocks
+of words, and the sums of its blocks are combined in the same way. Each step is one-to-one, so damage within one word,
+such as a flipped bit, is always found. Damage to several words is missed with a probability of about 2**-32. Without
+the mixing, two flipped signs at the top of their words would cancel. The checksum detects accidents, not attacks.
+`tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-_BLOCK = 4096  # words that share the weights of `_weights(1, ...)`
+_BLOCK = 4096  # words in a block; every block is multiplied by `_weights(1, ...)`
 _CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _LOWER = 0xFFFFFFFF
 
@@ -34,7 +34,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum as 0-d int64. It includes the number of bytes, so trailing zeros change it."""
+    """Return the checksum as 0-d int64. It depends on the number of bytes, so trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
     whole = size // 8 * 8

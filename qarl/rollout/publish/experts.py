@@ -75,19 +75,16 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
-            f"a publish would not write exactly the experts in {name}",
+            f"the trainer and the engine have different experts in {name}",
             where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
             why="experts that are not written would keep the random numbers that the engine starts with",
-            fix="none: QaRL cannot publish to this model family yet; please report it",
+            fix="use a different model, and report this one: QaRL cannot publish to its family yet",
         )
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload.
-
-    Raises:
-        UserError: the engine runs without QaRL's plugin.
-    """
+    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload. Raise UserError if the engine runs
+    without QaRL's plugin."""
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()
@@ -95,10 +92,8 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it.
-
-    Classes are compared by name, because vLLM's modules are slow to import and may not be installed.
-    """
+    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it. Classes are
+    compared by name, because vLLM's modules are slow to import and may not be installed."""
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
@@ -109,7 +104,7 @@ def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
 
 
 def write_bf16(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM's own code pack them as it does at its start."""
+    """Write BF16 weights, and let vLLM's own code pack them, as when the engine starts."""
     layer: Any = module
     for stack, tensors in zip(("w13", "w2"), _stacked(parts), strict=True):
         getattr(layer, f"{stack}_weight").data = tensors["weight"]

@@ -15,7 +15,7 @@ dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,7 @@ Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload raised an exception. The module that it was loading is lost, so only a new engine
-    helps."""
+    """vLLM's layerwise reload failed. The module that it was loading is lost, so only a new engine helps."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
@@ -49,9 +48,9 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it; None means layerwise reload. `cut`: returns this worker's
-    part of the tensors that `writer` takes. `parts`: the checkpoint modules that it holds, in order; there are several
-    if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: returns this
+    worker's part of the tensors that `writer` takes. `parts`: the checkpoint modules that it holds, in order. There
+    are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -84,12 +83,9 @@ DERIVED = {
 class WritePlan:
     """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly.
-
-    Raises:
-        UserError: a tensor has no place in the engine's model, a parameter or buffer of the engine gets no tensor, or
-            the engine does not compute the scheme that it was asked for.
-    """
+    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly. Raise UserError if a tensor
+    has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine does not
+    compute the scheme that it was asked for."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
@@ -107,7 +103,7 @@ class WritePlan:
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
-                    fix="none: QaRL cannot publish to this model family yet; please report it",
+                    fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
             target = targets.setdefault(place, Target(place, modules[place]))
             target.parts.append(owner)
@@ -156,11 +152,8 @@ class WritePlan:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors of whole modules.
-
-        Raises:
-            ReloadFailed: the engine is broken. After any other exception the same write can be repeated.
-        """
+        """Write the tensors of whole modules. After ReloadFailed the engine is broken. After any other exception the
+        same write can be repeated."""
         parts: dict[str, Part] = {}
         for name, tensor in tensors.items():
             owner, _, leaf = name.rpartition(".")
@@ -184,6 +177,10 @@ class WritePlan:
             chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
+    def whole_modules(self, names: Iterable[str]) -> set[str]:
+        """Return the checkpoint modules that must be written together if the tensors `names` change."""
+        return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
+
     def _is_implied(self, name: str) -> bool:
         """Return whether vLLM knows the tensor from its config. Such a tensor must not be passed to the reload."""
         owner, _, leaf = name.rpartition(".")
@@ -196,9 +193,8 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
-    """Return the engine's module for the checkpoint module `owner`, or None.
-
-    It is the experts' module, the fused layer, the module of the same name, or its nearest parent, in this order."""
+    """Return the engine's module for the checkpoint module `owner`. It is the experts' module, the fused layer, the
+    module of the same name, or its nearest parent, in this order. Return None if the engine has no such module."""
     if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
@@ -207,7 +203,7 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
         return fused
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
-    # A decoder layer or the whole model does not count, because it would not load the tensor itself.
+    # A decoder layer or the whole model does not count as a parent, because it would not load the tensor itself.
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 
@@ -260,9 +256,8 @@ def _write_plain(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again.
-
-    After packing, vLLM drops the plain weight of some linear layers. An embedding may be padded."""
+    """Write BF16 weights, and let vLLM pack them again. (vLLM drops the plain weight of some linear layers after
+    packing, and may pad an embedding.)"""
     layer: Any = module
     weight = _stacked(parts, "weight")
     if layer.weight.numel():
@@ -274,8 +269,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels. The parts of a fused layer follow each other. The scales are
-    transposed."""
+    """Write int4 weights in blocks of 16 output channels, and transposed scales, with parts concatenated along N."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -329,16 +323,15 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run vLLM's layerwise reload for `modules` only.
-
-    It moves their parameters to the meta device, loads them, and writes the processed ones into the old storage."""
+    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads them,
+    and writes the processed ones into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     loader: Any = model
     model_config = vllm_config.model_config
     with set_current_vllm_config(vllm_config), default_dtype_kept():
-        # vLLM's model loader sets it, too, because layers read it in their processing after loading.
+        # vLLM's model loader does the same, because layers read the default dtype when they process loaded weights.
         torch.set_default_dtype(model_config.dtype)
         for module in modules:
             initialize_layerwise_reload(module)
@@ -352,11 +345,9 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
 
 def refresh_tied_layers(model: nn.Module) -> None:
-    """Let layers that share one weight pack it again for their kernel.
-
-    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head.
-    Without this function, lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own
-    reload).
+    """Let layers that share one weight pack it again for their kernel. On CPU vLLM packs each weight for its matrix
+    product once, at load. A publish has no tensor for a tied lm_head, so without this function lm_head would keep
+    multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -42,9 +42,11 @@ from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
+from qarl.rollout.publish.outbox import Outbox
 from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
+from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
@@ -59,16 +61,17 @@ _log.setLevel(logging.INFO)
 _PAD_MULTIPLE = 8
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
-"""Replaces logits beyond the tokenizer's vocabulary. Finite, because the entropy multiplies probabilities by logits."""
+"""Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None if the config has no `quant` section. `align`: the level that was applied."""
+    """The engine. `quant`: its settings, or None if the config has no section `quant`. `align`: the applied level."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _outbox: Outbox | None = None
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
@@ -88,6 +91,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
+        self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -138,7 +142,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
-        # Parameters arrive in BF16. Autocast to BF16 would change only what alignment computes in FP32.
+        # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
@@ -169,7 +173,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
             longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # Log-probs were computed for all rows. A mini-batch has only some, so its longest row may be shorter.
+            # Log-probs were computed for all rows of the step. The longest row of a mini-batch may be shorter.
             self._row_length = longest if forward_only else max(self._row_length, longest)
         return super().forward_backward_batch(data, loss_function, forward_only)
 
@@ -200,7 +204,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()
-            # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             output.logits = logits
             if not flash_cross_entropy():
@@ -212,7 +216,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
             return super().prepare_model_outputs(output, output_args, micro_batch, processor)
         log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
-        # With this flag verl does not compute log-probs.
+        # With `distillation_only` verl does not compute log-probs.
         others = micro_batch.copy()
         tu.assign_non_tensor(others, distillation_only=True)
         found = super().prepare_model_outputs(output, output_args, others, processor)
@@ -252,14 +256,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
                 found["mismatch/over_limit"] = float(over)
+            if self._outbox:
+                found |= self._outbox.metrics()
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Return whether a mean |δ| is over the actor's limit. If it is, warn, or before the first update raise.
+        """Return whether a mean |δ| is over the actor's limit, and warn if so. Before the first update, raise instead.
 
-        `length`: mean tokens of the responses.
+        `length`: mean number of tokens per response.
         """
         if abs_mean is None:
             return False
@@ -295,25 +301,31 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        self._refuse_dead_servers()
+        held = self._ask_servers()
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
+        run, outbox = run_identity(), self._outbox
+        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
 
-    def _refuse_dead_servers(self) -> None:
-        """Raise UserError on all ranks if a rollout server is dead.
+    def _ask_servers(self) -> str | None:
+        """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
+        that the first rank sent last. Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks the servers, and the other ranks wait for the result. If another rank began to publish
-        earlier, its engine would be receiving tensors and could not answer the first rank. But that rank cannot send
-        its tensors without the first rank.
+        Only the first rank asks the servers, and the other ranks wait for the result. If another rank already began to
+        publish, its engine would wait for tensors and not answer. The first rank would wait for this engine, and the
+        other rank for the first rank, because all ranks gather each tensor together.
         """
-        found: list[dict[str, str]] = [{}]
+        found: list[Any] = [{}, None]
         if self.rank == 0:
             self._servers.ask()
-            found = [self._servers.dead(publish_timeout())]
+            found[0] = self._servers.dead(publish_timeout())
+            mine = self._outbox.kept.fingerprint if self._outbox else None
+            found[1] = mine if mine and not found[0] and all_hold(mine, publish_timeout()) else None
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
         refuse_dead(found[0])
+        held: str | None = found[1]
+        return held
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()

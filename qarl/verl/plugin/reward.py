@@ -33,10 +33,8 @@ def score(
 ) -> float | dict[str, Any]:
     """Score one response with the function named `function`. If it returns a dict, return that with the key `score`.
 
-    `more`: arguments that verl adds for rewards that call a reward model.
-
-    Raises:
-        UserError: see `qarl.data.rewards.score_responses`.
+    `more`: arguments that verl adds for rewards that call a reward model. Raise the UserErrors of
+    `qarl.data.rewards.score_responses`.
     """
     with _LOADING:
         fn = _load(function)

@@ -113,7 +113,7 @@ def test_a_layer_is_written_whole_or_not_at_all() -> None:
 def test_another_number_of_experts_is_refused(experts: int, side: str) -> None:
     number = min(experts, EXPERTS)
     with pytest.raises(
-        UserError, match=rf"(?s)would not write exactly the experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
+        UserError, match=rf"(?s)have different experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
     ):
         plan_of(engine_model(LowBitExpertsMethod()), matrices(experts=experts))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from qarl.rollout.publish.wire import NamedTensor
 
 
 class WorkersEngine(RolloutEngine):
-    """A RolloutEngine that `workers` processes share by tensor parallelism."""
+    """A RolloutEngine that `workers` processes share by tensor parallelism. Its publishes are never deltas."""
 
     def __init__(self, config: EngineConfig, workers: int) -> None:
         self.workers = workers
-        super().__init__(config)
+        super().__init__(replace(config, delta=False))
 
     def _start(self) -> None:
         from vllm import LLM
@@ -48,6 +49,8 @@ class WorkersEngine(RolloutEngine):
 
 class Receivers:
     """The receivers of all workers, as one. It has the attributes that `publish_weights` and RolloutEngine read."""
+
+    kept = None
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qarl.checks import layers
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 

@@ -18,7 +18,9 @@ import pytest
 import yaml
 from checkout import ROOT
 
-from qarl.checks.memory import GIB, ModelSize, estimate
+from qarl.checks.memory import estimate
+from qarl.checks.memory_terms import GIB
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config, ConfigError, build_config, load_config
 from qarl.config.ignore import is_ignored
 from qarl.config.strict_yaml import parse_value

@@ -13,7 +13,7 @@ from random_models import save_random_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import qarl.checks.memory
+import qarl.checks.memory_terms
 from qarl.kernels import logprob
 from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits, rows_at_a_time
 from qarl.quant.scheme import get_scheme
@@ -134,7 +134,7 @@ def test_no_tensor_holds_more_than_a_block_of_logits() -> None:
 def test_blocks_are_whole_tiles_within_the_limit() -> None:
     assert rows_at_a_time(151936) == 832
     assert rows_at_a_time(10**9) == 64
-    assert qarl.checks.memory.LOGITS_AT_A_TIME == logprob.LOGITS_AT_A_TIME
+    assert qarl.checks.memory_terms.LOGITS_AT_A_TIME == logprob.LOGITS_AT_A_TIME
 
 
 def response_batch() -> Batch:

@@ -4,6 +4,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
+    _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
     prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
                            length. A different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
@@ -46,6 +47,7 @@ from qarl.verl.plugin.alive import Watch, has_stopped
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
@@ -139,6 +141,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
+
+    def _build_optimizer(self, module: Any) -> Any:
+        if is_ours(self.optimizer_config):
+            return build_optimizer(module, self.optimizer_config)
+        return super()._build_optimizer(module)
 
     def optimizer_step(self) -> float:
         norm: float = super().optimizer_step()
@@ -249,6 +256,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
                 found["mismatch/over_limit"] = float(over)
+            found |= muon_metrics(self.optimizer)
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs

@@ -12,8 +12,9 @@ full length, V the vocabulary and H the hidden size.
                   copies in a kernel's layout; and the dequantized weights of the backward.
     activations   what autograd saves, for each token: of all blocks, or with recomputation H numbers of each block and
                   all of one block.
-    logits        10 bytes for each of T * V in the forward, 12 if a backward follows. In blocks of `LOGITS_AT_A_TIME`:
-                  10 and 18 bytes for each logit of a block, and 4 bytes for each weight of lm_head.
+    logits        10 bytes for each of T * V in the forward (18 with verl, which also wants entropies), 12 if a backward
+                  follows. In blocks of `LOGITS_AT_A_TIME`: as much for each logit of a block, 18 bytes in the
+                  backward, and 4 bytes for each weight of lm_head.
     engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
 """
 
@@ -193,8 +194,9 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     update = 12 * backward
     if backward > LOGITS_AT_A_TIME:
         update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden
+    each = 18 if config.backend == "verl" else 10
     return [
-        Part("logits, log-probs", 10 * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
+        Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
         Part("logits, update", update, ("update",)),
     ]
 

@@ -8,7 +8,8 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
     prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
                            length. A different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
-                           from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
+                           from FP32 logits: of packed rows in blocks (`qarl.verl.plugin.head`), and of padded rows with
+                           flash-attn's kernel if verl has it, which computes in FP32
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
@@ -43,9 +44,10 @@ from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
-from qarl.verl.plugin.alive import Watch, has_stopped
+from qarl.verl.plugin.alive import Watch, refuse_dead
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
+from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
@@ -71,6 +73,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _head: LogProbHead | None = None
     _responses: int | None = None
     _row_length: int = 0
     _updated: bool = False
@@ -102,6 +105,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
         aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True)
         self.align = aligned.level
+        self._head = replace_head(module, len(self.model_config.tokenizer))
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module
@@ -194,12 +198,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
             if self.align == "exact":
                 inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        ask(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         self._routing.end()
+        found = take(self._head, output, micro_batch, output_args, self._gather_and_unpad_packed)
+        if found is not None:
+            return found
         if self.quant is not None and getattr(output, "logits", None) is not None:
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
@@ -343,13 +351,6 @@ def flash_cross_entropy() -> bool:
     """Return whether verl uses flash-attn's kernel for log-probs. It computes in FP32 for logits of any dtype."""
     available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
-
-
-def refuse_dead(servers: dict[str, str]) -> None:
-    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
-    if servers:
-        names = ", ".join(sorted(servers)[:8])
-        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def loss_mode(loss_function: Any) -> str | None:

@@ -36,7 +36,9 @@ from workers_engine import WorkersEngine
 from qarl.align.routing import known_routing
 from qarl.bench.sources import find_model
 from qarl.checkpoint.json_file import write_json
-from qarl.checks.memory import GIB, ModelSize, estimate
+from qarl.checks.memory import estimate
+from qarl.checks.memory_terms import GIB
+from qarl.checks.model_size import ModelSize
 from qarl.checks.sampling import sampling_config
 from qarl.config import Config, load_config
 from qarl.diagnose.diagnosis import with_quant

@@ -17,7 +17,8 @@ from qarl.bench import roofline
 from qarl.bench.arguments import check_divides, read
 from qarl.bench.roofline import Rates, Work
 from qarl.bench.sources import default_group_size, find_model
-from qarl.checks.memory import MemoryEstimate, ModelSize, estimate
+from qarl.checks.memory import MemoryEstimate, estimate
+from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError

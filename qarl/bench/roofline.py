@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.checks.memory import ModelSize, wire_bytes
+from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 

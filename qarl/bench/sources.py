@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.arguments import one_of
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"

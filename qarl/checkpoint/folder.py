@@ -3,7 +3,7 @@
 `checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. Hugging Face's libraries can
 load it as it is. It has three more files:
 
-    optimizer.pt   FP32 masters if they exist, moments, generator of the stochastic rounding, place in the schedule
+    optimizer.pt   FP32 masters if they exist, moments, seed and count of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
     state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
                    tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself

@@ -281,8 +281,8 @@ class OptimConfig(Section):
     """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
 
     muon_lr: float = Field(default=0.02, ge=0)
-    """Muon's peak learning rate: the spectral norm of an update. An element changes by about muon_lr / sqrt(input
-    width). The default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
+    """Muon's peak learning rate. In one update an element of a matrix changes by about muon_lr / sqrt(input width). The
+    default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
 
     muon_momentum: Fraction = 0.95
     """Muon's momentum."""

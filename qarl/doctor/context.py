@@ -18,7 +18,7 @@ from torch import nn
 
 from qarl.align.model import resolve_level
 from qarl.checks import layers, model_folder
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.data import PromptDataset, run_prompts
 from qarl.data.rewards import RewardFn, get_reward_fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qarl.checks import layers
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic

@@ -7,7 +7,8 @@ from pathlib import Path
 from qarl.align.families import FAMILIES, check_family, shown_mismatch
 from qarl.checks import lengths, model_folder, stops, weight_files
 from qarl.checks import model as model_checks
-from qarl.checks.memory import ModelSize, readable
+from qarl.checks.memory import readable
+from qarl.checks.model_size import ModelSize
 from qarl.data import check_vocabulary
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic

@@ -158,6 +158,8 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
+        if self.optimizer.muon_lr is not None:
+            metrics["actor/muon_lr"] = self.optimizer.muon_lr
         metrics |= after_first_metrics(later)
         self.optimizer.scheduler_step()
         return metrics

@@ -35,8 +35,6 @@ check model and data, to choose the checkpoint and to decide whether the run is 
 def unsupported(config: Config) -> dict[str, str]:
     """Return the keys of `config` with values that verl does not support, each with the value to use instead."""
     problems = {
-        "optim.name": (config.optim.name != "adamw", "adamw"),
-        "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
         "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
     }
     return {key: neutral for key, (bad, neutral) in problems.items() if bad}

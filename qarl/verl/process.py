@@ -85,8 +85,9 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     import torch
 
     from qarl.align.model import resolve_level
-    from qarl.checks.memory import ModelSize, estimate, readable
+    from qarl.checks.memory import estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
+    from qarl.checks.model_size import ModelSize
 
     device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
     if not on_cpu and torch.cuda.is_available():

@@ -29,6 +29,7 @@ from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
+from qarl.verl.optimizer import optim_keys
 from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
@@ -267,16 +268,6 @@ def actor_keys(config: Config) -> Keys:
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
-    }
-
-
-def optim_keys(config: Config) -> Keys:
-    optim, root = config.optim, "actor_rollout_ref.actor.optim"
-    return {
-        **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
-        f"{root}.betas": list(optim.betas),
-        f"{root}.clip_grad": config.actor.grad_clip,
-        f"{root}.override_optimizer_config": {"eps": optim.eps},
     }
 
 

@@ -18,7 +18,8 @@ from checkpoint_state import interrupted_run
 from doctor_rig import examine, topic_of
 from random_models import save_random_model
 
-from qarl.checks.memory import ModelSize, checkpoint_bytes
+from qarl.checks.memory import checkpoint_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.config import load_config
 from qarl.doctor import disk, memory, packages
 from qarl.doctor.context import Context

@@ -29,8 +29,6 @@ REPLACED = [
     f"data.val_files=[{DATA}/test.parquet]",
     "data.max_prompt_length=32",
     "data.max_response_length=80",
-    "optim.name=adamw",
-    "trainer.nnodes=1",
     "trainer.n_gpus_per_node=2",
     "trainer.total_training_steps=2",
     # The rest only saves time: 128 responses a step.

@@ -80,6 +80,13 @@ def has_stopped(what: str, dead: dict[str, str]) -> UserError:
     )
 
 
+def refuse_dead(servers: dict[str, str]) -> None:
+    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
+    if servers:
+        names = ", ".join(sorted(servers)[:8])
+        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
+
+
 def _has_engine(name: str) -> bool:
     """Return whether the actor has an engine. Only the first server of a replica does: `vllm_server_REPLICA_0`."""
     return name.startswith(SERVER) and name.endswith("_0")

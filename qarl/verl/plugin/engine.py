@@ -4,10 +4,12 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
+    _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
     prepare_model_inputs   drops the mask, because rows are padded on the right, and pads all rows of a step to one
                            length. A different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
-                           from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
+                           from FP32 logits: of packed rows in blocks (`qarl.verl.plugin.head`), and of padded rows with
+                           flash-attn's kernel if verl has it, which computes in FP32
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
@@ -43,11 +45,13 @@ from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox
-from qarl.verl.plugin.alive import Watch, has_stopped
+from qarl.verl.plugin.alive import Watch, refuse_dead
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
+from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
@@ -71,6 +75,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
     _row_length: int = 0
@@ -107,6 +112,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
         )
         self.align = aligned.level
+        self._head = replace_head(module, len(self.model_config.tokenizer))
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module
@@ -146,6 +152,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
+
+    def _build_optimizer(self, module: Any) -> Any:
+        if is_ours(self.optimizer_config):
+            return build_optimizer(module, self.optimizer_config)
+        return super()._build_optimizer(module)
 
     def optimizer_step(self) -> float:
         norm: float = super().optimizer_step()
@@ -194,12 +205,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
             if self.align == "exact":
                 inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        ask(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         self._routing.end()
+        found = take(self._head, output, micro_batch, output_args, self._gather_and_unpad_packed)
+        if found is not None:
+            return found
         if self.quant is not None and getattr(output, "logits", None) is not None:
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
@@ -258,6 +273,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 found["mismatch/over_limit"] = float(over)
             if self._outbox:
                 found |= self._outbox.metrics()
+            found |= muon_metrics(self.optimizer)
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
@@ -350,13 +366,6 @@ def flash_cross_entropy() -> bool:
     """Return whether verl uses flash-attn's kernel for log-probs. It computes in FP32 for logits of any dtype."""
     available = getattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
-
-
-def refuse_dead(servers: dict[str, str]) -> None:
-    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
-    if servers:
-        names = ", ".join(sorted(servers)[:8])
-        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def loss_mode(loss_function: Any) -> str | None:

@@ -69,6 +69,15 @@ def int8_linear(
     return output
 
 
+def int_mm(prepared: PreparedScaled) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return `multiply` for `int8_linear`. It calls `torch._int_mm`; the weight, int8 [K, N], may have any strides."""
+
+    def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
+
+    return multiply
+
+
 class TorchInt8Linear:
     """W8A8 with `torch._int_mm`."""
 
@@ -85,11 +94,7 @@ class TorchInt8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
-
-        def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
-
-        return int8_linear(multiply, quantize_int8(x), prepared.weight.shape[1], bias)
+        return int8_linear(int_mm(prepared), quantize_int8(x), prepared.weight.shape[1], bias)
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:

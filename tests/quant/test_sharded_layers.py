@@ -1,5 +1,4 @@
-"""Layers that FSDP2 shards and gathers in low bits, on 1 to 4 gloo ranks, against the same layers on one process without
-FSDP2."""
+"""Layers that FSDP2 gathers in low bits, on 1 to 4 gloo ranks, against the same layers on one process without FSDP2."""
 
 from __future__ import annotations
 

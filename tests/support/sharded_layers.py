@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 WORLDS = (1, 2, 3, 4)
@@ -64,10 +65,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            if self.recompute:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(x)
 
 
@@ -124,7 +122,7 @@ class CountingAllGather:
         return self.inner(output_tensor, input_tensor, group, async_op)
 
 
-def shard(model: Model, mesh: Any, scheme: str | None) -> CountingAllGather:
+def shard(model: Any, mesh: Any, scheme: str | None) -> CountingAllGather:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from qarl.quant import get_scheme
@@ -140,11 +138,11 @@ def shard(model: Model, mesh: Any, scheme: str | None) -> CountingAllGather:
     return counting
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def publish(model: Model, scheme: str) -> dict[str, torch.Tensor]:
+def publish(model: Any, scheme: str) -> dict[str, torch.Tensor]:
     from qarl.quant import get_scheme
     from qarl.quant.fsdp import sharded_wire_tensors
 
@@ -155,11 +153,11 @@ def publish(model: Model, scheme: str) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in stream}
 
 
-def masters(model: Model) -> dict[str, torch.Tensor]:
+def masters(model: Any) -> dict[str, torch.Tensor]:
     return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
 
 
-def gradients(model: Model) -> dict[str, torch.Tensor]:
+def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -175,7 +173,9 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     from qarl.errors import UserError
     from qarl.quant.fsdp import quantize_shards
 
-    model, found = make_model(), {}
+    model: Any = make_model()
+    found: dict[str, Any] = {}
+    again: dict[str, Any] = {}
     counting = shard(model, mesh, scheme)
     found["forgotten"] = refusal(lambda: model(make_input(0)), RuntimeError) if mesh.size() == 1 else ""
     model = make_model()
@@ -193,9 +193,9 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     step(model, [rank], found)
     found |= further_steps(model, scheme, rank)
     found["checkpointed"] = through_checkpoints(model, mesh, scheme)
-    recomputed = make_model(recompute=True)
+    recomputed: Any = make_model(recompute=True)
     shard(recomputed, mesh, scheme)
-    step(recomputed, [rank], again := {})
+    step(recomputed, [rank], again)
     found["recomputed"] = again["gradients"]
     found["accumulated"] = accumulated(mesh, scheme, rank)
     plain = make_model()
@@ -208,7 +208,7 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def step(model: Model, inputs: list[int], found: dict[str, Any]) -> None:
+def step(model: Any, inputs: list[int], found: dict[str, Any]) -> None:
     """Forward and backward of `inputs` one by one; their gradients are added up."""
     from qarl.quant.fsdp import quantize_shards
 
@@ -218,17 +218,17 @@ def step(model: Model, inputs: list[int], found: dict[str, Any]) -> None:
     found["gradients"] = gradients(model)
 
 
-def generations(model: Model) -> list[int]:
+def generations(model: Any) -> list[int]:
     return [module.generation for module in model.modules() if hasattr(module, "generation")]
 
 
-def further_steps(model: Model, scheme: str, rank: int) -> dict[str, Any]:
+def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
     """Two optimizer steps, of which the second has two forwards; then the parameters move, as when verl offloads."""
     from qarl.quant.fsdp import quantize_shards
 
     found: dict[str, Any] = {"before": generations(model)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+    found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
     optimizer.zero_grad()
     step(model, [rank], {})
@@ -252,22 +252,21 @@ def further_steps(model: Model, scheme: str, rank: int) -> dict[str, Any]:
 
 def accumulated(mesh: Any, scheme: str, rank: int) -> list[dict[str, torch.Tensor]]:
     """The gradients of two micro-batches: reduced after each, and only after the last."""
-    found = []
-    for sync in (True, False):
-        model = make_model()
+    found: list[dict[str, Any]] = [{}, {}]
+    for made, sync in zip(found, (True, False), strict=True):
+        model: Any = make_model()
         shard(model, mesh, scheme)
         if sync:
-            step(model, [rank, rank + 4], made := {})
+            step(model, [rank, rank + 4], made)
         else:
             model.set_requires_gradient_sync(False)
             step(model, [rank], {})
             model.set_requires_gradient_sync(True)
-            step(model, [rank + 4], made := {})
-        found.append(made["gradients"])
-    return found
+            step(model, [rank + 4], made)
+    return [made["gradients"] for made in found]
 
 
-def through_checkpoints(model: Model, mesh: Any, scheme: str) -> list[dict[str, torch.Tensor]]:
+def through_checkpoints(model: Any, mesh: Any, scheme: str) -> list[dict[str, torch.Tensor]]:
     """What other models publish that got this one's state: from a file for each rank, as verl's, and from PyTorch's
     whole state dict."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict

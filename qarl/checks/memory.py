@@ -5,10 +5,10 @@ doctor and dry runs print it. The estimate adds up tensor sizes and ignores the 
 higher.
 
     local    One process holds everything. vLLM stays loaded beside the trainer.
-    verl     FSDP2 shards masters, gradients, optimizer state and low-bit tensors over nnodes * n_gpus_per_node ranks.
-             At any time two decoder blocks and the embeddings are gathered, quantized weights in low bits. Only one
-             linear or one layer of experts is in the kernel's layout or dequantized. On GPUs vLLM sleeps during the
-             update (verl's free_cache_engine).
+    verl     FSDP2 shards masters, gradients and optimizer state over nnodes * n_gpus_per_node ranks. At any time two
+             decoder blocks and the embeddings are gathered in BF16. Every rank keeps the low-bit tensors of all
+             layers, and the kernels' copies of them, from one optimizer step to the next. On GPUs vLLM sleeps during
+             the update (verl's free_cache_engine).
 
 The activations that autograd saves per token and layer are counted operator by operator, for transformers' blocks and
 those of `qarl.align`. A test compares the count with autograd. All sequences are assumed to have full length.
@@ -300,15 +300,15 @@ def _weights_and_optimizer(size: ModelSize, config: Config, offload: bool) -> li
     state = Part(f"{config.optim.name} state, FP32", _optimizer_state(size, config) // shards, used)
     working = Part("FP32 working copy", 0 if fp32 else 4 * parameters // shards, ("step",))
     if config.backend == "verl":
-        unsharded = 2 * (2 * size.largest_block + size.embedding_parameters)
+        gathered = 2 * (2 * size.largest_block + size.embedding_parameters)
         masters = (4 if fp32 else 2) * parameters // shards
         return [
             Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
             state,
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
             working,
-            Part("gathered weights", unsharded - 2 * _saved_in_a_block(size, config), ("old_log_prob", "update")),
-            Part("gradients before they are scattered", unsharded, ("update",)),
+            Part("gathered weights, BF16", gathered, ("old_log_prob", "update")),
+            Part("gradients before they are scattered", gathered, ("update",)),
         ]
     responses = config.actor.ppo_mini_batch_size * config.rollout.n
     several = responses > config.actor.ppo_micro_batch_size_per_gpu
@@ -328,18 +328,6 @@ def _quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
     return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
 
 
-def _saved_in_a_block(size: ModelSize, config: Config) -> int:
-    """Return the bytes by which a block gathered in low bits is smaller than in BF16, for the block that saves least."""
-    if config.quant.align == "off" or config.quant.scheme == "bf16":
-        return 0
-    saved = dict.fromkeys(range(size.layers), 0)
-    for layer in saved:
-        for name, (n, k) in size.block_linears(layer).items():
-            if not is_ignored(name, config.quant.ignore):
-                saved[layer] += 2 * n * k - wire_bytes(config.quant.scheme, config.quant.group_size, (n, k))
-    return min(saved.values())
-
-
 def _published(size: ModelSize, config: Config) -> dict[str, int]:
     """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
     quantized = _quantized_linears(size, config)
@@ -355,22 +343,18 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     scheme, group = config.quant.scheme, config.quant.group_size
     quantized = _quantized_linears(size, config)
     shapes = list(quantized.values())
-    wire = sum(wire_bytes(scheme, group, shape) for shape in shapes)
+    prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
     # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
-    stack = size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
-    if config.backend == "verl":
-        return [
-            Part("low-bit tensors, sharded", wire // ranks(config)),
-            Part("one layer dequantized, BF16", 2 * max(2 * stack, *(n * k for n, k in linears), 0), ("update",)),
-        ]
-    prepared = sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in shapes)
-    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [4 * stack] * bool(stack)
+    experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(shapes) else 0
+    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
     held = sum(2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT)
+    # verl's sharded layers keep none: they dequantize for each backward.
+    dequantized = 0 if config.backend == "verl" else held + max(own, default=0)
     return [
-        Part("low-bit tensors", wire),
+        Part("low-bit tensors", sum(wire_bytes(scheme, group, shape) for shape in shapes)),
         Part("low-bit tensors in the kernels' layout", prepared),
-        Part("dequantized weights for the backward, BF16", held + max(own, default=0), ("update",)),
+        Part("dequantized weights for the backward, BF16", dequantized, ("update",)),
     ]
 
 

@@ -162,8 +162,8 @@ def quantize_before_sharding(
 def quantize_shards(model: nn.Module, device: torch.device | None = None) -> None:
     """Make FSDP2 gather the quantized weights of `model` in low bits, and quantize this rank's rows that have changed.
 
-    All ranks must call this together, after `fully_shard` and before each forward. If a parameter changes, its next
-    gather quantizes it, too, but then an error on one rank would leave the others waiting for it.
+    All ranks must call this together, after `fully_shard` and before each forward. If a weight changes after this call,
+    its next gather raises RuntimeError.
 
     Args:
         device: where to quantize and to gather. Default: where the masters are.

@@ -139,9 +139,9 @@ class WeightShard:
         self._buffer, self._slots = buffer, tuple(slots)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Return what this rank sends: FSDP2 calls this before every gather."""
-        self.quantize()
-        assert self._buffer is not None
+        """Return what this rank sends. FSDP2 calls this before every gather, on GPUs in a stream for communication."""
+        if self._buffer is None or self.stale:
+            raise RuntimeError(f"{self.name} has changed since its rows were quantized; call quantize_shards before")
         if mesh.size() == 1:
             return (self._buffer,), None
         return tuple(slot.of(self._buffer) for slot in self._slots), None

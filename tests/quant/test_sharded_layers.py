@@ -18,6 +18,8 @@ from sharded_layers import GROUP, IGNORE, SCHEMES, WORLDS, Model, loss_of, make_
 
 from qarl.quant import get_scheme, packed_state_dict, quantize_model
 
+pytestmark = pytest.mark.long
+
 CASES = [(world, scheme) for world in WORLDS for scheme in SCHEMES]
 Results = Callable[[int, str], list[dict[str, Any]]]
 
@@ -179,6 +181,11 @@ def test_a_bad_weight_on_one_rank_is_an_error_on_all(results: Results, world: in
 def test_a_forward_without_low_bit_shards_is_refused(results: Results) -> None:
     for scheme in SCHEMES:
         assert "call quantize_shards" in results(1, scheme)[0]["forgotten"]
+
+
+def test_a_weight_that_changes_between_forward_and_backward_is_refused(results: Results) -> None:
+    for scheme in SCHEMES:
+        assert results(1, scheme)[0]["changed"].startswith("blocks.0.wide.weight has changed")
 
 
 def test_a_gathered_weight_refuses_to_be_read_as_bf16() -> None:

@@ -190,6 +190,15 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     found["sent"] = counting.sent[0]
     found["held"] = [tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors.values()]
     found["published"] = publish(model, scheme)
+    found["changed"] = ""
+    if mesh.size() == 1:
+        other: Any = make_model()
+        shard(other, mesh, scheme)
+        quantize_shards(other)
+        loss = loss_of(other(make_input(0)), 0)
+        with torch.no_grad():
+            other.blocks[0].wide.weight.mul_(2)
+        found["changed"] = refusal(loss.backward, RuntimeError)
     step(model, [rank], found)
     found |= further_steps(model, scheme, rank)
     found["checkpointed"] = through_checkpoints(model, mesh, scheme)

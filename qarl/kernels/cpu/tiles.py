@@ -28,8 +28,8 @@ def to_tiles(packed: torch.Tensor) -> torch.Tensor:
 
 def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
     """Invert `to_tiles`: int32 [N/16, 2K] -> int32 [N, K/8]."""
-    low, high = tiles.contiguous().view(torch.uint8).view(len(tiles), -1, 2, TILE_ROWS // 2).transpose(1, 3).unbind(2)
-    pairs = low.new_empty(len(tiles), TILE_ROWS // 2, 2, low.shape[2])  # low and high: [N/16, 8, K/2]
-    pairs[:, :, 0] = (low & 0xF) | (high << 4)
-    pairs[:, :, 1] = (low >> 4) | (high & 0xF0)
+    low, high = tiles.contiguous().view(torch.uint8).view(len(tiles), -1, 2, TILE_ROWS // 2).unbind(2)
+    pairs = low.new_empty(len(tiles), TILE_ROWS // 2, 2, low.shape[1])  # low and high: [N/16, K/2, 8]
+    pairs[:, :, 0] = ((low & 0xF) | (high << 4)).transpose(1, 2)
+    pairs[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
     return pairs.view(len(tiles) * TILE_ROWS, -1).view(torch.int32)

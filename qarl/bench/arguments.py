@@ -1,6 +1,6 @@
 """Read key=value arguments into a dataclass. Field names are the keys. Field types are the types of values.
 
-Unknown keys and invalid values are reported before any work is done. Every number must be above 0.
+Unknown keys and invalid values are reported before any work is done. All numbers must be positive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[st
     for argument in given:
         key, equals, text = argument.partition("=")
         if not equals or not text:
-            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value: json=FILE")
+            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
         one_of(key, keys, "key")
         values[key] = _convert(key, text, hints[key])
         for name in values[key] if isinstance(values[key], tuple) else (values[key],):
@@ -64,7 +64,7 @@ def _invalid(key: str, text: str, kind: type) -> UserError:
 
 
 def one_of(value: str, known: Collection[str], what: str) -> None:
-    """Raise UserError unless `value` is one of `known`. The error names the nearest one."""
+    """Raise UserError unless `value` is one of `known`. The error names the most similar one."""
     if value not in known:
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f" (nearest: {near[0]})" if near else ""
@@ -96,7 +96,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return the fields of the dataclass for a published file. Of a path only the last name is kept."""
+    """Return the fields of the dataclass for a file that may be published: paths lose their folders."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

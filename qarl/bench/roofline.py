@@ -30,8 +30,8 @@ FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one device. `product` maps schemes to (rows, FLOP/s). `memory`, `link` and `network` are in bytes/s.
-    `said` has a line of text for each rate, which says whether the rate was measured or assumed."""
+    """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network` are in
+    bytes/s. `said` has a line of text for each rate, which says whether the rate was measured or assumed."""
 
     device: str
     product: Curves
@@ -42,7 +42,7 @@ class Rates:
     network: float = math.inf
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
-        """Return the rate at the nearest measured number of rows."""
+        """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
         return min(self.product[scheme], key=lambda point: abs(math.log(point[0] / max(rows, 1))))[1]
 
 
@@ -66,7 +66,7 @@ def measured_rates(path: Path) -> Rates:
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
         memory = float(document["ceilings"]["copy_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("this is not a file of qarl.bench kernels", where=f"rates={path}", why=str(error)) from error
+        raise UserError("the file is not from qarl.bench kernels", where=f"rates={path}", why=str(error)) from error
     product: Curves = {}
     said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
     for scheme in EFFICIENCY:
@@ -177,7 +177,7 @@ class Roofline:
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
     def pass_(self, rows: int, scheme: str, *, head: bool = True) -> float:
-        """Return seconds of a micro-batch's forward. A backward takes twice as long as a BF16 forward."""
+        """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
         prompt, response = self.work.prompt_length, self.work.response_length[0]
         return self.rows(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
 

@@ -2,7 +2,7 @@
 
 The backend of the run may be local or verl. For verl, the files of all ranks are merged. The checkpoint is checked by
 its digests or checksums and never changed. Tensors are streamed, one shard at a time. The folder appears complete or
-not at all, for example if the disk is full.
+not at all, even if the disk becomes full.
 """
 
 from __future__ import annotations

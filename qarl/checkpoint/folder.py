@@ -81,7 +81,7 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Turn exceptions in this context into a CheckpointError that names this checkpoint and its file `name`."""
+        """Turn exceptions in the `with` block into a CheckpointError that names this checkpoint and its file `name`."""
         try:
             yield
         except UserError:

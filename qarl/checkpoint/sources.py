@@ -64,7 +64,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         raise UserError(
             f"the run {run} has no checkpoints",
             why="checkpoints are written only with trainer.save_freq=N, and its default is -1 (never)",
-            fix="train with trainer.save_freq=N; the run's final model is in its export folder",
+            fix="train with trainer.save_freq=N, or use the final model in the export folder of the run",
         )
     chosen = max(found) if step is None else step
     if step is None and max(torn, default=0) > chosen:
@@ -87,8 +87,8 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn errors of the code in this context into a UserError that names the checkpoint's `folder`. Many exception
-    classes are caught, because each reader raises different ones for each kind of damage."""
+    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`. Many exception classes
+    are caught, because each library raises different ones for different damage."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:

@@ -9,9 +9,9 @@ target is replaced.
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-A folder to remove may be a link. If the link points to a folder of the same name, somebody has moved the folder, for
-example to a larger disk. Then the moved folder is removed too, to free its space. Any other target stays: a folder with
-a different name, or a checkpoint of a different run.
+A folder to remove may be a link. If the link's target has the same name as the folder, somebody has probably moved the
+folder there, for example to a larger disk. In that case the target is removed too, to free its space. It stays if it
+has a different name or is a checkpoint of a different run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the code in this context into a `StorageError` that names `path`."""
+    """Turn an OSError in the `with` block into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder, a file or a link. Also remove the link's target if it is the moved folder `name`."""
+    """Remove a folder, file or link. If it is a link to the folder `name` after a move, remove its target too."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return

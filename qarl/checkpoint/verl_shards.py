@@ -1,7 +1,7 @@
 """Find verl's complete checkpoints on disk and read their weights, without verl, Ray or a process group.
 
-verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with its
-rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
+verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with
+rank R's part of an FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
 needs memory for the whole model and rounds to BF16. Here the files are memory-mapped. Each tensor is assembled alone,
 in FP32, and compared with the checksums that QaRL's engine records beside the files.
 

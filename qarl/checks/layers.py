@@ -145,7 +145,7 @@ def check_engine_shapes(shapes: Shapes) -> None:
     if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
-            f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
+            f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
             why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM adds up the output sizes of "
             f"q_proj, k_proj and v_proj, and of gate_proj and up_proj. These weights are {found}",
@@ -160,7 +160,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
     """
     if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
         raise UserError(
-            f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
+            f"vLLM's int8 kernel for CPUs with AMX does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
             why="after vLLM has fused them, the output size of each layer is a multiple of 16, but not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
@@ -168,7 +168,7 @@ def check_tile_shapes(shapes: Shapes) -> None:
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the names of all linears in vLLM's layers, fused or not, for whose [N, K] `refuses` returns true."""
+    """Return the names of the linears in those layers of vLLM, fused or not, whose [N, K] `refuses` rejects."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]

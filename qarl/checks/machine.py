@@ -55,7 +55,7 @@ def check_cpu(config: Config) -> None:
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
             why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
-            fix="unset VLLM_CPU_INT4_W4A8, because QaRL then sets it to 0",
+            fix="unset VLLM_CPU_INT4_W4A8; QaRL itself then sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
     if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:

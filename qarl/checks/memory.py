@@ -47,7 +47,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers in a Llama-like or Qwen3-MoE config that determine sizes. `sparse_layers`: layers with experts."""
+    """The sizes that a Llama-like or Qwen3-MoE model has in its config. `sparse_layers`: layers with experts."""
 
     layers: int
     hidden: int
@@ -146,7 +146,7 @@ class ModelSize:
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Return the bytes of a token's BF16 keys and values on one GPU, which has at least one KV head per layer."""
+        """Return the bytes of a token's BF16 keys and values on a GPU, which has one KV head per layer or more."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
@@ -388,7 +388,7 @@ def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
 
 
 def _engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
-    """Return, for one GPU, the engine's parts, the bytes of its KV cache and the bytes of its weights."""
+    """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(_published(size, config).values()) // parallel
     phases = ("rollout",) if config.backend == "verl" and device == "cuda" else PHASES

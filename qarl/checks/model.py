@@ -25,13 +25,13 @@ _WHERE = "model.path: config.json"
 
 def check_model(hf_config: Any) -> None:
     """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    no test shows that they agree for its family. The error names the family, architecture, layer or key, and why."""
+    the model's family is not among those tested. The error names the family, architecture, layer or key, and why."""
     check_served(hf_config)
     check_family(hf_config)
 
 
 def check_served(hf_config: Any) -> None:
-    """Make the checks of `check_model` except the check of the family. Any family with publishable layers passes."""
+    """Make all checks of `check_model` except `check_family`. Any family passes whose layers QaRL can publish."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
@@ -41,7 +41,7 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family, and a note if the level is below `quant.align`."""
+    """Print a note with the measured mismatch of the model's family, and a note if `quant.align` falls back."""
     if lower := lower_level(config, hf_config):
         note(lower)
     if shown := shown_mismatch(hf_config):
@@ -145,5 +145,5 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
         why="training updates BF16 master weights and quantizes them itself, but this model has only quantized weights",
-        fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
+        fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
     )

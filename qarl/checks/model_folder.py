@@ -48,7 +48,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
-    """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy and the error of loading.
+    """Return the model's config and None, or, if the Hub cannot be reached, QaRL's copy and the error from loading.
 
     The copy is sufficient to compute sizes and to make checks, but not to train.
     """

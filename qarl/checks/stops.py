@@ -1,9 +1,9 @@
 """Checks whether tokenizer and model agree about the tokens at which vLLM ends a response.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
-uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). The trainer
-learns from all tokens that the engine returned, including the last one, so its masks are always right. But if an
-id belongs to a different tokenizer, responses may end at the wrong place, or may never end.
+uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). The trainer learns
+from all tokens that the engine returned, including the last one, so its masks always fit the responses. But if an id
+belongs to a different tokenizer, responses may end at the wrong place, or may never end.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class SplitModel(NamedTuple):
         return [(what, layers.name_layers(bad), "every worker holds an equal part")]
 
     def _groups(self, workers: int) -> list[Problem]:
-        """Row-parallel layers whose part on one worker is not a multiple of the group size."""
+        """Layers that are split along K into parts that are not multiples of the group size."""
         group = self.scheme.group_size
         if not group:
             return []

@@ -36,7 +36,7 @@ _SCALARS = [
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars that refuses tags, anchors, aliases and merge keys."""
+    """A SafeLoader that reads scalars as YAML 1.2 does, and refuses tags, anchors, aliases and merge keys."""
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  declared as in PyYAML, but without the rules of YAML 1.1
 

@@ -138,7 +138,7 @@ class Context:
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each shape, or the error if there is no kernel. The topic "kernels" adds entries."""
+        """The trainer's kernel for each shape, or the error if none supports it; filled by the topic "kernels"."""
         return {}
 
     @property

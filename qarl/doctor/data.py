@@ -12,7 +12,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_train(context: Context, topic: Topic) -> None:
-    """Whether training prompts exist, are complete, and are within their limits."""
+    """Whether the training prompts exist and are complete, and which are too long."""
     _missing_elsewhere(context, context.config.data.train_files)
     prompts = context.train_prompts.load()
     if prompts.num_filtered:

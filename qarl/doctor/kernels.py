@@ -138,7 +138,7 @@ def check_alignment(context: Context, topic: Topic) -> None:
 
 
 def check_sampling(context: Context, topic: Topic) -> None:
-    """Whether the trainer's log-probs describe how the engine samples."""
+    """Whether the trainer's log-probs apply the same temperature, top_p and top_k as the engine."""
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()

@@ -1,4 +1,4 @@
-"""Checks that layers divide by the group size and by `rollout.tensor_model_parallel_size`, as vLLM shards them."""
+"""Checks that the group size divides the layers, and that vLLM can split them over the GPUs of an engine."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def _bits(device: torch.device) -> torch.Tensor:
 def find_kept(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's token had to be added to
-    the mask. It must be in the mask because the engine sampled it."""
+    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's sampled token was not in the
+    computed mask and was added to it."""
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]
     kept.scatter_(1, tokens[:, None], True)

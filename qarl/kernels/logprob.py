@@ -48,7 +48,7 @@ _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are computed at a tim
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """Return the rows of a block: as many as `LOGITS_AT_A_TIME` allows, in whole tiles."""
+    """Return the number of rows in a block: as many as `LOGITS_AT_A_TIME` allows, but a multiple of `_ROW_MULTIPLE`."""
     return max(LOGITS_AT_A_TIME // vocabulary // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
 
 
@@ -148,13 +148,13 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Return slices of at most `rows`, nearly equal in length, because a short one would get another BF16 kernel."""
+    """Return nearly equal slices of at most `rows`: a short last one could get another BF16 kernel, and other bits."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total [V, H] FP32 += grad [T, V]ᵀ @ hidden [T, H], summed in FP32 and not rounded."""
+    """Add grad [T, V]ᵀ @ hidden [T, H] to `total`, FP32 [V, H], without rounding the product to BF16."""
     for start in range(0, total.shape[0], _WEIGHT_ROWS):
         part = slice(start, start + _WEIGHT_ROWS)
         if total.is_cuda:

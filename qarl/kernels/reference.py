@@ -3,10 +3,10 @@
 W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`. vLLM's CPU kernel
 builds the same operand in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 sum is left to the library.
 
-The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once:
-y = sum_k (q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value times 24 of scale). W4A8 does the
-same with int4 weights and a scale per group. Its dequantized weight is not rounded to BF16 (W4A16's is), as in kernels
-that sum integers per group and then scale. No engine serves W4A8 on CPU yet.
+The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once: y = sum_k
+(q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value, 24 of scale). W4A8 does the same with int4
+weights and a scale per group. Unlike W4A16, it does not round the dequantized weight to BF16, because W4A8 kernels sum
+integers per group and scale the sums. No engine serves W4A8 on CPU yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the kernel for a quantized linear, and record why.
 
-The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run multiplies with the
-kernels it started with. The order of preference is: the operator that the rollout engine uses on that machine,
-PyTorch's operator, our Triton kernel (on GPUs), the exact reference.
+The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run uses the same
+kernels as before. The order of preference is: the operator that the rollout engine uses on that machine, PyTorch's
+operator, our Triton kernel (on GPUs), the exact reference.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LinearKernel(NamedKernel, Protocol):
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the activations [M, K] that `linear` multiplies for this x, in BF16. If not quantized, return x."""
+        """Return the activations [M, K] that `linear` multiplies for this x, in BF16: x itself if unquantized."""
 
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
@@ -108,8 +108,8 @@ def first_available(
     refusal: str,
     served: str,
 ) -> Choice[Kernel]:
-    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
-    If there is no such kernel, raise UserError(`refusal`), which lists all reasons and names the weights `served`."""
+    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try. If
+    none serves, raise UserError(`refusal`) with all reasons; `served` is what its text calls the weights."""
     passed_over: list[str] = []
     for kernel in kernels:
         if force is not None and kernel.name != force:

@@ -4,9 +4,9 @@ Trainer and engine share one process. So both use the same OpenMP pool (two pool
 and a publish passes tensors without copying them through a pipe. The engine starts with dummy weights and is `stale`,
 so it refuses to generate until a publish is complete. If a later publish fails half way, the engine refuses again.
 
-Log-probs are vLLM's `processed_logprobs`. As in verl, they belong to the distribution after temperature and top-p, from
-which the tokens are sampled. Every request has its own seed, so a response does not depend on the other requests in the
-batch, or on whether the run was resumed.
+Log-probs are vLLM's `processed_logprobs`, as in verl: they are computed after temperature and top-p are applied, that
+is, from the distribution that tokens are sampled from. Every request has its own seed, so a response does not depend on
+the other requests in the batch, or on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class SamplingConfig:
 class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
-    experts of every token of prompt and response except the last, in the router's order. Each tensor is
-    [tokens - 1, layers, k] in uint8, or in int16 if a layer has more than 256 experts. A dense layer has zeros."""
+    experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
+    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -184,7 +184,7 @@ class RolloutEngine:
 
         Raises:
             UserError: the engine has no complete set of published weights, or vLLM would not sample as `sampling` asks.
-            EngineFailed: vLLM raised. A publish does not repair the engine; call `rebuild`.
+            EngineFailed: vLLM raised an exception. A publish does not repair the engine; call `rebuild`.
             FloatingPointError: a log-prob is not finite, because the weights or the KV cache are corrupt.
         """
         version = self.weight_version
@@ -233,7 +233,7 @@ class RolloutEngine:
         return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Run `call`, which uses vLLM. Raise EngineFailed if vLLM fails. Pass on vLLM's refusal of a request."""
+        """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
         try:
             return call()
         except Exception as error:
@@ -246,14 +246,14 @@ class RolloutEngine:
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Carry a publish to the engine. Return the stream unchanged, because the engine is in this process."""
+        """Return what the engine receives if `stream` is sent: `stream` itself, because both are in one process."""
         return stream
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._run(self.llm.reset_prefix_cache))
 
     def mark_stale(self, reason: str, *, nan: bool = False) -> None:
-        """Make `generate` refuse, with `reason`, until a publish is complete. `nan`: the engine returned NaN."""
+        """Make `generate` refuse, with `reason`, until the next complete publish. `nan`: whether vLLM returned NaN."""
         if self.receiver:
             self.receiver.mark_stale(reason)
             self.receiver.kv_cache_spoilt |= nan
@@ -281,7 +281,7 @@ _OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 @cache
 def _tidy_up_at_exit() -> None:
-    """Register `_close_all` once, after vLLM's own functions, because Python calls the last one registered first."""
+    """Register `_close_all` with `atexit`, once. Python runs it before vLLM's exit functions, registered earlier."""
     atexit.register(_close_all)
 
 

@@ -20,9 +20,9 @@ def serving_module(architecture: str) -> str | None:
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM leaves its layer `name` unquantized under this ignore list. `fused`: the layers that vLLM
-    builds from several layers of the checkpoint -> the names of their parts. Raise ValueError if the list covers only a
-    part of a fused layer."""
+    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`. `fused`: the name of each
+    layer that vLLM builds from several checkpoint layers -> the names of those. Raise ValueError if the ignore list
+    covers only some of them."""
     configure_vllm_process()
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
@@ -36,7 +36,7 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
 
     Raises:
         ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
-        Exception: in an unsupported version of vLLM these functions may be missing or changed.
+        Exception: vLLM's functions that are called here are missing or changed, in an unsupported version of vLLM.
     """
     configure_vllm_process()
     import torch

@@ -60,7 +60,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """Return QaRL's name of verl's `key`, or `verl.KEY` if QaRL has no name for it or the section `verl` has it."""
+        """Return QaRL's name of verl's `key`, or `verl.KEY` if it has none or is set in the section `verl`."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property

@@ -65,7 +65,7 @@ def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_own(keys: Mapping[str, Any]) -> None:
-    """Raise UserError if `keys` (the section `verl`) contains a key of `OWN_KEYS`."""
+    """Raise UserError if `keys` (the section `verl`) sets a verl key that QaRL has its own key for (`OWN_KEYS`)."""
     if found := {key: OWN_KEYS[plain] for key in keys if (plain := key.removeprefix("+")) in OWN_KEYS}:
         raise UserError(
             f"the section verl sets {', '.join(found)}, but QaRL has its own keys for that",
@@ -122,7 +122,7 @@ def refuse_corrections(composed: Any) -> None:
 
 
 def refuse_ignored(composed: Any) -> None:
-    """Raise UserError if a verl key is set that a QaRL run would ignore, or that the trainer would not follow."""
+    """Raise UserError if verl's keys set sampling, a trainer mode or loggers that QaRL does not support."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"

@@ -49,9 +49,9 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFollower:
-    """Reads new lines of `path` in a thread, from `__enter__` to `__exit__`.
+    """Logs the lines that verl adds to `path`, in a thread that runs from `__enter__` to `__exit__`.
 
-    `start`: `time.perf_counter()` at the program's start. `start_step`: the last step before a resume.
+    `start`: `time.perf_counter()` at the program's start. `start_step`: the step after which a resumed run continues.
     """
 
     def __init__(self, config: Config, path: Path, start: float, *, start_step: int = 0) -> None:
@@ -83,8 +83,8 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error: `failure`, an error of storing metrics
-        (training continued after it), or an error of writing summary or plots."""
+        """Write summary and plots. Return the summary and the first of these errors, or None: `failure`, an error of
+        storing metrics (which does not stop the training), an error of writing summary or plots."""
         from qarl.trainer.loop import summarize
 
         config = self.config

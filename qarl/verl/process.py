@@ -50,7 +50,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 
 
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """Return OMP_NUM_THREADS for a worker. If it is None, Ray sets it to the number of CPUs that the worker requested.
+    """Return OMP_NUM_THREADS for a worker, or None to let Ray set it to the number of CPUs that the worker requested.
 
     On a CPU the trainer processes share a machine's cores equally. Rollout engines use the same cores at other times.
     """

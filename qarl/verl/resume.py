@@ -104,7 +104,7 @@ def _choose(config: Config) -> Path | None:
 
 
 def _check_config(config: Config, folder: Path) -> None:
-    """Compare `config` with the config of the run that wrote `folder`, which is stored beside its checkpoints."""
+    """Raise UserError if a run of `config` may not resume from `folder`. Print a note for each permitted change."""
     path = folder.resolve().parents[1] / "config.yaml"
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
-    """Write `folder` into verl's tracker file, rename checkpoints of later steps, and delete the old summary."""
+    """Name `folder` in verl's tracker file. Rename the checkpoints of later steps, and delete the old summary."""
     supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")

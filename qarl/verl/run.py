@@ -152,7 +152,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 f"verl's config does not take {key}={value!r}",
                 where=f"verl.{key}" if key in config.verl else key,
                 why=str(error).splitlines()[0],
-                fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
+                fix="look the key up in verl's ppo_trainer.yaml; to add a key, write +KEY in the YAML mapping `verl`",
             ) from error
     checks.refuse_no_export(config, composed)
     checks.refuse_ignored(composed)
@@ -168,7 +168,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each setting that verl handles slightly differently than its description says."""
+    """Return one line for each key of `config` to which verl gives a different value or meaning than documented."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -206,7 +206,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return {`root`.NAME: value} for the keys `names` of our `section`, which have the same names in verl."""
+    """Return {`root`.NAME: value} for those keys of our `section` that have the same names in verl (`names`)."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -310,7 +310,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU it covers the longest prompt, which is prefilled whole."""
+    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 

@@ -6,8 +6,8 @@
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
 `m` counts tokens; each has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is
-one product per expert, and vLLM's own operator for BF16 experts is measured, too. A result is checked by
-its first and last rows (or tokens): they are compared with the same product in float64 of the same quantized input.
+one product per expert, and vLLM's own operator for BF16 experts is measured, too. To check a result, its first and last
+rows (or tokens) are compared with a float64 computation from the same quantized input and weights.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: 
 
 
 def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Return the competitors for the whole layer. `part` is not used."""
+    """Return the competitors for the whole layer. `part` is ignored: only single products need it."""
     weights, ids = layer.topk(tokens, routing)
     gate_up, down = layer.weights["gate_up"], layer.weights["down"]
     x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
@@ -167,8 +167,8 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return the FLOP, and a function from the bytes of all weights to the bytes that must move: the activations, and
-    the weights of experts that have rows."""
+    """Return the FLOP, and a function that takes the size of all weights in bytes and returns the bytes that must move:
+    the activations, and the weights of those experts that have rows."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
@@ -194,7 +194,7 @@ def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """Return [E, N, K], code times scale: rounded to BF16 for W4A16, exact for 8-bit schemes, which scale the sums."""
+    """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
     if scheme_of(tensors) in ("w4a16", "bf16"):
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])
@@ -205,7 +205,7 @@ def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """Return x W_e^T in float64. `x` holds only the first and last rows of `way`; e is each row's expert."""
+    """Return x W_e^T in float64, with each row's expert e. `x`: the first and last rows that `way` sorted."""
     places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
     owners = torch.searchsorted(way.ends, places, right=True).tolist()
     return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])

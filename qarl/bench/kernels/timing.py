@@ -20,7 +20,7 @@ FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call."""
+    """Seconds of one call, from a sample of `calls` calls."""
 
     median: float
     minimum: float

@@ -2,8 +2,8 @@
 
 The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
 check finds a weight that was not published, and a kernel that computes something different. It even finds a kernel that
-multiplies in BF16, because int8 rounding alone changes results by 0.6%. Tests check the rest (norms, log-probs,
-alignment). If the mismatch (mean |δ|) is over its limit, the trainer's guard ends the launch.
+multiplies in BF16 instead of int8, because int8 rounding changes results by 0.6%. Tests check the rest (norms,
+log-probs, alignment). If the mismatch (mean |δ|) is over its limit, the trainer's guard ends the launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVES = {part for parts in PARTS.values() for part in parts}
 
 
 class WrongNumbers(Exception):
-    """A launch does not compute the same as the reference, so its case gets no figures."""
+    """A linear differs from the reference, so the case (scheme and level) gets no figures."""
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """A measurement. Each launch makes one object."""
+    """Base class of the measurements. Each launch makes one object, of the class for its command."""
 
     policy: Policy
     engine: RolloutEngine | None

@@ -46,7 +46,7 @@ def summary(samples: Samples) -> dict[str, float]:
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
     """Summarize base / other, launch by launch, so that slow phases of the machine cancel out. If one of them has more
-    launches, the surplus is left out."""
+    launches, the additional ones are left out."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 

@@ -7,9 +7,9 @@ QaRL's plugin for vLLM calls this class (`qarl.rollout.vllm_plugin`). `VllmCpuBf
 
 Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. The router's
 weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16
-experts stay in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer and
-engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ by
-1%.
+experts compute in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer
+and engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ
+by 1%.
 
 A token's result does not depend on other tokens, because the linear kernels compute each row independently and each sum
 is over one token.

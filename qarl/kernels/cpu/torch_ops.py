@@ -35,7 +35,7 @@ class PreparedScaled(NamedTuple):
 
 
 def int8_unavailable(device: torch.device) -> str | None:
-    """Return why int8 kernels cannot serve, or None. Without VNNI, sums err by up to half their standard deviation."""
+    """Return why int8 kernels cannot serve, or None. Without VNNI, sums err by up to half of their spread (std)."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
     if not torch.cpu._is_vnni_supported():
@@ -49,8 +49,8 @@ def int8_linear(
     out_features: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [M, N] BF16 from `x`: int8 activations [M, K] and their FP32 scales [M, 1].
-    `multiply(rows, out)` must write the integer sums times the weight scale to `out`, FP32 [rows, N]."""
+    """Return [M, N] BF16 from `x`: int8 activations [M, K] and their FP32 scales [M, 1]. `multiply(values, out)` gets
+    int8 rows and must write their integer sums times the weight scale to `out`, FP32."""
     values, scale = x
     output = values.new_empty(values.shape[0], out_features, dtype=torch.bfloat16)
     buffer = values.new_empty(min(values.shape[0], ROWS_AT_A_TIME), out_features, dtype=torch.float32)
@@ -95,7 +95,7 @@ class TorchInt8Linear:
 
 
 class VllmCpuFP8Linear:
-    """Same bits as vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul if possible, else `_scaled_mm`."""
+    """The bits of vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel: FP32 matmul if it gives them, else `_scaled_mm`."""
 
     name = "vllm_cpu_fp8"
 
@@ -127,7 +127,7 @@ class VllmCpuFP8Linear:
 
 
 def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """FP32 [M, N] from e4m3 [M, K] and [N, K]."""
+    """Multiply e4m3 [M, K] by the transpose of e4m3 [N, K], with unit scales; return FP32 [M, N]."""
     one = torch.ones(1, dtype=torch.float32)
     return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 

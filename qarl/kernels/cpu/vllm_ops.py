@@ -1,4 +1,4 @@
-"""The rollout engine's CPU operators, callable from the trainer. On the same operands they give the same bits.
+"""The rollout engine's CPU operators, callable from the trainer. They give the engine's bits for the engine's operands.
 
 vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
@@ -113,7 +113,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
 
 class VllmCpuInt8Linear:
-    """W8A8 with the result of vLLM's CPUInt8ScaledMMLinearKernel and the same oneDNN product."""
+    """W8A8 by the oneDNN product of vLLM's CPUInt8ScaledMMLinearKernel, with the same bits as that class."""
 
     name = "vllm_cpu_int8"
 
@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. One in 3,000, near a rounding boundary, differs from the operator's."""
+        """Return the dequantized activations. About 1 in 3,000 is rounded differently than in the operator."""
         return dequantize(*quantize_int8_cuda(x))
 
 
@@ -200,5 +200,5 @@ def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
 
 
 def isa_hint() -> str:
-    """Return the instructions that vLLM uses on x86 for W4A16 and BF16 experts: AMX if the CPU has it, else vectors."""
+    """Return the instructions ("amx" or "vec") that vLLM uses on x86 for W4A16 linears and for BF16 experts."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

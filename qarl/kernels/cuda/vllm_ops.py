@@ -14,8 +14,8 @@ differ. To support such a release, only this file must be changed.
 Engine and trainer can still differ in three ways, which cannot be detected here:
     fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
                      but not for one projection. vLLM's tiles and splits over K depend on N, so rounding may differ.
-    linear_backend   an engine argument of vLLM 0.29 that overrides its choice; QaRL does not set it.
-    compilation      if vLLM uses torch.compile, compiled PyTorch quantizes the activations instead of the operators.
+    linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class; QaRL does not set it.
+    compilation      if vLLM uses torch.compile, it quantizes activations by compiled PyTorch, not by these operators.
 
 The Triton kernels compute dX from the wire tensors, which the layer holds anyway, so no BF16 copy of a weight is kept.
 """
@@ -93,7 +93,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 @cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """Return None if vLLM uses the class `kernel` for int4 weights [N, K], else a text that names what it uses."""
+    """Return None if vLLM uses the class `kernel` for int4 weights [N, K], else a text that names its class."""
     try:
         chosen = chosen_int4_kernel(shape, shape, group_size)
     except ValueError as error:
@@ -313,7 +313,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
-    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM then pads FP8, and uses another kernel for int8."""
+    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM pads such FP8 weights; int8 gets another kernel."""
     return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
 
 

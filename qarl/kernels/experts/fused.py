@@ -6,13 +6,13 @@ one after the other. The backward is straight-through and the same for all kerne
 weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
-    da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
+    da  = (dy Ŵd)                                      w * da is the gradient of a; da · â that of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
 Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
-products, so the values computed again can differ in the last BF16 bit. Schemes have the names of `quant.scheme`; W4A8
-is not supported for experts. A token's experts must all be different. Routers guarantee that.
+products, so the values that the backward recomputes can differ from it in the last BF16 bit. Schemes have the names of
+`quant.scheme`; W4A8 is not supported for experts. A token's experts must all be different. Routers guarantee that.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only kernel to try."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: try only this kernel."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),

@@ -78,7 +78,7 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 
 
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad W_e, BF16 [M, K], from grad BF16 [M, N]. W_e is the weight of `product`, dequantized to BF16."""
+    """Return dX = grad @ W_e, BF16 [M, K]. grad is BF16 [M, N], and W_e the weight of `product` dequantized to BF16."""
     scheme = scheme_of(tensors)
     if scheme == "bf16":
         return _bf16_product(grad, tensors["weight"].mT, ends)
@@ -98,7 +98,7 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad_e^T x_e per expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]. An expert without rows gets 0."""
+    """Return grad_e^T @ x_e for each expert, BF16 [E, N, K], from BF16 grad [M, N] and x [M, K]; 0 without rows."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]

@@ -2,7 +2,7 @@
 
     vllm_marlin_experts    W4A16: `fused_marlin_moe`, as MarlinExperts runs it
     vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 runs it
-    vllm_triton_experts    W8A8, FP8 on capability 8.9: `fused_experts`, the kernels and tile tables of TritonExperts
+    vllm_triton_experts    W8A8; FP8 on capability 8.9: `fused_experts`, with the kernels and tiles of TritonExperts
 
 vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. That function is called
 here for a layer of the same sizes. A kernel serves only if the function chooses the kernel's class. The classes
@@ -89,7 +89,7 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Return None if vLLM would run one of `classes` and it can be called, else the reason why not."""
+    """Return why the functions behind `classes` cannot be called or are not vLLM's choice, or None if they are."""
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:
         return why_not
@@ -229,7 +229,7 @@ class VllmMarlinExperts:
 
 
 def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """Write each token's sum over its experts to `output`. `ids`, from vLLM 0.29, matter only with several ranks."""
+    """Write each token's sum over its experts to `output`. vLLM 0.29 also passes `ids`, which are not needed here."""
     from vllm import _custom_ops as ops
 
     ops.moe_sum(rows, output)
@@ -352,5 +352,5 @@ class VllmCutlassExperts(_EightBitExperts):
 
 @cache
 def _filled(experts: int, value: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [E] filled with `value`: the same stride for every expert."""
+    """Return int64 [E] filled with `value`, the stride that CUTLASS reads for each expert."""
     return torch.full((experts,), value, dtype=torch.int64, device=device)

@@ -126,8 +126,9 @@ def forward_tile(
 ):  # fmt: skip
     """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
 
-    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM]: offsets of rows
-    of x, in elements. `channels` [BN]: rows of the weight, counted from the tile's first row. All rows must exist."""
+    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM]: offsets of rows of
+    x, in elements. `channels` [BN]: rows of the weight, counted from the tile's first row. All of these rows must
+    exist."""
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP
@@ -162,9 +163,8 @@ def backward_tile(
     grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return four FP32 [BH, BM]. Number j has the columns start + 4h + j of dX = dY W, summed over blocks
-    first..last-1 of N. `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY, which
-    must exist."""
+    """Return four FP32 [BH, BM]. Number j has the columns start + 4h + j of dX = dY W, summed over blocks first..last-1
+    of N. `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY; all must exist."""
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP

@@ -51,7 +51,7 @@ _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 def _counters(count: int, device: torch.device) -> torch.Tensor:
     """Return int32 zeros [>= count], which every launch resets to zero. A stream's launches share one tensor, because
-    they do not overlap. While a CUDA graph is captured, make a new tensor, so that the graph replays the zeroing."""
+    they do not overlap. During the capture of a CUDA graph, make a new tensor, which each replay zeroes."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)

@@ -36,7 +36,7 @@ def _magnitude(x):
 
 @triton.jit
 def _scale(magnitude, FP8: tl.constexpr):
-    """Return, from the bits of the largest magnitude, the scale and a factor f. Codes are x * f (int8) or x / f."""
+    """Return the scale and a factor f from the bits of the row's maximum. Codes are x * f (int8) or x / f (e4m3)."""
     amax = magnitude.to(tl.float32, bitcast=True)
     if FP8:
         scale = tl.div_rn(amax, 448.0)

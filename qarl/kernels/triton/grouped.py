@@ -127,7 +127,7 @@ def grouped_w4a16_linear(
 def grouped_w4a16_backward_input(
     grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert -> grad W_e, BF16 [M, K]. All else is as in `grouped_w4a16_linear`."""
+    """grad [M, N] BF16 sorted by expert -> dX = grad @ W_e, BF16 [M, K]. The rest is as in `grouped_w4a16_linear`."""
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(grad, n, packed)
     tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
@@ -182,7 +182,7 @@ def grouped_scaled_mm(
 def grouped_scaled_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad W_e, BF16 [M, K].
+    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad @ W_e, BF16 [M, K].
     All experts are dequantized to a transient BF16 buffer, and PyTorch's grouped product multiplies."""
     check_rows(grad, weight.shape[1], weight)
     _check_ends(ends, weight.shape[0], weight)

@@ -97,7 +97,7 @@ class TritonW8A8Linear(_TritonLinear):
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16. FP8 sums stay in the tensor cores, as in the rollout engine."""
+        """x [M, K] BF16 -> [M, N] BF16. FP8 uses `fast_accumulation`, like the rollout engine."""
         from qarl.kernels.triton.activations import quantize_tokens
         from qarl.kernels.triton.scaled_mm import scaled_mm
 

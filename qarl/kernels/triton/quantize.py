@@ -1,4 +1,4 @@
-"""Quantize weights in one pass over the master, and dequantize them to BF16, with the bits of qarl.quant.quantize.
+"""Quantize weights in one pass over the master, and dequantize them to BF16, bit for bit like qarl.quant.quantize.
 
 The bits are equal because every step is rounded to the same dtype, `grid`, as in that module. With `grid` FP32 every
 quotient is an IEEE division. With BF16 no division is needed. The quotient of two 8-bit significands is never nearer
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """Return absmax / half range, rounded to `grid`, as FP32. A scale of zero becomes the eps of `grid`."""
+    """Return absmax / HALF_RANGE in FP32, rounded to the dtype `grid`. A scale of zero becomes the eps of `grid`."""
     if BF16_GRID:
         scale = round_bf16(absmax * (1.0 / HALF_RANGE))
         scale = tl.where(scale == 0.0, 0.0078125, scale)
@@ -76,7 +76,7 @@ def quantize_int4_kernel(
 ):  # fmt: skip
     """A program quantizes `GROUPS` whole groups, as [GROUPS, WORDS, 8]. A thread holds the eight codes of an int32, so
     packing needs no exchange. The maximum of a group of 128 is taken over 16 threads. `WORDS` is GROUP / 8, rounded up
-    to a power of two. `CONTIGUOUS` saves a division for each group.
+    to a power of two. If `CONTIGUOUS`, no program divides to find a group's row.
 
     Bytes per element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. [12288, 4096] from an FP32 master
     with the copy moves 328 MB, which takes 76 us at 4.3e12 B/s on H200."""
@@ -274,8 +274,8 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
-    This serves weights and activations, and equals `qarl.kernels.activations.dequantize`."""
+    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once. It
+    is used for weights and activations, and equals `qarl.kernels.activations.dequantize`."""
     rows, cols = values.shape
     require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")
     require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales must be FP32 [{rows}, 1]")

@@ -178,7 +178,7 @@ def scaled_mm(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the tensor memory accelerator can load both. It needs Hopper or later and 16-byte alignment."""
+    """Return whether the tensor memory accelerator can load x and weight: on Hopper or later, if 16-byte aligned."""
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])

@@ -1,6 +1,6 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
 
-Both products have two paths. The tables (`tables.py`) give the largest number of rows for the first one:
+Both products have two paths. The first serves up to a number of rows given in the tables (`tables.py`):
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
   and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory for M

@@ -2,9 +2,9 @@
 
 A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
 one module, `mlp.experts.routed_experts`. For each expert, `w13_*` holds gate_proj above up_proj, and `w2_*` holds
-down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) `weight_shape` of experts is checked but not
-passed to vLLM, because `w13` would get two of them per expert, and vLLM's layerwise reload would count the second as an
-additional weight.
+down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) An expert's tensors `weight_shape` are checked
+but not passed to vLLM. `w13` would get one from gate_proj and one from up_proj, and vLLM's layerwise reload would count
+the second as an additional weight.
 
 The writers are for the classes of QaRL's plugin. Without the plugin, vLLM on a CPU cannot serve low-bit experts, and
 returns wrong outputs for BF16 experts (`qarl.rollout.vllm_plugin`). On other devices, experts go through vLLM's
@@ -83,8 +83,8 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload. Raise UserError if the engine runs
-    without QaRL's plugin."""
+    """Return the function that writes these experts, or None if vLLM's layerwise reload does it. Raise UserError if
+    the engine runs without QaRL's plugin."""
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()

@@ -103,7 +103,7 @@ def quantized_layers(manifest: Manifest) -> set[str]:
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
     """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
-    differently. A fused layer counts as its parts. The message names the layers that only one side quantizes."""
+    differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
     for name, module in vllm_model.named_modules():
@@ -162,8 +162,8 @@ def check_specs(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or Inf; true for integers. The bit patterns of float magnitudes sort like the
-    magnitudes, so one integer maximum is enough. This is ten times as fast as `isfinite`."""
+    """Return whether no value is NaN or Inf; true for integers. Read as integers, the bits of float magnitudes
+    have the order of the magnitudes, so checking the maximum is enough. This is ten times as fast as `isfinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     bits = FLOAT_BITS.get(tensor.dtype)

@@ -12,7 +12,7 @@ fused_moe/routed_experts.py):
     experts            gate and up as column-parallel, down as row-parallel, each expert on every worker
     replicated         everything
 
-Only these classes of vLLM are cut. A subclass may cut differently, so it counts as unknown.
+Tensors are cut only for the vLLM classes in `_CUTS` and for experts. A subclass may cut differently, so it is unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cut = Callable[[nn.Module, list[Part]], list[Part]]
 def cut_of(module: nn.Module, parts: int) -> Cut | None:
     """Return the function that cuts tensors for `module`, or None if it is not known how vLLM cuts them.
 
-    `parts`: number of checkpoint modules that it holds."""
+    `parts`: number of checkpoint modules that `module` holds."""
     if experts.holds_experts(module):
         return None if _parallel_of_experts(module).use_ep else _cut_experts
     if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):

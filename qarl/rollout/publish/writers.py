@@ -48,9 +48,9 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: returns this
-    worker's part of the tensors that `writer` takes. `parts`: the checkpoint modules that it holds, in order. There
-    are several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
+    that returns this worker's part of whole tensors. `parts`: the checkpoint modules that `module` holds, in order.
+    There are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -83,9 +83,9 @@ DERIVED = {
 class WritePlan:
     """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly. Raise UserError if a tensor
-    has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine does not
-    compute the scheme that it was asked for."""
+    `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt. Raise UserError if a
+    tensor has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine
+    does not compute the scheme that it was asked for."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
@@ -182,7 +182,7 @@ class WritePlan:
         return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether vLLM knows the tensor from its config. Such a tensor must not be passed to the reload."""
+        """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -208,7 +208,7 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
 
 
 def _choose_writer(target: Target, direct: bool) -> Writer | None:
-    """Return the writer for the module of `target`, or None for vLLM's layerwise reload."""
+    """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
     module, known = target.module, target.cut is not None
     if any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
@@ -269,7 +269,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels, and transposed scales, with parts concatenated along N."""
+    """Concatenate int4 parts along N. Write the weights in blocks of 16 output channels, and the scales transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -278,7 +278,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights. They are stored only in the oneDNN handler, which also points to the layer's scales."""
+    """Write int8 weights into a new oneDNN handler, their only copy, which also points to the layer's scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
@@ -323,8 +323,8 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads them,
-    and writes the processed ones into the old storage."""
+    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads the
+    `tensors`, processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

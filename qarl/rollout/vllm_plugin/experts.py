@@ -6,7 +6,7 @@
 
 The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
 `w2_*` [E, H, ...], in checkpoint format. They are emptied after loading, because the kernel keeps its own packed copy
-and multiplies with that. vLLM's layerwise reload restores their shapes first; `write` does not need the shapes.
+and multiplies with that. Before a new load, vLLM's layerwise reload restores their shapes. `write` needs no shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register() -> str | None:
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, extended to report which experts they choose. vLLM chooses them in Python code here."""
+    """vLLM's experts on a CPU, which also report the experts that vLLM's `_select_experts` chooses for each token."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True

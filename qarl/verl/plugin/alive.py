@@ -29,9 +29,9 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Ask each actor whether it is alive, unless an earlier question to it is open. Drop earlier good answers.
+        """Ask each actor whether it is alive, but not while it owes an answer. Drop earlier answers without an error.
 
-        `again`: also ask actors with an open question, because an engine that has died never answers.
+        `again`: also ask actors that owe an answer, because an engine that has died never answers.
         """
         import ray
 

@@ -40,8 +40,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`. `router_replay` and `tensor_model_parallel_size` are from the section `rollout`,
-    `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
+    """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
+    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128

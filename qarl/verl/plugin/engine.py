@@ -4,7 +4,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
-    prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
+    prepare_model_inputs   drops the mask, because rows are padded on the right, and pads all rows of a step to one
                            length. A different mask or length in the update could change a row's log-probs
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
                            from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
@@ -65,7 +65,7 @@ _NO_LOGIT = -1e30
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """The engine. `quant`: its settings, or None if the config has no section `quant`. `align`: the applied level."""
+    """The engine. `quant`: its settings, or None without a section `quant`. `align`: the alignment level in use."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
@@ -263,9 +263,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Return whether a mean |δ| is over the actor's limit, and warn if so. Before the first update, raise instead.
+        """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
-        `length`: mean number of tokens per response.
+        `abs_mean`: mean |trainer's - rollout's log-prob| per token. `length`: mean number of tokens per response.
         """
         if abs_mean is None:
             return False
@@ -311,9 +311,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
         that the first rank sent last. Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks the servers, and the other ranks wait for the result. If another rank already began to
-        publish, its engine would wait for tensors and not answer. The first rank would wait for this engine, and the
-        other rank for the first rank, because all ranks gather each tensor together.
+        Only the first rank asks the servers, and all other ranks wait for the result before they publish. Otherwise a
+        deadlock is possible. A rank that publishes early waits for the first rank, because all ranks gather each tensor
+        together, and the first rank waits for that rank's engine, which waits for tensors and does not answer.
         """
         found: list[Any] = [{}, None]
         if self.rank == 0:
@@ -341,7 +341,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
 
 def _tokens_of(batch: Any) -> Any:
-    """Return the mask and the known log-probs of a batch's responses. Each is padded to [B, T]."""
+    """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
 

@@ -1,8 +1,8 @@
 """Applies the mismatch guard of `qarl.metrics.guard` to an actor in verl.
 
 The guard cannot run before training starts, because verl lets a trainer generate only inside a step. The first
-mini-batch is the first data with log-probs from both trainer and engine. The guard checks it before its update. If the
-guard refuses the run, one generation is lost, but nothing has been trained.
+mini-batch is the first data with log-probs from both trainer and engine. The guard checks it before the first update.
+If the guard refuses the run, one generation is lost, but nothing has been trained.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class CPUPlatform(PlatformBase):
         return False
 
     def current_device(self) -> Any:
-        """Return a device name, because verl passes it to `Tensor.to`."""
+        """Return a device name, not an index as on CUDA, because verl passes the result to `Tensor.to`."""
         return "cpu"
 
     def device_count(self) -> int:

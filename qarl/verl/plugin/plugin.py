@@ -58,7 +58,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LoaderThen(importlib.abc.Loader):
-    """Wraps a loader. Once the loader has run a module of the table `followers`, that module's follower is imported."""
+    """Wraps the loader of a module. After the module has run, imports its follower in the table `followers`."""
 
     def __init__(self, loader: Any, followers: dict[str, str]) -> None:
         self._loader, self._followers = loader, followers

@@ -21,7 +21,7 @@ _log = logging.getLogger("qarl.verl.plugin")
 
 
 class Preemptions:
-    """Counts preemptions between calls. The run starts its own servers, so every counter starts at 0."""
+    """Counts preemptions between calls of `since_last`. A run starts its own servers, so their counters start at 0."""
 
     def __init__(self) -> None:
         self._urls: dict[str, str] = {}

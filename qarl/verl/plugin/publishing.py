@@ -183,8 +183,8 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `held` (turn and time limits) is closed when the last reference to the stream is gone.
-    This is after verl's sender has cleaned up, even if the sender has read only a part of the stream or nothing."""
+    """The stream of one publish. `held` (turn and time limits) is closed when nothing refers to the stream any more.
+    verl's sender has then cleaned up, whether it read the whole stream, a part of it or nothing."""
 
     def __init__(self, stream: Iterator[NamedTensor], held: ExitStack) -> None:
         self._stream = stream

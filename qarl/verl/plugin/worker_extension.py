@@ -94,7 +94,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 def _traceback_as_text(error: BaseException) -> None:
     """Keep the traceback of `error` as text in a note, and drop its frames. Variables in the frames would keep the
-    bucket alive, so verl's receiver could not close its shared memory and would fail before its last reply."""
+    bucket alive. Then verl's receiver could not close its shared memory, and would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:

@@ -15,7 +15,7 @@ from qarl.bench.plan import ERROR, predict
 from qarl.bench.roofline import EFFICIENCY, SHEETS, Rates, Roofline, Work, assumed_rates, measured_rates
 from qarl.bench.sources import find_model
 from qarl.bench.steps.tables import summary
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results"

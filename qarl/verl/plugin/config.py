@@ -23,7 +23,7 @@ _TBPO = TBPOConfig()
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys and the keys of `qarl.tbpo.TBPOConfig`, which explains its keys. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
 
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
@@ -40,7 +40,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`. `router_replay` is from the section `rollout`. All others are from the section `quant`."""
+    """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
+    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -48,11 +49,13 @@ class QuantSettings(BaseConfig):
     align: str = "model"
     mismatch_limit: float | None = None
     router_replay: str = "auto"
+    tensor_model_parallel_size: int = 1
+    publish_delta: str = "auto"
 
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys and `quant`. With `quant`, the actor's forward uses the same tensors as the rollout engine."""
+    """verl's FSDP keys and `quant`. If `quant` is set, the actor's forward uses the rollout engine's tensors."""
 
     quant: Any = field(default_factory=QuantSettings)
 
@@ -74,14 +77,19 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("publish_delta", "auto") not in ("auto", "off"):
+        raise UserError(
+            f"publish_delta={values['publish_delta']} is not known",
+            where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
+            fix="use auto or off",
+        )
     return QuantSettings(**values)
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     """Return TBPO's config from verl's `actor.policy_loss`. Missing keys get the paper's values.
 
-    Raises:
-        UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.
+    Raise UserError if a value is out of range or `loss_agg_mode` aggregates over tokens.
     """
     names = {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"}
     given = {name: getattr(policy_loss, name) for name in names if hasattr(policy_loss, name)}

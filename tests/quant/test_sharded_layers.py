@@ -72,7 +72,7 @@ def test_the_forward_is_bit_equal_to_one_process(results: Results, world: int, s
     with torch.no_grad():
         expected = local_model(scheme)(make_input(0))
     for rank in results(world, scheme):
-        assert torch.equal(rank["output"], expected)
+        assert torch.equal(rank["output"], expected) and torch.equal(rank["bf16_masters"], expected)
         assert torch.equal(rank["moved_output"], rank["second_output"])
 
 

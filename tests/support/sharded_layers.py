@@ -207,6 +207,11 @@ def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
     step(recomputed, [rank], again)
     found["recomputed"] = again["gradients"]
     found["accumulated"] = accumulated(mesh, scheme, rank)
+    halved = make_model().bfloat16()
+    shard(halved, mesh, scheme)
+    quantize_shards(halved)
+    with torch.no_grad():
+        found["bf16_masters"] = halved(make_input(0))
     plain = make_model()
     shard(plain, mesh, None)
     found["unconverted"] = publish(plain, scheme)

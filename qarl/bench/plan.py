@@ -45,7 +45,7 @@ def run_plan(part: str, given: Sequence[str]) -> int:
 
 
 def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
-    """Return a row for each scheme and level. Raise UserError if `work` cannot be divided or does not fit."""
+    """Return a row for each scheme and level. Raise UserError if numbers do not divide evenly or no sequence fits."""
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
@@ -56,7 +56,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
-                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these")  # fmt: skip
+                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,

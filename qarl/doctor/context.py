@@ -138,7 +138,7 @@ class Context:
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each shape, or the error if there is no kernel. The topic "kernels" adds entries."""
+        """The trainer's kernel for each shape, or the error if none supports it; filled by the topic "kernels"."""
         return {}
 
     @property
@@ -156,6 +156,7 @@ class Context:
             self.config.quant.align,
             device_type=self.target.device,
             kernels=set(self.kernel_names.values()),
+            workers=self.config.rollout.tensor_model_parallel_size,
         )
 
     @cached_property

@@ -89,7 +89,7 @@ def check_routers(context: Context, topic: Topic) -> None:
 
 
 def _routers(size: ModelSize) -> list[str]:
-    """Return vLLM's names of the routers, which are linear layers there but not in transformers."""
+    """Return vLLM's names of the routers, which are linear layers in vLLM but not in transformers."""
     return [f"model.layers.{layer}.mlp.gate" for layer in size.sparse_layers]
 
 

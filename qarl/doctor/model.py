@@ -57,7 +57,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
         try:
             model_folder.check_tokenizer_files(context.config.model.path)
         except Exception as error:
-            fix = "put one there; to check it here, put it beside config.json"
+            fix = "copy a tokenizer into the folder there, and also into this one if you want it checked here"
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
     tokenizer = context.tokenizer.load()
     if getattr(tokenizer, "chat_template", None):

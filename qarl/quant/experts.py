@@ -5,17 +5,16 @@
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
 their names. transformers' registry of experts functions is not used, for two reasons. First, the registry has one
-function for all layers of a model, but `quant.ignore` can name a single layer. Second, a function would have to store
-its tensors on transformers' module.
+function for all layers of a model, but `quant.ignore` can name a single layer. Second, such a function could keep its
+quantized tensors only as attributes of transformers' module.
 
 A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
 depend on other rows. The bytes are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
 `qarl.quant.linear`, a stack is quantized once per optimizer step. After writing through `.data`, call
 `invalidate_quantized`.
 
-Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator and the backward is the
-same as for other schemes. Levels `model` and `exact` use this scheme for experts that are not quantized
-(`qarl.align.model`).
+Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator, and the backward is that
+of the other schemes. `qarl.align.model` uses bf16 for unquantized experts at levels `model` and `exact`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from qarl.quant.stacks import STACKS, matrices
 class QuantizedStack:
     """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors of all its matrices, stacked along [E, N]. The keys are compressed-tensors' names.
+    `tensors`: the wire tensors, named as in compressed-tensors. Each holds all matrices, with dimensions [E, N, ...].
     `weight_shape` is left out because it is the same for every matrix.
     """
 
@@ -63,11 +62,8 @@ class QuantizedStack:
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
     """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
 
-    `name`: the stack's state-dict name.
-
-    Raises:
-        UserError: the shape does not fit the scheme, or a weight is NaN or Inf.
-    """
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is
+    NaN or Inf."""
     experts, rows, columns = weight.shape
     tensors = {"weight": weight}
     if scheme.quantized:
@@ -88,12 +84,8 @@ class QuantExperts(nn.Module):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of transformers' `experts` without a copy. For the other arguments see
-        `QuantLinear`.
-
-        Raises:
-            UserError: `check_experts` refuses the experts, or no kernel supports them.
-        """
+        """Take over the parameters of transformers' `experts` without a copy. Other arguments are as in `QuantLinear`.
+        Raise UserError if `check_experts` refuses the experts, or if no kernel supports them."""
         super().__init__()
         check_experts(experts, qualified_name)
         given: Any = experts
@@ -118,8 +110,7 @@ class QuantExperts(nn.Module):
         return self.choice.kernel
 
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Return both quantized stacks of the current weights, by leaf name. The forward multiplies by them and the
-        publisher sends them."""
+        """Return both quantized stacks of the current weights by leaf name, for the forward and the publisher."""
         if self.stale:
             self.invalidate()
             weights = [getattr(self, leaf) for leaf in STACKS]

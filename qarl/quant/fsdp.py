@@ -4,12 +4,10 @@ Two things differ from `qarl.quant.linear`:
 
 - FSDP frees and refills the storage of the gathered weight, and autograd's version counter does not count its writes.
   So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
-  checkpoint) must call `invalidate_quantized`. After this call, the first forward or publish makes the quantized
-  tensors. Later forwards and publishes use them.
+  checkpoint) must call `invalidate_quantized`. The next forward or publish then makes new quantized tensors.
 - Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
 
-The quantizer gets the BF16 cast of the master, as the forward does. Casting before or after the gather gives the same
-numbers.
+The quantizer gets the master's BF16 cast, as the forward does. Casting before or after the gather gives equal bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class ShardedQuantLinear(QuantLinear):
     """A `QuantLinear` whose quantized tensors stay valid until `invalidate`."""
 
     def quantized(self) -> QuantizedTensor:
-        """Return the low-bit tensors. They can be made here only in a forward, when FSDP has gathered the weight."""
+        """Return the low-bit tensors. If they do not exist yet, call this only in a forward, after the gather."""
         return self.adopt(self.weight.detach())
 
     def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
@@ -52,11 +50,11 @@ class ShardedQuantLinear(QuantLinear):
 
 
 class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. With scheme bf16 these tensors are FSDP's
-    own parameters, which FSDP frees after a forward and gathers again before the backward."""
+    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. With scheme bf16 nothing is quantized: the
+    kernel reads FSDP's own parameters, which FSDP frees after a forward and gathers again before the backward."""
 
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Return both stacks. They can be made here only in a forward, when FSDP has gathered the weights."""
+        """Return both stacks. If they do not exist yet, call this only in a forward, after the gather."""
         for leaf in STACKS:
             self.adopt(leaf, self.get_parameter(leaf).detach())
         return self._quantized
@@ -83,8 +81,8 @@ def sharded_wire_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of `qarl.quant.packed_state_dict`, from a model that FSDP2 has sharded.
 
-    All ranks must call this together. One layer is gathered at a time. `gather` returns the whole BF16 tensor of a
-    state-dict entry, on every rank.
+    All ranks must call this together. One layer is gathered at a time. `gather`: a function that takes a sharded
+    state-dict entry and returns the whole tensor in BF16 on every rank.
     """
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
     selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}

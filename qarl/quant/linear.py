@@ -8,9 +8,9 @@ The backward passes straight through both roundings to x and the master weight (
 quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
 the same state-dict key, so optimizers, checkpoints and FSDP need no change.
 
-The quantized tensors are made once per optimizer step. They are tied to the weight's storage and autograd version
-counter, which every in-place update advances. Writing through `weight.data` bypasses that counter, so call
-`invalidate_quantized` afterwards.
+The quantized tensors are made once per optimizer step. They are made again if the weight's storage or its autograd
+version counter has changed. Every in-place update advances that counter, but writing through `weight.data` does not, so
+call `invalidate_quantized` afterwards.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ class QuantLinear(nn.Linear):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of `linear` without a copy. `qualified_name` is used in errors. `kernel` names the
-        only kernel to consider. `device` is where the forward will run, by default the device of the weight.
-        """
+        """Take over the parameters of `linear` without a copy. Errors show `qualified_name`. `kernel`: the only kernel
+        to consider. `device`: where the forward will run, by default the device of the weight."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -104,7 +103,7 @@ class QuantLinear(nn.Linear):
         return made
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it uses its own copy of the weight."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from their own copy of Q(W)."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.prepared)
 

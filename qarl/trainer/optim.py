@@ -46,8 +46,9 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
 class MasterOptimizer:
     """AdamW or Muon in FP32 for parameters of lower precision, with FP32 gradient sums and a learning-rate schedule.
 
-    Call `accumulate()` after the `backward()` of each micro-batch. Then call `clip_grad_norm()`, and then `step()`, or
-    `zero_grad()` if the norm is not finite. Call `scheduler_step()` once per training step.
+    Call `accumulate()` after the `backward()` of each micro-batch. After the last one of a mini-batch, call
+    `clip_grad_norm()`, then `step()` (or `zero_grad()` if the norm is not finite). Call `scheduler_step()` once per
+    training step.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class MasterOptimizer:
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
 
-        If the norm is not finite, nothing is scaled. Then call `zero_grad()`, not `step()`.
+        If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -154,7 +155,7 @@ class MasterOptimizer:
     def step(self) -> None:
         """Update the parameters with the accumulated gradients, then drop the gradients.
 
-        AdamW skips a parameter without a gradient. Muon treats its gradient as zero, so weight decay still applies.
+        AdamW skips a parameter without a gradient. Muon takes zero for the gradient, so it still applies weight decay.
         Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
@@ -179,10 +180,9 @@ class MasterOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that a bitwise resume needs, except the parameters.
+        """Return all state that a bitwise resume needs, except the parameters. The tensors are not copied.
 
-        `torch.load(weights_only=True)` can read it. The tensors are not copied. Raises RuntimeError between
-        `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it. Raises RuntimeError between `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
@@ -198,10 +198,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
-        this run's config.
-
-        Raises:
-            UserError: the state was saved with a different optimizer, master_dtype or set of parameters.
+        this run's config. Raise UserError if optimizer, master_dtype or set of parameters differ from the saved ones.
         """
         for key, ours in (
             ("name", self.config.name),
@@ -225,7 +222,7 @@ class MasterOptimizer:
 
 
 def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """Return a setting unchanged. For a list of names, return its length and up to three names that `other` lacks."""
+    """Return `value` for an error. A list is shortened to its length and up to three names that `other` lacks."""
     if isinstance(value, str):
         return value
     only_here = [name for name in value if name not in set(other)]

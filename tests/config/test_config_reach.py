@@ -208,6 +208,7 @@ LOCAL: Table = SHARED | {
     "rollout.rebuild_on_failure": Row(
         True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
     ),
+    "publish.delta": Row("off", lambda run: run.trainer.engine.config.delta, (True, False)),
     "quant.scheme": Row(
         "w4a16",
         each(

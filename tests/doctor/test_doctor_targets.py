@@ -15,12 +15,12 @@ from bad_runs import (
 from checkout import ROOT
 from doctor_rig import cut_the_weights, examine, said, topic_of
 
+from qarl.checks.tensor_parallel import VOCABULARY_PADDING
 from qarl.config import load_config
 from qarl.doctor import kernels
 from qarl.doctor.__main__ import main
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
-from qarl.doctor.shapes import VOCABULARY_PADDING
 from qarl.doctor.target import GPUS, find_target, this_machine
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process

@@ -175,6 +175,7 @@ VERL: Table = SHARED | {
         {"model.path": "moe"},
     ),
     "rollout.rebuild_on_failure": Refused(True, "backend=verl supports only"),
+    "publish.delta": Row("off", lambda run: run.actor.worker.actor.engine.quant.publish_delta, ("auto", "off")),
     "quant.scheme": Row(
         "w4a16",
         each(modules(QuantLinear), argument("hf_overrides"), published("q_proj.weight_packed")),

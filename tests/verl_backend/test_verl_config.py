@@ -114,7 +114,11 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
     "rollout.tensor_model_parallel_size": (
         2,
-        {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{VLLM}.distributed_executor_backend": "mp"},
+        {
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            f"{QUANT}.tensor_model_parallel_size": 2,
+            f"{VLLM}.distributed_executor_backend": "mp",
+        },
     ),
     "quant.scheme": (
         "fp8",
@@ -167,6 +171,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
     "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
     "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
+    "publish.delta": ("off", {f"{QUANT}.publish_delta": "off"}),
     "trainer.test_freq": (30, {"trainer.test_freq": 30}),
     "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),

@@ -7,12 +7,12 @@ QaRL's plugin for vLLM calls this class (`qarl.rollout.vllm_plugin`). `VllmCpuBf
 
 Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. The router's
 weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16
-experts stay in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer and
-engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ by
-1%.
+experts compute in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer
+and engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ
+by 1%.
 
-A token's result does not depend on other tokens, because each row is independent in the linear kernels and each sum is
-over one token.
+A token's result does not depend on other tokens, because the linear kernels compute each row independently and each sum
+is over one token.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class PreparedBf16Experts(NamedTuple):
-    """`gate_up` and `down` packed for vLLM's operator, in the instruction set `isa`."""
+    """`gate_up` and `down`, packed as vLLM's operator reads them with the instruction set `isa` ("amx" or "vec")."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -127,7 +127,7 @@ class PreparedBf16Experts(NamedTuple):
 
 
 class VllmCpuBf16Experts:
-    """`cpu_fused_moe`, which vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts run."""
+    """BF16 experts, computed by `cpu_fused_moe` as in vLLM's CPUUnquantizedExperts and X86CPUUnquantizedExperts."""
 
     name = "vllm_cpu_bf16"
 
@@ -151,7 +151,7 @@ class VllmCpuBf16Experts:
         isa = vllm_ops.isa_hint()
         first, second = gate_up["weight"].detach(), down["weight"].detach()
         missing = -second.shape[2] % _BF16_ALIGNMENT
-        if missing:  # columns of zeros, as the engine adds them
+        if missing:  # pad with columns of zeros, as the engine does
             gates = first.unflatten(1, (2, -1))
             first, second = F.pad(gates, (0, 0, 0, missing)).flatten(1, 2), F.pad(second, (0, missing))
         first, second = (ops.cpu_prepack_moe_weight(weight.contiguous(), isa) for weight in (first, second))

@@ -1,4 +1,4 @@
-"""The rollout engine's CPU operators, callable from the trainer. On the same operands they give the same bits.
+"""The rollout engine's CPU operators, callable from the trainer. They give the engine's bits for the engine's operands.
 
 vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
@@ -8,9 +8,9 @@ layers are fused along N. Limits: K and N are multiples of 32, the group size is
 with scales of the same dtype.
 
 W8A8 on CPU is a oneDNN product through a handler that holds the packed weight. vLLM's handler applies the token scales
-in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because its loop over rows
-handles sixteen but advances by only one. Ours is a handler for static activation scales, with FP32 output and a scale
-of one. The token scales are applied here, which gives the same bits in less time.
+in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because each step of its loop
+handles sixteen rows but advances by only one. This module uses a handler for static activation scales, with FP32 output
+and a scale of one. It applies the token scales itself, which gives the same bits in less time.
 
 On CPUs with AMX tiles vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which quantizes activations and scales
 products differently. On these CPUs, too, a row's result does not depend on other rows.
@@ -61,7 +61,7 @@ class PreparedInt8(NamedTuple):
 def cpu_ops_missing(operator: str) -> str | None:
     if missing := vllm_missing():
         return missing
-    if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment its user controls
+    if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment variables the user set
         allow_matrix_tiles()
     else:
         configure_vllm_process()
@@ -76,7 +76,7 @@ def cpu_ops_missing(operator: str) -> str | None:
 
 
 class VllmCpuWNA16Linear(BF16Activations):
-    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
+    """W4A16 by `cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
 
@@ -113,7 +113,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
 
 class VllmCpuInt8Linear:
-    """Compute the same as vLLM's CPUInt8ScaledMMLinearKernel, with the same operators."""
+    """W8A8 by the oneDNN product of vLLM's CPUInt8ScaledMMLinearKernel, with the same bits as that class."""
 
     name = "vllm_cpu_int8"
 
@@ -148,7 +148,7 @@ class VllmCpuInt8Linear:
 
 
 class VllmCpuInt8TilesLinear:
-    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
+    """W8A8 by `int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
 
@@ -182,7 +182,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. 1 in 3,000, those near a half, differ from the operator's."""
+        """Return the dequantized activations. About 1 in 3,000 is rounded differently than in the operator."""
         return dequantize(*quantize_int8_cuda(x))
 
 
@@ -195,10 +195,10 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
-    """Return whether vLLM uses AMX for int8 weights [N, K]. Its own `check_cpu_sgl_kernel` is slow to import."""
+    """Return whether vLLM uses AMX for int8 weights [N, K]. (vLLM's `check_cpu_sgl_kernel` is slow to import.)"""
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
 def isa_hint() -> str:
-    """Return vLLM's choice on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
+    """Return the instructions ("amx" or "vec") that vLLM uses on x86 for W4A16 linears and for BF16 experts."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -2,16 +2,17 @@
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
 engine's kernel if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), else our grouped products,
-one after the other. The backward is straight-through and the same for all kernels:
+one after the other. The backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized
+weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
-    da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
+    da  = (dy Ŵd)                                      w * da is the gradient of a; da · â that of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
 Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
-products, so the values computed again can differ in the last BF16 bit. Schemes have the names of `quant.scheme`; W4A8
-is not supported for experts. A token's experts must all be different. Routers guarantee that.
+products, so the values that the backward recomputes can differ from it in the last BF16 bit. Schemes have the names of
+`quant.scheme`; W4A8 is not supported for experts. A token's experts must all be different. Routers guarantee that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _EIGHT_BIT = ("w8a8", "fp8")
 
 
 class ExpertsKernel(NamedKernel, Protocol):
-    """`prepare` runs once per optimizer step, `forward` on every forward."""
+    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward."""
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -54,7 +55,7 @@ class ExpertsKernel(NamedKernel, Protocol):
 
 
 class _GroupedExperts:
-    """Run our products one after the other. Each row is rounded to BF16 before and after it is weighted."""
+    """Run our products one after the other. Output rows are rounded to BF16, weighted, and rounded again."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -74,7 +75,7 @@ class _GroupedExperts:
 
 
 class TritonExperts(_GroupedExperts):
-    """The products of qarl.kernels.triton.grouped."""
+    """Experts computed by the Triton kernels of qarl.kernels.triton.grouped."""
 
     name = "triton"
 
@@ -90,7 +91,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Exact PyTorch, one expert after the other; on GPUs the Triton kernels are preferred."""
+    """Experts computed in exact PyTorch, one after the other. On GPUs the Triton kernels are preferred."""
 
     name = "reference"
 
@@ -121,7 +122,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only kernel to try."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: try only this kernel."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
@@ -132,7 +133,7 @@ def choose_experts_kernel(
 
 
 class LowBitExperts(NamedTuple):
-    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, which has the kernel's layout."""
+    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -156,12 +157,9 @@ def fused_experts(
     down_weight: torch.Tensor | None,
     experts: LowBitExperts,
 ) -> torch.Tensor:
-    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable.
-
-    Args:
-        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I]. They only receive the gradients; the
-            forward reads `experts`. They are None if no gradient is needed.
-    """
+    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable. The forward reads
+    `experts`. `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I], the BF16 masters, only receive gradients;
+    they are None if no gradient is needed."""
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
 
@@ -230,7 +228,8 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a` (input of down). 8-bit values have scales."""
+    """The forward's values for rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj. The
+    scales are None if the values are not 8-bit."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

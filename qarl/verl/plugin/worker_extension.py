@@ -39,6 +39,12 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         allow_matrix_tiles()  # before vLLM loads and warms up the model
         return super().__new__(cls, **kwargs)
 
+    def qarl_check_held(self, fingerprint: str) -> None:
+        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`)."""
+        held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
+        if held != fingerprint:
+            raise RuntimeError(f"this worker holds {held}, so the trainer sends all tensors instead of changes")
+
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
@@ -62,7 +68,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
             if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use
-                self._qarl_receiver.mark_stale("the publish ended before its first record")
+                self._qarl_receiver.mark_stale("the publish ended before its first record", doubt=False)
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
             unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))
@@ -87,8 +93,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note, and drop its frames. Their variables would keep the bucket
-    alive. Then its shared memory could not be closed, and verl's receiver would fail before its last reply."""
+    """Keep the traceback of `error` as text in a note, and drop its frames. Variables in the frames would keep the
+    bucket alive. Then verl's receiver could not close its shared memory, and would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:
@@ -105,5 +111,5 @@ def make_receiver(model_runner: Any) -> WeightReceiver:
         scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
     expected = expected_manifest(hf_config, scheme, ignore)
     check_same_layers(model_runner.get_model(), expected)
-    # Buckets are views of a buffer that the next one overwrites.
+    # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

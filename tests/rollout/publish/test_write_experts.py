@@ -22,10 +22,10 @@ SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj":
 class RoutedExperts(nn.Module):
     """vLLM's, in what the plan reads; BF16 as its CPU backend has it, or emptied as the plugin leaves low-bit ones."""
 
-    def __init__(self, method: Any, *, tp_size: int = 1) -> None:
+    def __init__(self, method: Any, *, use_ep: bool = False) -> None:
         super().__init__()
         self.quant_method, self.global_num_experts = method, EXPERTS
-        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=tp_size, use_ep=False))
+        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_rank=0, tp_size=1, use_ep=use_ep))
         for name, shape in (("w13_weight", (2 * WIDTH, HIDDEN)), ("w2_weight", (HIDDEN, WIDTH))):
             self.register_parameter(name, nn.Parameter(torch.zeros(EXPERTS, *shape), requires_grad=False))
 
@@ -111,7 +111,7 @@ def test_a_layer_is_written_whole_or_not_at_all() -> None:
 def test_another_number_of_experts_is_refused(experts: int, side: str) -> None:
     number = min(experts, EXPERTS)
     with pytest.raises(
-        UserError, match=rf"(?s)would not write exactly the experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
+        UserError, match=rf"(?s)have different experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
     ):
         plan_of(engine_model(LowBitExpertsMethod()), matrices(experts=experts))
 
@@ -134,7 +134,7 @@ def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "sizes", "arguments"),
     [
-        (LowBitExpertsMethod(), {"tp_size": 2}, {}),
+        (RepairedUnquantizedMethod(), {"use_ep": True}, {}),
         (LowBitExpertsMethod(), {}, {"direct": False}),
         (CompressedTensorsWNA16MoEMethod(), {"device": "meta"}, {}),
     ],
@@ -142,7 +142,7 @@ def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
 def test_other_experts_are_reloaded_without_weight_shape(
     method: Any, sizes: dict[str, Any], arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensor parallelism, other devices, and where direct writes are not wanted."""
+    """Expert parallelism, other devices, and where direct writes are not wanted."""
     device = sizes.pop("device", "cpu")
     model, tensors = engine_model(method, **sizes).to(device), matrices(scales=True)
     found: list[Any] = []

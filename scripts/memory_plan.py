@@ -8,7 +8,7 @@ old log-probs, and makes an update with Muon, as a run does. A rank's peak is th
 process group. The prediction is the estimate without vLLM and without the allowance for libraries. `ratio` is measured
 by predicted.
 
-glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
+Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
 """
 
 from __future__ import annotations
@@ -281,9 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.rank is not None:
         measure_rank(given.rank, given.port, given.model, given.masters[0], given.scheme, given.output)
         return 0
-    rows = []
+    rows = json.loads(given.output.read_text())["rows"] if given.output and given.output.exists() else []
     for name in given.sizes:
         for master in given.masters:
+            rows = [row for row in rows if (row["model"], row["masters"]) != (name, master)]
             rows.append(measure(name, master, given.scheme))
             shown = {key: rows[-1][key] for key in ("model", "masters", "predicted", "measured", "ratio")}
             print(json.dumps(shown), flush=True)

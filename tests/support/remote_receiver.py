@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 from publish_streams import engine_model, receiver
 
@@ -21,13 +22,13 @@ found = receiver(engine_model("llama"))
 take = found._take
 
 
-def dying(name, tensor):
+def dying(name: str, tensor: Any) -> None:
     if name in die_at:
         os.kill(os.getpid(), getattr(signal, die_at[1]))
     take(name, tensor)
 
 
-found._take = dying
+found._take = dying  # type: ignore[method-assign]
 for _ in range(int(publishes)):
     try:
         with WeightClient((host, int(port)), token, held=found.held, seconds=20) as client:

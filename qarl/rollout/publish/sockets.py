@@ -29,6 +29,7 @@ import torch
 from qarl.rollout.publish.wire import COMMIT, NamedTensor, TransferFailed
 
 DEFAULT_SECONDS = 120.0
+_HELLO_SECONDS = 10.0
 _MAX_HEADER = 1 << 20
 _PIECE = 1 << 20
 Address = tuple[str, int]
@@ -95,7 +96,7 @@ class WeightServer:
             with _lost(f"{self.receivers - len(peers)} of {self.receivers} receivers", self.seconds):
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
-            peer.settimeout(max(min(self.seconds, end - time.monotonic()), 1e-3))
+            peer.settimeout(max(min(_HELLO_SECONDS, end - time.monotonic()), 1e-3))
             try:
                 hello = _receive_header(peer)
             except (OSError, TransferFailed):  # not a receiver, or one that is gone: the others may still come
@@ -128,9 +129,11 @@ class WeightClient:
             _send(self._socket, {"token": token, "held": held})
 
     def stream(self) -> Iterator[NamedTensor]:
-        """Yield the tensors and records of the publish, up to its last record. Each tensor has its own memory."""
+        """Yield the tensors and records of the publish, up to its last record. Each tensor has its own memory.
+
+        A transport may have numbered the records, as `qarl.commit#7`."""
         name = ""
-        while name != COMMIT:
+        while name.partition("#")[0] != COMMIT:
             with _lost("the trainer", self.seconds):
                 header = _receive_header(self._socket)
                 name, tensor = str(header["name"]), _receive_tensor(self._socket, header)

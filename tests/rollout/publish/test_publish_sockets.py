@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,11 +40,15 @@ def moved(tensors: list) -> list:
     return [(name, tensor + (name == LATE)) for name, tensor in tensors]
 
 
+def stream_of(outbox: Outbox, tensors: list, version: int, held: Any) -> Any:
+    return outbox.stream(tensors, version=version, held=held)
+
+
 def test_another_process_gets_the_same_tensors_and_then_changes(server):
     outbox, tensors = Outbox(), weights("llama")
     process = start(server, 3)
     for version in (1, 2, 3):
-        held = server.publish(lambda held, v=version: outbox.stream(tensors, version=v, held=held))
+        held = server.publish(partial(stream_of, outbox, tensors, version))
         assert held == [outbox.kept.fingerprint], "of the version and of the checksums of all tensors"
         assert outbox.metrics()["publish/delta"] == (version > 1)
         tensors = moved(tensors)
@@ -74,7 +79,7 @@ def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
 
     server._accept = impatient
     try:
-        with pytest.raises(PeerLost, match="the publish lost a receiver|a receiver did not answer for"):
+        with pytest.raises(PeerLost, match=r"the publish lost a receiver|a receiver did not answer for"):
             server.publish(stream)
         assert time.monotonic() - begun[0] < (limit if how == "SIGKILL" else limit + 5)
     finally:
@@ -173,9 +178,7 @@ def test_two_receivers_get_one_stream():
     server = WeightServer(TOKEN, receivers=2, seconds=20)
     pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], Outbox(), weights("llama")
     for version in (1, 2):
-        thread, outcome = publish_in_thread(
-            server, lambda held, v=version: outbox.stream(tensors, version=v, held=held)
-        )
+        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
         clients = [client_of(server, found) for found in pair]
         feeders = [threading.Thread(target=c.feed, args=(f,)) for c, f in zip(clients, pair, strict=True)]
         for one in (*feeders, thread):

@@ -8,7 +8,7 @@ old log-probs, and makes an update with Muon, as a run does. A rank's peak is th
 process group. The prediction is the estimate without vLLM and without the allowance for libraries. `ratio` is measured
 by predicted.
 
-glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
+Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def make_model(folder: Path, sizes: dict[str, Any]) -> Path:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    kind = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    kind: Any = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
     heads = sizes["hidden_size"] // 64
     config = kind(
         **sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=False
@@ -175,7 +175,7 @@ def measure_rank(rank: int, port: str, folder: Path, master: str, scheme: str, o
 def tbpo() -> Any:
     from qarl.verl.plugin.config import TBPOPolicyLossConfig
 
-    wide = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
+    wide: dict[str, Any] = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
     return TBPOPolicyLossConfig(**wide)
 
 
@@ -228,7 +228,9 @@ def batch(rank: int) -> Any:
         "old_log_probs": [likely] * ROWS,
         "rollout_log_probs": [likely + 1e-3] * ROWS,
     }
-    nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
+    nested: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()
+    }
     data = tu.get_tensordict(nested, {})
     tu.assign_non_tensor(
         data,
@@ -279,9 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.rank is not None:
         measure_rank(given.rank, given.port, given.model, given.masters[0], given.scheme, given.output)
         return 0
-    rows = []
+    rows = json.loads(given.output.read_text())["rows"] if given.output and given.output.exists() else []
     for name in given.sizes:
         for master in given.masters:
+            rows = [row for row in rows if (row["model"], row["masters"]) != (name, master)]
             rows.append(measure(name, master, given.scheme))
             shown = {key: rows[-1][key] for key in ("model", "masters", "predicted", "measured", "ratio")}
             print(json.dumps(shown), flush=True)

@@ -48,7 +48,7 @@ Newton-Schulz or of the division. `torch.optim.AdamW` in its fused form needs no
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
-"""Kernels that compute dX themselves. They hold only one layer's dequantized weight at a time."""
+"""Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
 
 
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
-    """Return, for one GPU, the engine's parts, the bytes of its KV cache and the bytes of its weights."""
+    """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(published(size, config).values()) // parallel
     sleeps = config.backend == "verl" and device == "cuda"

@@ -37,7 +37,7 @@ def job(name: str, dtype: str, **more: Any) -> dict[str, Any]:
     return {"quant": QUANT, "bands": BANDS, "lr": LR, "micro": 1, "optim": optim, "engine": engine | more}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("model"), request.param))
 

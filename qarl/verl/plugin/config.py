@@ -19,6 +19,8 @@ from qarl.errors import UserError
 from qarl.tbpo import TBPOConfig
 
 _TBPO = TBPOConfig()
+PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
+"""The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
 
 
 @dataclass
@@ -103,3 +105,30 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
             "and give each band as a positive distance from 1",
         ) from error
+
+
+def check_engine_config(model_config: Any, engine_config: Any) -> None:
+    """Raise UserError for verl settings that the quantized forward does not support."""
+    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
+    precision = engine_config.mixed_precision or {}
+    param_dtype = precision.get("param_dtype", "bf16")
+    unknown = set(precision) - PRECISION_KEYS
+    problems = [
+        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
+        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
+        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(PRECISION_KEYS))}"),
+        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
+        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
+        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
+        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
+        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
+        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
+        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
+    ]
+    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
+    if wrong:
+        raise UserError(
+            "QaRL's quantized actor does not support these verl settings",
+            where=", ".join(key for key, _ in wrong),
+            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
+        )

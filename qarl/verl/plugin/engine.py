@@ -45,7 +45,7 @@ from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_w
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox
 from qarl.verl.plugin.alive import Watch, refuse_dead
-from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
+from qarl.verl.plugin.config import PRECISION_KEYS, QuantFSDPEngineConfig, QuantSettings, check_engine_config
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
@@ -62,7 +62,6 @@ _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
 _PAD_MULTIPLE = 8
-_PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
 """Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 
@@ -130,7 +129,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 why="FSDP1 has no device `cpu`",
                 fix="set actor_rollout_ref.actor.strategy=fsdp2 (the group +qarl_machine=cpu does)",
             )
-        if config.strategy != "fsdp2" or set(precision) - _PRECISION_KEYS:
+        if config.strategy != "fsdp2" or set(precision) - PRECISION_KEYS:
             return super()._build_fsdp_module(module)
         from verl.utils.torch_dtypes import PrecisionType
 
@@ -261,9 +260,9 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
                 found["mismatch/over_limit"] = float(over)
+            found |= muon_metrics(self.optimizer)
             if self._outbox:
                 found |= self._outbox.metrics()
-            found |= muon_metrics(self.optimizer)
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
@@ -363,33 +362,6 @@ def loss_mode(loss_function: Any) -> str | None:
     """Return the `policy_loss.loss_mode` that verl has bound to its PPO loss, or None."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return getattr(getattr(config, "policy_loss", None), "loss_mode", None)
-
-
-def check_engine_config(model_config: Any, engine_config: Any) -> None:
-    """Raise UserError for verl settings that the quantized forward does not support."""
-    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
-    precision = engine_config.mixed_precision or {}
-    param_dtype = precision.get("param_dtype", "bf16")
-    unknown = set(precision) - _PRECISION_KEYS
-    problems = [
-        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
-        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
-        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(_PRECISION_KEYS))}"),
-        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
-        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
-        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
-        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
-        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
-        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
-        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
-    ]
-    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
-    if wrong:
-        raise UserError(
-            "QaRL's quantized actor does not support these verl settings",
-            where=", ".join(key for key, _ in wrong),
-            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
-        )
 
 
 def register() -> None:

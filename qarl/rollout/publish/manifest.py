@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. So this check finds a
-layer that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape
-even the next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config. Comparing it with the trainer's tensors finds a layer
+that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
+next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -70,16 +70,15 @@ class PublishReport:
 
     @property
     def quantized_ratio(self) -> float:
-        """Bytes of the quantized layers as a share of their BF16 bytes (1 when nothing is quantized)."""
+        """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
         return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
 
 
 def expected_manifest(
     hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
 ) -> Manifest:
-    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config.
-
-    The linear layers that `ignore` does not name are quantized with `scheme`."""
+    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config, if all linear
+    layers except those in `ignore` are quantized with `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -118,12 +117,8 @@ def quantized_layers(manifest: Manifest) -> set[str]:
 
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
-    """Check that vLLM has quantized the same layers as the manifest. A fused layer counts as its parts.
-
-    Raises:
-        UserError: only one side quantizes some layers, because the two sides read the ignore list differently. The
-            message names the layers.
-    """
+    """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
+    differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
     for name, module in vllm_model.named_modules():
@@ -145,12 +140,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
 
 
 def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
-    """Check names, dtypes and shapes, and that the values of floating-point tensors are finite.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or Inf. The
-            message names the first eight such tensors.
-    """
+    """Raise UserError if a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or
+    Inf. The message names the first eight such tensors."""
     named = list(tensors)
     bad = {name for name, tensor in named if name in expected and not is_finite(tensor)}
     check_specs([(name, TensorSpec.of(tensor)) for name, tensor in named], expected, not_finite=bad)
@@ -159,9 +150,8 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """Make the checks of `check_complete` from names, dtypes and shapes, without the tensors.
-
-    `not_finite`: names of tensors that hold NaN or Inf."""
+    """Make the checks of `check_complete` without the tensors, from names, dtypes and shapes. `not_finite`: names of
+    tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
     for name, found in specs:
@@ -187,11 +177,8 @@ def check_specs(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite, which means neither NaN nor Inf. Integer tensors are always finite.
-
-    The bit patterns of float magnitudes sort like the magnitudes, so one integer maximum is enough. This is ten times
-    as fast as `isfinite`.
-    """
+    """Return whether no value is NaN or Inf; true for integers. Read as integers, the bits of float magnitudes
+    have the order of the magnitudes, so checking the maximum is enough. This is ten times as fast as `isfinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     bits = FLOAT_BITS.get(tensor.dtype)

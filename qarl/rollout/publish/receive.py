@@ -1,9 +1,9 @@
 """The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
-A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
-goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not
-generate, because it may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the
-receiver is `broken`, and only a new engine helps.
+A publish is a transaction. From its first record (`qarl.begin`) to its last (`qarl.commit`) the receiver is `stale`. It
+stays stale if anything goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale
+engine must not generate, because it may hold weights of two versions. The next complete publish repairs it. After
+`ReloadFailed` the receiver is `broken`, and only a new engine helps.
 
 The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if these tensors are views
 of a buffer that the transport reuses, as in verl. If the sender asks for it, the receiver also keeps a copy of all
@@ -32,10 +32,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: that of the last complete publish, or None while the engine is stale. `stale_because`: why it is stale.
-    `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
-    and `apply`.
-    """
+    `version`: the version of the last complete publish, or None while the engine is stale. `stale_because`: why it is
+    stale. `broken`: whether only a new engine helps. `seconds`: seconds that the last publish spent in `transfer`
+    (taking and checking tensors) and `apply` (writing them)."""
 
     def __init__(
         self,
@@ -48,9 +47,9 @@ class WeightReceiver:
         direct: bool = True,
         skip_unchanged: bool = False,
     ) -> None:
-        """`expected`: the manifest, built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which
-        are set to zero after the engine returned NaN. `direct`: write directly into vLLM's storage if possible, not
-        through its reload."""
+        """`expected`: the manifest, built from the engine's own config. `kv_caches`: a function that returns vLLM's KV
+        caches. They are set to zero if the engine has returned NaN. `direct`: write directly into vLLM's storage if
+        possible, not through its reload."""
         self.model, self.expected = model, expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
         self.kv_caches, self.clone = kv_caches, clone
@@ -72,7 +71,7 @@ class WeightReceiver:
 
     @classmethod
     def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
-        """Return the receiver for vLLM's model runner of one worker. `options`: those of `__init__`."""
+        """Return the receiver for the model of `runner`, one worker's model runner. `options`: as in `__init__`."""
         return cls(
             runner.get_model(), runner.vllm_config, expected, kv_caches=lambda: _flat(runner.kv_caches), **options
         )
@@ -83,7 +82,7 @@ class WeightReceiver:
 
     @property
     def held(self) -> str | None:
-        """The fingerprint of the kept tensors that a delta publish can change, or None."""
+        """The fingerprint of the tensors that this receiver has kept, or None. Delta publishes change those tensors."""
         return self.kept.fingerprint if self.kept else None
 
     def mark_stale(self, reason: str, *, doubt: bool = True) -> None:
@@ -120,7 +119,7 @@ class WeightReceiver:
             self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
 
     def abort(self, reason: str) -> None:
-        """End a publish that cannot be completed."""
+        """End a publish that cannot be completed; the receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen = None, [], set()
@@ -261,7 +260,7 @@ class WeightReceiver:
 
 
 def _flat(kv_caches: Any) -> list[torch.Tensor]:
-    """Return the tensors in vLLM's `model_runner.kv_caches`. Their nesting depends on the attention backend."""
+    """Return all tensors of vLLM's `model_runner.kv_caches`, which each attention backend nests differently."""
     if isinstance(kv_caches, torch.Tensor):
         return [kv_caches]
     if isinstance(kv_caches, dict):
@@ -270,7 +269,7 @@ def _flat(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong and why, but not the fix. A later error quotes this text and has its own fix."""
+    """Return the message of `error` without its fix, for a later error that quotes it and has its own fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

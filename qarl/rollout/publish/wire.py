@@ -8,7 +8,7 @@
 
 Records are tensors too (JSON in uint8). So any transport that carries named tensors in order can carry them, for
 example verl's buckets or a list in one process. The engine's side is `qarl.rollout.publish.receive`. Both sides hold
-one unit in memory at a time. A unit is never split inside a layer that the engine fuses (q/k/v, gate/up).
+one unit in memory at a time. All parts of a layer that the engine fuses (q/k/v, gate/up) are in the same unit.
 
 A delta publish changes the tensors of the publish before (`qarl.rollout.publish.kept`). Its begin has the fingerprint
 of that publish, `base`, and no list of tensors. A unit has only the tensors that changed. Those that its record lists
@@ -63,8 +63,8 @@ def encode_publish(
     Args:
         manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
             changes any weight. Without it, the engine notices the mistake only when it reaches that tensor.
-        digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
-            made here, and every unit is checked for NaN and Inf.
+        digests: the checksum of each tensor by name. Pass it only if `check_complete` has accepted the tensors. If
+            None, the checksums are made here, and every unit is checked for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
         keep: whether the receiver keeps the tensors, so that the next publish can be a delta.
         base: the tensors that the receiver has kept. Then the publish is a delta, and `keep` must be true.

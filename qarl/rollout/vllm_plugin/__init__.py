@@ -31,9 +31,8 @@ _why_not: str | None = _CALLED
 
 
 def register() -> None:
-    """Register the plugin's classes. vLLM calls this in each of its processes, in some of them more than once.
-
-    This never raises, because an unsupported version of vLLM can still serve dense models."""
+    """Register the plugin's classes. vLLM calls this in each of its processes, in some of them more than once. This
+    never raises, because an unsupported version of vLLM can still serve dense models."""
     global _why_not
     _register_transfer()
     if _why_not is None:
@@ -77,8 +76,8 @@ def check_loaded(hf_config: Any) -> None:
 
 
 def check_installed(hf_config: Any) -> None:
-    """Raise UserError if vLLM would not find the plugin, which a mixture of experts needs on a CPU. This does not
-    import vLLM."""
+    """Raise UserError if `hf_config` is a mixture of experts and vLLM would not find the plugin, which such a model
+    needs on a CPU. This does not import vLLM."""
     if not experts_of(hf_config):
         return
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -93,7 +92,7 @@ def check_eager(hf_config: Any, enforce_eager: bool) -> None:
     raise UserError(
         "vLLM cannot compile a mixture of experts on a CPU",
         where="rollout.enforce_eager=false",
-        why="torch.compile cannot handle that tokens per expert depend on the data; vLLM would not start",
+        why="the number of tokens per expert depends on the data, so torch.compile fails and vLLM does not start",
         fix="set rollout.enforce_eager=true",
     )
 

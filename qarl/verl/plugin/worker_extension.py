@@ -92,8 +92,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note, and drop its frames. Their variables would keep the bucket
-    alive. Then its shared memory could not be closed, and verl's receiver would fail before its last reply."""
+    """Keep the traceback of `error` as text in a note, and drop its frames. Variables in the frames would keep the
+    bucket alive. Then verl's receiver could not close its shared memory, and would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:
@@ -104,5 +104,5 @@ def _traceback_as_text(error: BaseException) -> None:
 def make_receiver(model_runner: Any) -> WeightReceiver:
     """Return the receiver for one worker's model. Raise UserError if trainer and engine quantize different layers."""
     expected = engines_manifest(model_runner.vllm_config.model_config.hf_config, model_runner.get_model())
-    # Buckets are views of a buffer that the next one overwrites.
+    # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

@@ -310,8 +310,8 @@ def _weights_and_optimizer(size: ModelSize, config: Config, offload: bool) -> li
             Part("gathered weights, BF16", gathered, ("old_log_prob", "update")),
             Part("gradients before they are scattered", gathered, ("update",)),
         ]
-    responses = config.actor.ppo_mini_batch_size * config.rollout.n
-    several = responses > config.actor.ppo_micro_batch_size_per_gpu
+    row = config.data.max_prompt_length + config.data.max_response_length
+    several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
     return [
         Part("weights, BF16", 2 * parameters),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
@@ -358,6 +358,16 @@ def _quantized(size: ModelSize, config: Config, align: str, kernels: Mapping[Sha
     ]
 
 
+def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
+    """Return the largest number of tokens in a micro-batch of the update, or of the pass for old log-probs."""
+    actor, data = config.actor, config.data
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu or 0
+        return (actor.log_prob_max_token_len_per_gpu or limit) if log_probs else limit
+    size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+    return (size or 0) * (data.max_prompt_length + data.max_response_length)
+
+
 def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     """Return the activations and logits of one micro-batch at full length.
 
@@ -365,24 +375,27 @@ def _activations(size: ModelSize, config: Config, align: str) -> list[Part]:
     most 10 bytes per logit without an autograd graph, and 12 bytes with a graph. If the logits are computed in blocks,
     it takes 18 bytes per logit of one block and 4 bytes per weight of lm_head.
     """
-    data, actor = config.data, config.actor
-    length = data.max_prompt_length + data.max_response_length
-    forward, backward = actor.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    forward, backward = micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)
     layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
     if config.model.gradient_checkpointing:
         kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
     else:
         kept = sum(layer_bytes)
-    # verl computes logits for prompt and response, and selects the response's log-probs afterwards.
-    logits = (length if config.backend == "verl" else data.max_response_length) * size.vocab
-    most = LOGITS_AT_A_TIME if config.backend == "local" else backward * logits + forward * logits
-    update = 12 * backward * logits
-    if backward * logits > most:
+    head = [forward, backward]
+    if config.backend == "local" and not config.actor.use_dynamic_bsz:
+        # verl computes logits for prompt and response, and selects the response's log-probs afterwards. Here, too, a
+        # limit on tokens may be filled by responses to short prompts.
+        length = config.data.max_prompt_length + config.data.max_response_length
+        head = [tokens // length * config.data.max_response_length for tokens in head]
+    forward_logits, backward_logits = (tokens * size.vocab for tokens in head)
+    most = LOGITS_AT_A_TIME if config.backend == "local" else forward_logits + backward_logits
+    update = 12 * backward_logits
+    if backward_logits > most:
         update = 18 * most + 4 * size.vocab * size.hidden
     return [
-        Part("activations, log-probs", forward * length * max(layer_bytes), ("old_log_prob",)),
-        Part("logits, log-probs", 10 * min(forward * logits, most), ("old_log_prob",)),
-        Part("activations, update", backward * length * kept, ("update",)),
+        Part("activations, log-probs", forward * max(layer_bytes), ("old_log_prob",)),
+        Part("logits, log-probs", 10 * min(forward_logits, most), ("old_log_prob",)),
+        Part("activations, update", backward * kept, ("update",)),
         Part("logits, update", update, ("update",)),
     ]
 

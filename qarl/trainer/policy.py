@@ -1,9 +1,9 @@
 """The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears. It is aligned with the engine.
 
-A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
-padding, no attention mask is needed, and a row's log-probs do not depend on the other rows. This matters because TBPO's
-bands are narrower than the noise between two ways to batch the same row. (verl pads prompts on the left and needs a
-mask.)
+A row is a prompt followed by its response. The rows of a micro-batch are packed into one forward
+(`qarl.trainer.packing`), and causal attention stays within each row. So no attention mask is needed, and a row's
+log-probs do not depend on the other rows. This matters because TBPO's bands are narrower than the noise between two
+ways to batch the same row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qarl.align import align_model
@@ -27,7 +28,8 @@ from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.trainer.batch import Batch
+from qarl.trainer.batch import Batch, Rows
+from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -40,7 +42,7 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 class Policy:
     """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
     that was applied, which may be lower than the config's. `report`: the modules that were replaced, and why the level
-    is lower, if it is.
+    is lower, if it is. `packed`: whether the rows of a forward are packed; they are padded otherwise.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Policy:
         *,
         align: str = "linears",
         router_replay: str = "auto",
+        packed: bool = True,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
-        self.model, self.scheme, self.ignore = model, scheme, ignore
+        self.model, self.scheme, self.ignore, self.packed = model, scheme, ignore, packed
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
@@ -92,15 +95,21 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
-        replay = config.rollout.router_replay
-        return cls(model, scheme, tuple(quant.ignore), align=quant.align, router_replay=replay)
+        return cls(
+            model,
+            scheme,
+            tuple(quant.ignore),
+            align=quant.align,
+            router_replay=config.rollout.router_replay,
+            packed=config.model.use_remove_padding,
+        )
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def response_log_probs(
-        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
+        self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
@@ -110,7 +119,7 @@ class Policy:
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
     def response_log_probs_and_top(
-        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
+        self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
@@ -119,8 +128,9 @@ class Policy:
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
-        with self.routing(batch, rows):
-            states, in_blocks = self.before_tokens(batch, rows)
+        layout = lay_out(batch, rows, packed=self.packed)
+        with self.routing(batch, rows, layout):
+            states, in_blocks = self.before_tokens(batch, rows, layout)
         weight = self.model.get_output_embeddings().weight
         if truncation is not None and truncation.active:
             if in_blocks:
@@ -137,7 +147,7 @@ class Policy:
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
 
     @contextmanager
-    def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
+    def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
         """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
 
         Without gradients, also record which tokens the policy's own routers would send to different experts. With
@@ -149,7 +159,7 @@ class Policy:
         if given is None:
             yield
             return
-        given = given[rows].flatten(0, 1)
+        given = layout.flatten(given[rows], -1)
         if self.replays:
             self._routing.enter_context(replayed_routing(self.model, given))
         if torch.is_grad_enabled():
@@ -157,31 +167,29 @@ class Policy:
             return
         with self._routing, recorded_routing(self.model) as record:
             yield
-        batch.note_routing(rows, differing_tokens(record.experts(), given))
+        batch.note_routing(rows, layout.unflatten(differing_tokens(record.experts(), given)))
 
     def end_replay(self) -> None:
         """Let the routers choose experts again. Call this after the backward if the forward replayed."""
         self._routing.close()
 
-    def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
+    def before_tokens(self, batch: Batch, rows: Rows, layout: Layout) -> tuple[torch.Tensor, bool]:
         """Return the logits that predict each response token of `batch[rows]`, one row per token, and False.
 
         If memory is too small for so many logits, return the hidden states instead of the logits, and True."""
-        input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
-        first = int(batch.prompt_lengths.min()) - 1
-        keep = input_ids.shape[1] - first
-        # The engine's attention sums a prompt, which it prefills, in a different order than the tokens that it decodes.
-        exact = {"prompt_lengths": batch.prompt_lengths[rows]} if self.align == "exact" else {}
-        # The logits at position t predict token t + 1; response token j of row i sits at prompt_lengths[i] + j.
-        offsets = torch.arange(mask.shape[1], device=mask.device)
-        positions = (batch.prompt_lengths[rows, None] - 1 - first + offsets).clamp(max=keep - 1)
-        row_index = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(positions)
-        places = (row_index[mask], positions[mask])
-        if self.logits_in_blocks(mask.shape[0] * keep):
-            hidden = self.model.base_model(input_ids=input_ids, use_cache=False, **exact).last_hidden_state[:, first:]
-            return hidden[places], True
-        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
-        return logits[places], False
+        inputs, places = dict(layout.inputs), layout.predictors
+        if self.align == "exact":
+            # The engine's attention sums a prompt, which it prefills, in another order than the tokens that it decodes.
+            filler = inputs["row_lengths"][len(layout.valid) :]
+            prompts = batch.prompt_lengths[rows]
+            inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
+        if self.logits_in_blocks(len(places) if self.packed else layout.size):
+            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
+            return hidden.flatten(0, 1)[places], True
+        if not self.packed:
+            return self.model(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
+        kept = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
+        return self.model(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether `positions` have over `LOGITS_AT_A_TIME` logits, and lm_head can be computed in blocks."""

@@ -159,10 +159,12 @@ class Notes:
         self.masters: list[dict[str, torch.Tensor]] = []
         """FP32, the weights that the optimizer updates: at first and after each update."""
 
-    def forward(self, module: Any, inputs: Any) -> None:
-        """A hook."""
+    def forward(self, module: Any, inputs: Any, given: dict[str, Any]) -> None:
+        """A hook. A packed forward has one row of several, each with a position 0."""
         if self.phase:
-            self.forwards[self.phase].append(inputs[0].shape[0])
+            positions = given["position_ids"]
+            packed = len(inputs[0]) == 1
+            self.forwards[self.phase].append(int((positions == 0).sum()) if packed else len(inputs[0]))
 
     @property
     def moves(self) -> list[dict[str, torch.Tensor]]:

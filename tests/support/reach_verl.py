@@ -322,7 +322,7 @@ class Actor:
         self.worker = make(verl.resolved.actor_rollout_ref, role="actor")
         self.worker.init_model()
         engine: Any = self.worker.actor.engine
-        engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward)
+        engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward, with_kwargs=True)
         self.notes.masters.append(self.weights())
         engine.optimizer.register_step_pre_hook(lambda *arguments: self.notes.norms.append(self.norm()))
         engine.optimizer.register_step_post_hook(lambda *arguments: self.notes.masters.append(self.weights()))

@@ -4,8 +4,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
-    prepare_model_inputs   drops the mask, because rows are padded on the right, and gives all rows of a step one
-                           length. A different mask or length in the update could change a row's log-probs
+    prepare_model_inputs   tells attention the rows of the forward, which verl packs or pads (`qarl.verl.plugin.rows`)
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
                            from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
@@ -37,6 +36,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
 from qarl.align.routing import replays
+from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.convert import invalidate_quantized
@@ -49,6 +49,7 @@ from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
+from qarl.verl.plugin.rows import row_inputs
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -56,7 +57,6 @@ from qarl.verl.plugin.transport import encode
 _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
-_PAD_MULTIPLE = 8
 _PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
 """Replaces logits beyond the tokenizer's vocabulary. Finite, because the entropy multiplies probabilities by logits."""
@@ -70,7 +70,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     ignore: tuple[str, ...] = ()
     align: str = "off"
     _responses: int | None = None
-    _row_length: int = 0
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
@@ -93,6 +92,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> Any:
         module = super()._build_module()
         if self.quant is None:
+            if get_device_name() == "cpu":
+                use_rows_attention(module)
             return module
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
@@ -163,13 +164,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is not None:
             invalidate_quantized(self.module)
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        if self.quant is not None:
-            longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # Log-probs were computed for all rows. A mini-batch has only some, so its longest row may be shorter.
-            self._row_length = longest if forward_only else max(self._row_length, longest)
-        return super().forward_backward_batch(data, loss_function, forward_only)
-
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
             raise UserError(
@@ -179,14 +173,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 fix="train a text-only model",
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
-        if self.quant is not None and inputs.get("attention_mask") is not None:
-            # Attention is causal and padding is on the right, so no token of a response sees padding.
-            inputs["attention_mask"] = inputs["position_ids"] = None
-            pad_token_id = tu.get_non_tensor_data(data=micro_batch, key="pad_token_id", default=0)
-            missing = max(self._row_length - inputs["input_ids"].shape[1], 0)
-            inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
-            if self.align == "exact":
-                inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        if self.quant is not None:
+            inputs |= row_inputs(inputs, micro_batch, exact=self.align == "exact", split=self.use_ulysses_sp)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args

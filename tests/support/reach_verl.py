@@ -426,7 +426,8 @@ def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
             continue
         try:
             before = made.setdefault(repr((row.given, row.stub)), Verl(row.given, **row.stub))
-            found[parameter.id] = (row.observe(before), row.observe(Verl(row.given | {key: row.value}, **row.stub)))
+            after = Verl(row.given | row.also | {key: row.value}, **row.stub)
+            found[parameter.id] = (row.observe(before), row.observe(after))
         except Exception:
             found[parameter.id] = traceback.format_exc()
     return found

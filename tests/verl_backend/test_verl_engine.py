@@ -151,8 +151,8 @@ def test_metrics_are_those_of_the_whole_mini_batch(results, local, world, job):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_without_learning_the_ratio_stays_one_though_batches_differ(results, world):
-    """Job 5 updates with the shortest rows alone, with two ranks those of the other rank too, whose log-probs it does not
-    know. Job 7 has micro-batches by tokens, of other sizes in the update."""
+    """Job 5 updates with the shortest rows alone; two ranks do not know each other's log-probs. Job 7 has micro-batches
+    by tokens, of another size in the update."""
     for job in (2, 4, 7, *([5] if world == 1 else [])):
         for metrics in results[world][job]["metrics"]:
             assert metrics["actor/seq_ratio_abs_dev_max"][0] == 0, job

@@ -10,7 +10,7 @@ this sum and so changes where it is cut into blocks; so this gradient has a boun
 
 `seconds`: rows with responses of 50 to 1,000 tokens with mean 200, and as many rows of 200 tokens, on a random model of
 SmolLM2-135M's widths with fewer layers. `log-probs` is the pass for the old log-probs. `update` is forward and backward
-of a mini-batch. The table gives microseconds per real token, the least of three rounds.
+of a mini-batch. The table gives microseconds of CPU time per real token, on one thread, the least of three rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from qarl.trainer.policy import Policy
 LEVELS, SCHEMES = ("off", "linears", "model", "exact"), ("w4a16", "w8a8", "fp8", "bf16")
 ROWS = [(3, 40), (9, 1), (1, 7), (30, 230), (5, 0), (12, 33), (2, 64), (4, 90), (6, 200), (8, 120)]
 """Tokens of prompt and response."""
+PASSES = ("log-probs", "update")
 PROMPT, SHORTEST, LONGEST, MEAN = 32, 50, 1000, 200
 
 
@@ -166,13 +168,28 @@ def uneven_lengths(count: int) -> list[int]:
     return lengths
 
 
-def seconds_of(action: Callable[[], Any], rounds: int) -> float:
-    found = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - start)
-    return min(found)
+@dataclass
+class Case:
+    """Rows, their micro-batches and a policy, with the least CPU seconds so far of each pass."""
+
+    policy: Policy
+    batch: Batch
+    parts: Sequence[Rows]
+    log_probs: float = float("inf")
+    update: float = float("inf")
+
+    def round(self) -> None:
+        start = time.process_time()
+        old = log_probs_of(self.policy, self.batch, self.parts)
+        middle = time.process_time()
+        self.policy.model.zero_grad()
+        backward(self.policy, self.batch, old, self.parts)
+        self.log_probs = min(self.log_probs, middle - start)
+        self.update = min(self.update, time.process_time() - middle)
+
+    def per_token(self) -> dict[str, float]:
+        tokens = int(self.batch.lengths.sum())
+        return {"log-probs": 1e6 * self.log_probs / tokens, "update": 1e6 * self.update / tokens}
 
 
 def timed(args: argparse.Namespace, level: str) -> dict[str, Any]:
@@ -192,29 +209,20 @@ def timed(args: argparse.Namespace, level: str) -> dict[str, Any]:
     )
     by_rows = [slice(start, start + 8) for start in range(0, args.responses, 8)]
     uneven, equal = uneven_lengths(args.responses), [MEAN] * args.responses
-    found: dict[str, Any] = {"responses": sorted(uneven), "micro-batches": {}}
+    cases = {}
     for name, lengths, packed in (("equal", equal, True), ("packed", uneven, True), ("padded", uneven, False)):
         batch = random_batch([(PROMPT, length) for length in lengths], sizes["vocab_size"])
-        parts: Sequence[Rows] = micro_batches(batch, actor) if packed else by_rows
         policy = make_policy("llama", "w4a16", level, packed=packed, **sizes)
-        tokens = int(batch.lengths.sum())
-        old = log_probs_of(policy, batch, parts)
-        rounds = args.rounds if packed else 1
-
-        def update(policy: Policy = policy, batch: Batch = batch, parts: Sequence[Rows] = parts) -> None:
-            policy.model.zero_grad()
-            backward(policy, batch, old, parts)  # noqa: B023  called within this round
-
-        forward = seconds_of(lambda: log_probs_of(policy, batch, parts), rounds)  # noqa: B023
-        found[name] = {
-            "log-probs, us per token": 1e6 * forward / tokens,
-            "update, us per token": 1e6 * seconds_of(update, rounds) / tokens,
-        }
-        found["micro-batches"][name] = len(parts)
-    for what in ("log-probs", "update"):
-        per_token = {name: found[name][f"{what}, us per token"] for name in ("equal", "packed", "padded")}
-        found[f"{what}, packed over equal rows"] = per_token["packed"] / per_token["equal"]
-        found[f"{what}, padded over equal rows"] = per_token["padded"] / per_token["equal"]
+        cases[name] = Case(policy, batch, micro_batches(batch, actor) if packed else by_rows)
+    for round_ in range(args.rounds):
+        for name, case in cases.items():
+            if name != "padded" or not round_:
+                case.round()
+    per_token = {name: case.per_token() for name, case in cases.items()}
+    found: dict[str, Any] = {"micro-batches": {name: len(case.parts) for name, case in cases.items()}}
+    found["us per token"] = per_token
+    for name in ("packed", "padded"):
+        found[f"{name} over equal"] = {what: per_token[name][what] / per_token["equal"][what] for what in PASSES}
     return found
 
 
@@ -243,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     results["equal"][f"{family} {scheme} {level}"] = found
                     print(family, scheme, level, found, flush=True)
     if "seconds" in args.parts:
-        results["seconds"] = {"layers": args.layers, "tokens": args.tokens}
+        lengths = sorted(uneven_lengths(args.responses))
+        results["seconds"] = {"layers": args.layers, "tokens": args.tokens, "responses": lengths}
         for level in args.levels:
             results["seconds"][level] = timed(args, level)
             print(

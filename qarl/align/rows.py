@@ -15,8 +15,8 @@ give the same bits.
 
 The lengths of the rows come from `row_lengths`, which the trainer passes to the model's forward. Without it they are
 read from `position_ids`, as transformers' Flash Attention does; verl's engine passes only these. transformers hands
-both to the attention function if the model's class has `_supports_attention_backend`. Other models (Falcon, Nemotron)
-keep `sdpa` and its mask.
+both to the attention function if the model's class has `_supports_attention_backend`. Rows of other models are padded
+(`qarl.align.families.PADDED`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ def use_rows_attention(model: Any) -> bool:
     register_rows_attention()
     model.set_attn_implementation(ROWS_ATTENTION)
     return True
+
+
+def attends_in_rows(model: Any) -> bool:
+    """Return whether the attention of a transformers model stays within the rows of a pack, without a mask."""
+    name = model.config._attn_implementation
+    return model._supports_attention_backend and (name.startswith("qarl_") or "flash" in name)
 
 
 def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torch.Tensor | None:

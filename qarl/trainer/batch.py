@@ -13,8 +13,6 @@ import torch
 
 from qarl.rollout.engine import RolloutBatch
 
-_PAD_MULTIPLE = 8
-
 Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
 
@@ -99,8 +97,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]
-    longest = max(map(len, sequences))
-    total = -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    total = max(map(len, sequences))
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
     mask = torch.arange(width)[None, :] < response_lengths[:, None]

@@ -19,6 +19,7 @@ from torch import nn
 
 from qarl.align import align_model
 from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
+from qarl.align.rows import attends_in_rows
 from qarl.checks import hub
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.kernels.kept import Truncation, find_kept
@@ -56,11 +57,12 @@ class Policy:
         packed: bool = True,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
-        self.model, self.scheme, self.ignore, self.packed = model, scheme, ignore, packed
+        self.model, self.scheme, self.ignore = model, scheme, ignore
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
         self.align = aligned.level
+        self.packed = packed and attends_in_rows(model)
         self.replays = replays(router_replay, self.align)
         self._routing = ExitStack()
         self.report = f"{linears}\n{aligned}"

@@ -180,20 +180,20 @@ def test_a_part_of_the_batch_is_split_into_its_own_rows():
 
 
 def test_a_layout_by_hand():
-    """Two rows of the batch in another order: 4 + 1 tokens and 2 + 3."""
-    batch = made_batch([(2, 3), (1, 1), (4, 1)])
-    layout = lay_out(batch, torch.tensor([2, 0]))
-    ids = [*batch.input_ids[2, :5].tolist(), *batch.input_ids[0, :5].tolist()]
-    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 22]
-    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, *range(22)]]
-    assert layout.inputs["row_lengths"] == (5, 5, 22)
-    assert layout.places.tolist() == list(range(10)) and layout.predictors.tolist() == [3, 6, 7, 8]
-    padded = lay_out(batch, torch.tensor([2, 0]), packed=False)
-    assert padded.inputs["input_ids"].tolist() == batch.input_ids[[2, 0]].tolist()
-    assert padded.inputs["row_lengths"] == (5, 5)
-    assert padded.predictors.tolist() == [3, 9, 10, 11]
+    """Two of three rows: 2 + 3 tokens and 5 + 1."""
+    batch, rows = made_batch([(2, 3), (1, 1), (5, 1)]), torch.tensor([0, 2])
+    layout = lay_out(batch, rows)
+    ids = [*batch.input_ids[0, :5].tolist(), *batch.input_ids[2, :6].tolist()]
+    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 21]
+    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(21)]]
+    assert layout.inputs["row_lengths"] == (5, 6, 21)
+    assert layout.places.tolist() == list(range(11)) and layout.predictors.tolist() == [1, 2, 3, 9]
+    padded = lay_out(batch, rows, packed=False)
+    assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()
+    assert padded.inputs["row_lengths"] == (5, 6)
+    assert padded.predictors.tolist() == [1, 2, 3, 10]
     for one in (layout, padded):
-        assert torch.equal(one.unflatten(one.flatten(batch.input_ids[[2, 0]], -1)), batch.input_ids[[2, 0]] * one.valid)
+        assert torch.equal(one.unflatten(one.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * one.valid)
 
 
 def test_kept_tokens_are_stored_at_their_rows(folders):

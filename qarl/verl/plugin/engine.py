@@ -35,6 +35,7 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
+from qarl.align.families import check_rows
 from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
@@ -101,6 +102,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
         aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True)
         self.align = aligned.level
+        check_rows(module.config, packed=self.use_remove_padding)
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module

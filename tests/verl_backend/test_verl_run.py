@@ -120,7 +120,7 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
 
 
 def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
-    """At learning rate 0 trainer and engine agree, and ratios stay 1, though rows fall into other packs in the update."""
+    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update."""
     settings = {
         "output_dir": tmp_path,
         "model.path": model,

@@ -40,7 +40,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """Return the help: this page and the shipped configs, or the help of the command `topics[0]`."""
+    """Return the help: this module's docstring and the shipped configs, or the help of the command `topics[0]`."""
     if topics:
         return str(_command(topics[0]).describe(topics[1:]))
     from qarl.config.help import columns, shipped

@@ -1,7 +1,7 @@
 """Run a command of QaRL: handle `--help`, `--version`, errors and Ctrl-C, and return an exit code.
 
-The exit code is right even if a stream is a closed pipe or a file on a full disk. This module imports almost nothing.
-So a command can call `run_command` before it imports anything slow, and Ctrl-C is handled from the start.
+The exit code is right even if a stream is a closed pipe or a file on a full disk. This module imports almost nothing,
+so a command can call `run_command` before its slow imports, and Ctrl-C is handled from the start.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def note(text: str) -> None:
 def run_command(command: Command, argv: Sequence[str] | None, *, describe: Describe) -> int:
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
-    A `UserError`, or a standard output that cannot be written, is printed as one message and gives 2. Ctrl-C gives 130.
-    None of these shows a traceback. With argv=None this also holds for Ctrl-C while the process ends.
+    After a `UserError`, or if standard output cannot be written, print one message and return 2. After Ctrl-C, return
+    130. No traceback is shown. With argv=None, even Ctrl-C while the process exits shows none.
 
-    Args:
-        describe: a function that returns the text of `--help`. It gets the other arguments that are not key=value.
+    `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
     if argv is not None:
         return _written(command, list(argv), describe)

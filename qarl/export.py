@@ -45,7 +45,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """Return the help: this page, which describes every key."""
+    """Return the help: this module's docstring, which describes every key."""
     return (__doc__ or "").strip()
 
 

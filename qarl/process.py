@@ -19,7 +19,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # By default vLLM pins one thread to each core that it finds. But here trainer and vLLM share their threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads divide requests and heads, never the keys of one query, so its bits do not depend on other requests.
+    # With 0, threads divide requests and heads, never the keys of one query. So requests do not change others' bits.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     # On CPUs with AMX tiles vLLM would round W4A16's activations to int8, which makes it W4A8.
     "VLLM_CPU_INT4_W4A8": "0",
@@ -27,8 +27,7 @@ VLLM_ENVIRONMENT = {
 }
 _LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
 _LEVEL_IS_OURS = "QARL_CHOSE_VLLM_LOGGING_LEVEL"
-"""The environment variable that holds vLLM's log level if QaRL chose it. Child processes inherit it, so they filter
-vLLM's warnings too."""
+"""Environment variable with vLLM's log level, if QaRL chose it. Child processes inherit it and hide warnings too."""
 _TRITON_KERNELS = "Failed to import Triton kernels"
 VLLM_NOISE = {
     "vllm.triton_utils.importing": ("Triton is installed",),
@@ -66,8 +65,8 @@ def vllm_missing() -> str | None:
 
 
 def configure_vllm_process() -> None:
-    """Set vLLM's environment variables that the user has not set, and allow AMX. Unless the user chose a log level,
-    show only those warnings of vLLM that matter."""
+    """Set the variables of `VLLM_ENVIRONMENT` that the user has not set, and allow AMX. Unless the user chose a log
+    level, hide the warnings in `VLLM_NOISE`."""
     for key, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
@@ -101,8 +100,10 @@ def allow_matrix_tiles() -> None:
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": 4, and 2 in nested regions
+    """Set the size of the OpenMP pool that trainer and engine share. Call this before torch is imported.
+
+    If `num_threads` is None, the size is OMP_NUM_THREADS if set, otherwise the number of usable CPUs."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2" means 4 threads, and 2 in nested regions
     wanted = num_threads or (int(given) if given.isdecimal() else 0) or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(wanted)
 

@@ -51,7 +51,7 @@ def _main(argv: list[str]) -> int:
 
 
 def describe(topics: list[str]) -> str:
-    """Return the help: this page and a list of the config's sections, or help on the sections and keys in `topics`."""
+    """Return the help: this module's docstring and the config's sections, or help on the keys and sections `topics`."""
     from qarl.config.help import config_help
 
     return config_help(__doc__ or "", topics)

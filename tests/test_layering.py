@@ -71,7 +71,7 @@ LAYERS = (
     ("process", "console", "vllm_versions"),
     ("tbpo",),
     ("config", "kernels"),
-    ("data", "quant"),
+    ("data", "quant", "optim"),
     ("align", "rollout"),
     ("checkpoint",),
     ("metrics",),

@@ -4,15 +4,15 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product instead. If the scale is not a power of two, 10 to
-              300 times as many outputs then differ from vLLM's
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch's attention scales the product instead. Then, unless the
+              scale is a power of two, 10 to 300 times as many outputs differ from vLLM's as with scaled queries
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
 
 Two functions are registered:
 
-    qarl_fp32     either form in PyTorch, with FP32 products of the BF16 operands (level `model`)
+    qarl_fp32     the form that this CPU runs, in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
 Both compute each row by itself, with its own length (`qarl.align.rows`). So a row's bits do not depend on the rows
@@ -135,9 +135,8 @@ class _TileAttention(torch.autograd.Function):
 def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
-    The queries are split into blocks. Each block sees the keys up to its own end. The last block is filled up with
-    zeros. So the sizes of a block's matrix products, and with them the order of summation, do not depend on later
-    tokens of the row.
+    Queries are computed in blocks of equal size, the last one padded with zeros. A block reads only the keys up to its
+    own end, so tokens after it change neither the sizes of its matrix products nor the order of its sums.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -214,12 +213,9 @@ def engine_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
-    Rows must be whole, start at position 0, and be packed or padded on the right. Masks, key-value caches and dropout
-    are refused.
-
-    `prompt_lengths` [rows] is the number of tokens that the engine prefilled in each row. Pass it to the model's
-    forward, which passes it on to this function. Without it, every token is computed as if it had been decoded alone.
-    """
+    Rows must be whole, start at position 0, and be packed or padded on the right. Raises ValueError for masks,
+    key-value caches and dropout. `prompt_lengths` [rows]: number of tokens that the engine prefilled in each row. It is
+    an extra argument of the model's forward. Without it, every token is computed as if the engine had decoded it."""
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
             "quant.align=exact needs whole rows, packed or padded on the right, without attention_mask, key-value "

@@ -28,9 +28,9 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """The refusal of a config key for the model families `families`.
+    """A config key that is refused in configs of `families`, except for harmless values.
 
-    `harmless(value, config)` returns whether a value is allowed anyway. The error shows the reason `why`."""
+    `harmless(value, config)` returns whether a value is harmless. `why`: the reason that the error shows."""
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]
@@ -127,7 +127,7 @@ _KEYS: dict[str, str] = {
     "rswa_window target_layer_count thinker_config transf_decoder use_pad_token use_sep_token vision_config",
 }
 VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.split()}
-"""Key -> verdict `both`, `rotary` or `neither`, with a reason. It holds if the family does not refuse the key."""
+"""Key -> verdict `both`, `rotary` or `neither`, with a reason. A `Refusal` for the model's family overrides it."""
 
 
 def verdict(family: str, key: str) -> str | None:
@@ -140,13 +140,8 @@ def verdict(family: str, key: str) -> str | None:
 
 
 def check_config_keys(config: Any) -> None:
-    """Check that trainer and engine would read this transformers config in the same way.
-
-    Configs of families that are not in `FAMILIES` always pass.
-
-    Raises:
-        UserError: a key has a refused value. The error names the key, its value, and the side that ignores the key.
-    """
+    """Check that trainer and engine would read this transformers config in the same way. Raise UserError if a key has a
+    refused value; the error names the side that ignores the key. Configs of families not in `FAMILIES` always pass."""
     if config.model_type not in FAMILIES:
         return
     for key, refusal in REFUSED.items():
@@ -175,7 +170,7 @@ def check_rotary(config: Any) -> None:
     try:
         match = match_rotary(config)
     except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys
-        why = f"one of them cannot create it: {type(error).__name__}: {error}"
+        why = f"one side cannot create its embedding: {type(error).__name__}: {error}"
         raise UserError(unlike, where=where, why=why, fix=fix) from error
     if not match.near:
         head = head_size_of(config)

@@ -4,13 +4,13 @@
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch.
               Rarer types of rotary embedding use the engine's own cosines and sines
-    exact     also attention by the engine's own operator, so δ is 0. For prompts of more than about 300 tokens, δ is 0
-              only with one thread and an engine that prefills each prompt in one piece (`qarl.kernels.cpu.attention`)
+    exact     also attention by the engine's own operator, so δ (`qarl.metrics.guard`) is 0. For prompts of more than
+              about 300 tokens, δ is 0 only with one thread and an engine that prefills each prompt in one piece
+              (`qarl.kernels.cpu.attention`)
 
 `align_model` applies levels `model` and `exact`, after the linears are quantized. Both levels exist for Llama, Qwen2,
 Qwen3 and Qwen3-MoE against vLLM on CPU. In a mixture of experts they also use the engine's router and, if the experts
-are BF16, its operator for experts. Other models and devices get the next lower level that is available, and the report
-says why.
+are BF16, its operator for experts. Other models and devices get the next lower level, and the report says why.
 
 At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX the order was
 the same up to 192 keys, so δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
@@ -69,18 +69,18 @@ def align_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     sharded: bool = False,
+    workers: int = 1,
 ) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place. Parameters and their names stay the same.
 
-    Quantize the model's linears first (`quantize_model`).
+    Quantize the model's linears first (`quantize_model`). Raises UserError if `level` does not exist, or if the engine
+    would read the model's config differently than the trainer.
 
     Args:
         device: where the forward will run. Default: the device of the weights. FSDP may move them later.
         dtype: dtype of the weights in the forward. Default: their dtype now. FSDP may cast them later.
         sharded: whether FSDP shards the model.
-
-    Raises:
-        UserError: `level` does not exist, or the engine would read the model's config differently than the trainer.
+        workers: number of workers that one engine is split over.
     """
     if level not in LEVELS:
         raise UserError(
@@ -99,6 +99,7 @@ def align_model(
         device_type=(device or parameter.device).type,
         dtype=dtype or parameter.dtype,
         kernels={layer.kernel.name for layer in (*layers, *experts.values())},
+        workers=workers,
     )
     if level in ("off", "linears"):
         use_rows_attention(model)
@@ -144,18 +145,36 @@ def align_rotary(model: Any) -> None:
 
 
 def resolve_level(
-    config: Any, level: str, *, device_type: str, kernels: Collection[str], dtype: torch.dtype = torch.bfloat16
+    config: Any,
+    level: str,
+    *,
+    device_type: str,
+    kernels: Collection[str],
+    dtype: torch.dtype = torch.bfloat16,
+    workers: int = 1,
 ) -> tuple[str, tuple[str, ...]]:
     """Return the level that applies to a model with this transformers config, and a reason for each step down.
 
-    `kernels`: names of the kernels of the model's quantized linears. The model itself is not needed.
+    `kernels`: names of the kernels of the model's quantized linears. The model itself is not needed. `workers`: number
+    of workers that one engine is split over.
     """
     reasons: list[str] = []
-    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels)):
+    split = split_unavailable(workers)
+    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels) or split):
         level, reasons = "model", [f"exact: {why_not}"]
-    if level == "model" and (why_not := model_unavailable(config, device_type, dtype)):
+    if level == "model" and (why_not := model_unavailable(config, device_type, dtype) or split):
         level, reasons = "linears", [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
+
+
+def split_unavailable(workers: int) -> str | None:
+    """Return why a trainer cannot follow an engine of several workers beyond its linears, or None for one worker."""
+    if workers == 1:
+        return None
+    return (
+        f"rollout.tensor_model_parallel_size={workers}: each worker of the engine rounds its part of o_proj and "
+        "down_proj before the parts are added, but the trainer multiplies whole rows"
+    )
 
 
 def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:

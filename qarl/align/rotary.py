@@ -22,16 +22,15 @@ from torch import nn
 from qarl.kernels.cpu import rotary as vllm_rotary
 
 _NEAR = 0.01
-"""Largest relative error, in norm, that rounding can cause. BF16 cosines and sines cause 0.003; a different formula
-causes 0.05 to 1."""
+"""Largest relative error, in norm, of rounding. BF16 cosines and sines cause 0.003, a different formula 0.05 to 1."""
 _PROBES = 2048
 """Number of positions that are compared."""
 
 
 @dataclass(frozen=True)
 class RotaryMatch:
-    """`equal` and `near`: see the module's docstring. `error`: relative error of transformers' rotation. `engine`: name
-    of vLLM's class. `turns`: the engine's cosines and sines if `equal`, otherwise None."""
+    """`equal` and `near`: see the module's docstring. `error`: relative difference between transformers' and vLLM's
+    rotated queries. `engine`: name of vLLM's class. `turns`: vLLM's cosines and sines if `equal`, otherwise None."""
 
     equal: bool
     near: bool
@@ -48,7 +47,9 @@ PLAIN = {
 
 
 def is_plain(config: Any) -> bool:
-    """Return whether both sides are known to compute the same embedding. If so, vLLM's slow import is not needed."""
+    """Return whether tests have shown that both sides compute the same embedding for this config.
+
+    If so, no comparison is needed, and vLLM, which is slow to import, is not imported."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
@@ -59,10 +60,7 @@ def is_plain(config: Any) -> bool:
 
 def match_rotary(config: Any) -> RotaryMatch:
     """Compare the rotary embeddings of both sides for a transformers config. No weights are needed.
-
-    Raises:
-        Exception: vLLM or transformers cannot use the config's `rope_parameters`. Its exception is passed on.
-    """
+    If vLLM or transformers cannot use the config's `rope_parameters`, its exception is passed on."""
     head_size = head_size_of(config)
     described = {
         "type": config.model_type,
@@ -78,7 +76,7 @@ def match_rotary(config: Any) -> RotaryMatch:
 
 
 _MATCHES: dict[str, RotaryMatch] = {}
-"""The results so far. They are kept because a run asks for the same result several times."""
+"""The results so far, because a run asks for the same result several times."""
 
 
 def _compare(config: Any, head_size: int) -> RotaryMatch:

@@ -10,10 +10,10 @@ From the same logits, the engine and transformers choose the same experts, excep
 
 The order matters because a token's experts are summed in this order, in FP32. (On CUDA vLLM keeps the weights in FP32.)
 
-A tiny difference in the hidden states can still send a token to different experts than in the rollout. All later layers
-and tokens then differ. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights come
-from the trainer's own logits, so the router still gets a gradient. Replay and recording are forward hooks on the
-routers. They work at every level of alignment.
+A tiny difference in the hidden states can still send a token to different experts than in the rollout. Then the token's
+hidden states in later layers differ, and so do those of all later tokens. Router replay (R3, arXiv 2510.11370) gives
+the trainer the rollout's experts. Their weights come from the trainer's own logits, so the router still gets a
+gradient. Replay and recording are forward hooks on the routers. They work at every level of alignment.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return the weights [T, k] that vLLM gives to `experts` [T, k].
-
-    They have the dtype of `logits` [T, E] and are differentiable."""
+    """Return the weights that vLLM gives to `experts` [T, k]: [T, k], dtype of `logits` [T, E], differentiable."""
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -68,9 +66,7 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 def replays(router_replay: str, level: str) -> bool:
     """Return whether `rollout.router_replay` asks for a replay at an alignment level.
 
-    `auto` replays only at levels below `model`. At these levels the trainer's routers may choose different experts than
-    the engine's.
-    """
+    `auto` replays only at `off` and `linears`. At these levels the trainer's routers may differ from the engine's."""
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
 
@@ -91,10 +87,8 @@ def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
             decoder layers are included, even those without experts. If a token's k numbers in a layer are not all
             different, or if one is negative, its routing is unknown and the model's router chooses.
 
-    Raises:
-        ValueError: the sizes do not fit the model, or an expert's number is too large. A forward also raises this error
-            if its number of tokens is not T.
-    """
+    Raises ValueError if the sizes do not fit the model, or if an expert's number is too large. A forward also raises it
+    if its number of tokens is not T."""
     found = routers(model)
     layers = len(model.model.layers)
     if experts.dim() != 3 or experts.shape[1] != layers:
@@ -143,7 +137,7 @@ class RecordedRouting:
         self._layers, self._chosen = layers, dict[int, torch.Tensor]()
 
     def experts(self) -> torch.Tensor:
-        """Return int64 [T, layers, k], with -1 in layers without experts."""
+        """Return the chosen experts of each token, int64 [T, layers, k]; -1 in layers that have no experts."""
         first = next(iter(self._chosen.values()))
         missing = torch.full_like(first, -1)
         return torch.stack([self._chosen.get(number, missing) for number in range(self._layers)], dim=1)
@@ -157,7 +151,7 @@ class RecordedRouting:
 
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Within this context, record the choices of the model's routers. The hooks of a replay run later."""
+    """Within this context, record the choices of the model's routers, before a replay replaces them."""
     record = RecordedRouting(len(model.model.layers))
     handles = [
         router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()

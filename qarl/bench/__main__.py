@@ -37,7 +37,7 @@ PARTS = {
     **dict.fromkeys(("steps", "rollout", "trainer", "publish"), _STEPS),
     "plan": ("qarl.bench.plan", ""),
 }
-"""Part -> two modules: one with `KEYS`, which must not import torch before threads are set, and one with `run`."""
+"""Part -> (module with `KEYS`, module with `run`). The first must not import torch, because threads are set later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Read key=value arguments into a dataclass. Field names are the keys. Field types are the types of values.
 
-Unknown keys and invalid values are reported before any work is done. Every number must be above 0.
+Unknown keys and invalid values are reported before any work is done. All numbers must be positive.
 """
 
 from __future__ import annotations
@@ -22,20 +22,14 @@ DEVICES = ("cuda", "cpu")
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
     """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
-
-    Args:
-        choices: key -> the names that are valid for it.
-        fixed: fields that the user cannot set.
-
-    Raises:
-        UserError: an argument is not key=value, a key is unknown, or a value is invalid.
-    """
+    `choices`: key -> the names that are valid for it. `fixed`: fields that the user cannot set. Raise UserError if an
+    argument is not key=value, a key is unknown, or a value is invalid."""
     hints, values = get_type_hints(cls), dict(fixed)
     keys = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]  # type: ignore[arg-type]  # a dataclass
     for argument in given:
         key, equals, text = argument.partition("=")
         if not equals or not text:
-            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value: json=FILE")
+            raise UserError(f"{argument!r} is not key=value", where="qarl.bench", fix="write key=value, e.g. json=FILE")
         one_of(key, keys, "key")
         values[key] = _convert(key, text, hints[key])
         for name in values[key] if isinstance(values[key], tuple) else (values[key],):
@@ -70,7 +64,7 @@ def _invalid(key: str, text: str, kind: type) -> UserError:
 
 
 def one_of(value: str, known: Collection[str], what: str) -> None:
-    """Raise UserError unless `value` is one of `known`. The error names the nearest one."""
+    """Raise UserError unless `value` is one of `known`. The error names the most similar one."""
     if value not in known:
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f" (nearest: {near[0]})" if near else ""
@@ -102,7 +96,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return a dataclass's fields for a published file. Cut paths to the last name, because folders are local."""
+    """Return the fields of the dataclass for a file that may be published: paths lose their folders."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

@@ -17,7 +17,8 @@ from qarl.bench import roofline
 from qarl.bench.arguments import check_divides, read
 from qarl.bench.roofline import Rates, Work
 from qarl.bench.sources import default_group_size, find_model
-from qarl.checks.memory import MemoryEstimate, ModelSize, estimate
+from qarl.checks.memory import MemoryEstimate, estimate
+from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
@@ -44,7 +45,7 @@ def run_plan(part: str, given: Sequence[str]) -> int:
 
 
 def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
-    """Return a row for each scheme and level. Raise UserError if `work` cannot be divided or does not fit."""
+    """Return a row for each scheme and level. Raise UserError if numbers do not divide evenly or no sequence fits."""
     check_divides(work, "tensor_parallel", "gpus")
     check_divides(work, "mini_batches", "prompts")
     source = find_model(work.model)
@@ -55,7 +56,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
         room = float(held.kv_tokens) if rates.memory_bytes else float("inf")
         if room < work.prompt_length + work.response_length[-1]:
             raise UserError(f"an engine with {scheme} weights has room for {room:.0f} tokens, too few for a sequence",
-                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these")  # fmt: skip
+                            where="tensor_parallel, gpu_memory_utilization", fix="raise one of these keys")  # fmt: skip
         seconds, gathered, published = roofline.Roofline(size, rates, work, scheme, level, group_size, room).step()
         rows.append({"scheme": scheme, "level": level, "seconds": seconds, "step": sum(seconds.values()),
                      "gathered_bytes": gathered, "published_bytes": published,

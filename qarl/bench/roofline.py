@@ -7,14 +7,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.checks.memory import ModelSize, wire_bytes
+from qarl.checks.model_size import ModelSize, wire_bytes
 from qarl.config.schema import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 Curves = dict[str, tuple[tuple[float, float], ...]]
 EFFICIENCY = {"bf16": 0.65, "w4a16": 0.55, "w8a8": 0.5, "fp8": 0.5}
 MEMORY = LINK = 0.8
-"""The shares of the data sheet's rates that a large product, memory and links are assumed to reach."""
+"""Assumed shares of the data sheet's rates: `EFFICIENCY` of large products, `MEMORY` and `LINK` of transfers."""
 OPTIMIZER_BYTES, PUBLISH_PASSES, MOST_SEQUENCES, GPUS_PER_NODE = 38, 4, 256, 8
 """In order: bytes that an AdamW step moves per parameter (FP32 gradient, moments and master, BF16 weight); number of
 passes over the published bytes; vLLM's max_num_seqs; number of GPUs in a node."""
@@ -30,8 +30,8 @@ FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one device. `product` maps schemes to (rows, FLOP/s). `memory`, `link` and `network` are in bytes/s.
-    `said` describes each rate in a line, which says whether it was measured or assumed."""
+    """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network` are in
+    bytes/s. `said` has a line of text for each rate, which says whether the rate was measured or assumed."""
 
     device: str
     product: Curves
@@ -42,12 +42,12 @@ class Rates:
     network: float = math.inf
 
     def flop_per_s(self, scheme: str, rows: float) -> float:
-        """Return the rate at the nearest measured number of rows."""
+        """Return the rate of the point in `product` whose number of rows is nearest to `rows`."""
         return min(self.product[scheme], key=lambda point: abs(math.log(point[0] / max(rows, 1))))[1]
 
 
 def assumed_rates(gpu: str) -> Rates:
-    """Return the data sheet's rates, multiplied by the assumed shares."""
+    """Return the rates of NVIDIA's data sheet for `gpu`, multiplied by the shares `EFFICIENCY`, `MEMORY` and `LINK`."""
     bf16, int8, fp8, memory, size, nvlink, network = SHEETS[gpu]
     peaks = {"bf16": bf16, "w4a16": bf16, "w8a8": int8, "fp8": fp8}
     product: Curves = {scheme: ((1.0, EFFICIENCY[scheme] * peak),) for scheme, peak in peaks.items()}
@@ -66,7 +66,7 @@ def measured_rates(path: Path) -> Rates:
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
         memory = float(document["ceilings"]["copy_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("this is not a file of qarl.bench kernels", where=f"rates={path}", why=str(error)) from error
+        raise UserError("the file is not from qarl.bench kernels", where=f"rates={path}", why=str(error)) from error
     product: Curves = {}
     said = [f"memory {memory / 1e9:.1f} GB/s (measured: a copy)"]
     for scheme in EFFICIENCY:
@@ -130,18 +130,19 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with passes, so it
-        adds only the time by which it takes longer than they do."""
+        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with the passes, so only
+        the time by which it outlasts them is counted."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
         forward = batches * self.pass_(work.micro_batch, trainer)
         backward = batches * 2 * self.pass_(work.micro_batch, "bf16")
         if self.on_gpu:
             backward += batches * self.pass_(work.micro_batch, trainer, head=False)
-        weights = 2.0 * size.parameters * (work.gpus - 1) / work.gpus
-        gathered = batches * (3 * weights + 2 * weights)  # BF16 weights for three passes, and FP32 gradients
-        link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         published = self.wire[self.scheme] + 2.0 * (size.parameters - self.weights)
+        trained = published if self.low_bit else 2.0 * size.parameters
+        others = (work.gpus - 1) / work.gpus
+        gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
+        link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         times = work.mini_batches if self.low_bit else int(self.scheme != "bf16")
         seconds = {
             "prefill": self.prefill(),
@@ -152,13 +153,13 @@ class Roofline:
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * OPTIMIZER_BYTES * size.parameters / work.gpus / rates.memory,
             "quantize": times * (2 * self.weights + self.wire[self.scheme]) / rates.memory,
-            "publish": PUBLISH_PASSES * published / rates.memory + weights / link,
+            "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
         }
-        return seconds, gathered + weights, published
+        return seconds, gathered + others * published, published
 
     def product(self, rows: float, scheme: str) -> float:
-        """Return seconds of all linears for `rows` tokens: the time of arithmetic or of reading the weights, whichever
-        is longer. Experts without tokens are not read."""
+        """Return seconds of all linears for `rows` tokens: the larger of the times for arithmetic and for reading the
+        weights. Experts without tokens are not read."""
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
         read = self.weights - (1 - share) ** rows * self.expert_weights
@@ -177,7 +178,7 @@ class Roofline:
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
     def pass_(self, rows: int, scheme: str, *, head: bool = True) -> float:
-        """Return seconds of a micro-batch's forward. A backward takes twice as long as a BF16 forward."""
+        """Return seconds of a micro-batch's forward. A backward counts as twice a forward with scheme bf16."""
         prompt, response = self.work.prompt_length, self.work.response_length[0]
         return self.rows(rows, prompt + response, scheme) + (self.head(rows * response) if head else 0.0)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.arguments import one_of
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.errors import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -70,8 +70,8 @@ def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
-    """Return name -> [N, K] of a decoder layer's dense weights, as the trainer multiplies them. Each shape is listed
-    once, even if several weights share it. In a mixture of experts only the weights of attention are dense."""
+    """Return name -> [N, K] of a decoder layer's dense weights, unfused as in the trainer. Each shape is listed once,
+    even if several weights share it. In a mixture of experts only the weights of attention are dense."""
     block = source.size.block_linears(0)
     by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}

@@ -1,8 +1,8 @@
 """Write a checkpoint of a run as a model folder. `qarl export` and the end of a verl run use this module.
 
 The backend of the run may be local or verl. For verl, the files of all ranks are merged. The checkpoint is checked by
-its digests or checksums, and it is never changed. Tensors are streamed, one shard at a time. The folder appears
-complete or not at all. If the disk is full, there is an error and no partial folder is left.
+its digests or checksums and never changed. Tensors are streamed, one shard at a time. The folder appears complete or
+not at all, even if the disk becomes full.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> str:
-    """Write the model folder. Return a line that says what was written.
-
-    Raises:
-        UserError: the checkpoint does not exist or is damaged, the output folder cannot be used, or the disk is full.
-    """
+    """Write the model folder. Return a line that says what was written. Raise UserError if the checkpoint is missing or
+    damaged, if the output folder cannot be used, or if the disk is full."""
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
@@ -144,7 +141,7 @@ def read_request(arguments: Sequence[str]) -> ExportRequest:
 
 def _step(text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"step={text} is not a step", fix="write step=N, or leave it out for the latest")
+        raise UserError(f"step={text} is not a step", fix="write step=N, or leave step out to export the latest")
     return int(text)
 
 

@@ -3,7 +3,7 @@
 `checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. Hugging Face's libraries can
 load it as it is. It has three more files:
 
-    optimizer.pt   FP32 masters if they exist, moments, generator of the stochastic rounding, place in the schedule
+    optimizer.pt   FP32 masters if they exist, moments, seed and count of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
     state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
                    tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Turn exceptions in this context into a CheckpointError that names this checkpoint and its file `name`."""
+        """Turn exceptions in the `with` block into a CheckpointError that names this checkpoint and its file `name`."""
         try:
             yield
         except UserError:
@@ -102,9 +102,8 @@ def save_checkpoint(
 ) -> int:
     """Write a checkpoint to `folder` and return its size in bytes.
 
-    `state`: the content of state.json without `format`, `files` and `digest`.
-    Raises:
-        StorageError: the disk refused the checkpoint. `folder` is unchanged.
+    `state`: the content of state.json without `format`, `files` and `digest`. If the disk refuses to write, raise
+    StorageError and leave `folder` unchanged.
     """
     weights = list(weights)
     needed = sum(tensor.nbytes for _, tensor in weights) + _tensor_bytes(optimizer)
@@ -126,9 +125,7 @@ def save_checkpoint(
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Check every byte of the checkpoint in `folder` by digests. Return the checkpoint.
 
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged. The message says what is wrong.
-        UserError: the checkpoint has a format that this version does not read.
+    Raise CheckpointError if it is missing or damaged, and UserError if this version does not read its format.
     """
     try:
         return _open(folder)
@@ -152,8 +149,7 @@ def _open(folder: Path) -> Checkpoint:
 def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a dict of tensors and plain values from a file of `torch.save`, without running any code in the file.
 
-    Raises:
-        UserError: the file cannot be read, holds no dict, or holds objects that need code to be loaded.
+    Raise UserError if the file cannot be read, holds no dict, or holds objects that need code to be loaded.
     """
     why = "holds no dict"
     cause: Exception | None = None

@@ -17,10 +17,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """Convert `value` to JSON types.
-
-    Paths and non-finite floats become text. Scalars of torch and NumPy become numbers.
-    """
+    """Convert `value` to JSON types: paths and non-finite floats to text, torch's and NumPy's scalars to numbers."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,7 @@ class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, and the upcast weight of each tensor without a master. Raises UserError if the run has no FP32 masters.
+    the masters, and the upcast weights of tensors without a master; it raises UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -44,9 +44,7 @@ class Source:
 def find_checkpoint(run: Path, step: int | None) -> Path:
     """Return the folder of the checkpoint of `step` in the run folder `run`. If `step` is None, use the latest.
 
-    Raises:
-        UserError: there is no such checkpoint, or it is incomplete. The message lists the existing ones, or says what
-            is missing.
+    Raise UserError if it does not exist or is incomplete. The message lists the existing steps or says what is missing.
     """
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
@@ -66,7 +64,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         raise UserError(
             f"the run {run} has no checkpoints",
             why="checkpoints are written only with trainer.save_freq=N, and its default is -1 (never)",
-            fix="train with trainer.save_freq=N; the run's final model is in its export folder",
+            fix="train with trainer.save_freq=N, or use the final model in the export folder of the run",
         )
     chosen = max(found) if step is None else step
     if step is None and max(torn, default=0) > chosen:
@@ -81,8 +79,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
     """Open the checkpoint in `folder`. Check a local checkpoint by digests. verl's tensors are checked when read.
 
-    Raises:
-        UserError: the checkpoint is damaged, or its files cannot be read.
+    Raise UserError if the checkpoint is damaged or its files cannot be read.
     """
     with reading(folder):
         return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
@@ -90,10 +87,8 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn errors of the code in this context into a UserError that names `folder`, the folder of the checkpoint.
-
-    It catches many exception classes, because each reader raises different classes for each kind of damage.
-    """
+    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`. Many exception classes
+    are caught, because each library raises different ones for different damage."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:

@@ -9,9 +9,9 @@ target is replaced.
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-A folder to remove may be a link. If the link points to a folder of the same name, somebody has moved the folder, for
-example to a larger disk. Then the moved folder is removed too, to free its space. Any other target stays: a folder with
-a different name, or a checkpoint of a different run.
+A folder to remove may be a link. If the link's target has the same name as the folder, somebody has probably moved the
+folder there, for example to a larger disk. In that case the target is removed too, to free its space. It stays if it
+has a different name or is a checkpoint of a different run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     """Yield an empty folder to write to. At the end rename it to `folder`. An existing `folder` is replaced.
 
     `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
-    and nothing is left of the new folder.
-
-    Raises:
-        StorageError: the disk has too little space, or writing failed.
+    and nothing is left of the new folder. Raise StorageError if the disk has too little space or writing fails.
     """
     folder = folder.resolve()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -69,7 +66,7 @@ def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the code in this context into a `StorageError` that names `path`."""
+    """Turn an OSError in the `with` block into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -91,7 +88,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. Before that, move an existing folder aside. Remove it later, or restore it on error."""
+    """Rename `new` to `folder`. First move an existing folder aside; then remove it, or restore it after an error."""
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -108,17 +105,15 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest.
-
-    Raises OSError if a part of it could not be removed.
-    """
+    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest. Raise OSError
+    if a part of it cannot be removed."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
     _remove(partial, folder.name)
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder, a file or a link. Also remove the link's target if it is the moved folder `name`."""
+    """Remove a folder, file or link. If it is a link to the folder `name` after a move, remove its target too."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return
@@ -131,8 +126,7 @@ def _remove(folder: Path, name: str) -> None:
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
     """Clean up what killed processes left in `parent`. Return a line of text for each change.
 
-    Half-written folders are removed. If a folder was moved aside but its replacement never appeared, it gets its name
-    back.
+    Half-written folders are removed. A folder that was moved aside but never replaced gets its name back.
 
     `name`: clean up only what was left of the folder with this name. `alone`: a lock guarantees that no other process
     works in `parent`. If it is False, folders that a running process may have made are not changed.
@@ -168,10 +162,7 @@ def set_aside(folder: Path, suffix: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all: write a temporary file beside it, then rename that.
 
-    Missing parent folders are made.
-
-    Raises:
-        StorageError: the disk refused to write. An existing file is unchanged.
+    Make missing parent folders. If the disk refuses to write, raise StorageError and leave an existing file unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -192,8 +183,8 @@ def file_sha256(path: Path) -> str:
 def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
-    It may if a process `pid` is running and already ran when `path` was last changed. A process that started later did
-    not make the folder. It only has the same process number, because numbers are soon reused in containers.
+    This is true if process `pid` runs now and already ran when `path` was last changed. A process that started
+    later did not make `path`. It only reuses the process number, which is common in containers.
     """
     if pid == os.getpid():
         return False

@@ -1,7 +1,7 @@
 """Find verl's complete checkpoints on disk and read their weights, without verl, Ray or a process group.
 
-verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with its
-rank's part of the FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
+verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with
+rank R's part of an FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
 needs memory for the whole model and rounds to BF16. Here the files are memory-mapped. Each tensor is assembled alone,
 in FP32, and compared with the checksums that QaRL's engine records beside the files.
 
@@ -43,7 +43,7 @@ def step_of(folder: Path) -> int:
 def what_is_missing(folder: Path) -> str | None:
     """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
 
-    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file has none.
+    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file lacks it.
     """
     if not folder.is_dir() or not step_of(folder):
         return "there is no such folder, or its name is not global_step_N"

@@ -48,7 +48,7 @@ def why_unreachable() -> str | None:
         else:
             answer.clear()
 
-    # A thread, because no timeout of the HTTP library covers the name server.
+    # In a thread, because no timeout of the HTTP library covers the name lookup.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)

@@ -1,7 +1,7 @@
 """Refuses layers that the engine could not run. The checks need only the model's config and run before any loading.
 
-vLLM itself would refuse a CPU that its kernel does not support, a layer size that the kernel does not support, or a
-fused layer of which only a part is quantized. But its errors come late, with a traceback, and do not name our keys.
+vLLM itself refuses CPUs and layer sizes that its kernel does not support, and fused layers of which only a part is
+quantized. But its errors come late, with a traceback, and do not name our keys.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError if only a part of a fused layer, or only some experts of a layer, would be quantized.
-
-    The engine fuses some layers into one. It quantizes either the whole fused layer or no part of it.
-    """
+    """Raise UserError if only a part of a layer that the engine fuses, or only some experts, would be quantized."""
     names = list(names)
     for entry in ignore:
         owner, _, leaf = entry.rpartition(".")
@@ -122,7 +119,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group `names` by the engine's layer. Return a dict from the name of an engine layer to the names of its parts."""
+    """Group `names` by engine layer. Return a dict from each engine layer's name to the names of its parts."""
     fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -148,7 +145,7 @@ def check_engine_shapes(shapes: Shapes) -> None:
     if bad := _refused(shapes, lambda n, k: bool(n % W4A16_CPU_MULTIPLE or k % W4A16_CPU_MULTIPLE)):
         found = ", ".join(f"[{n}, {k}]" for n, k in dict.fromkeys(shapes[name] for name in bad))
         raise UserError(
-            f"vLLM's W4A16 kernel for CPUs cannot multiply by {len(bad)} of {len(shapes)} layers",
+            f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
             why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM adds up the output sizes of "
             f"q_proj, k_proj and v_proj, and of gate_proj and up_proj. These weights are {found}",
@@ -163,15 +160,15 @@ def check_tile_shapes(shapes: Shapes) -> None:
     """
     if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
         raise UserError(
-            f"vLLM's int8 kernel for CPUs with AMX cannot multiply by {len(bad)} of {len(shapes)} layers",
+            f"vLLM's int8 kernel for CPUs with AMX does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why="the output size of the layer that vLLM fuses them into is a multiple of 16, but not of 32",
+            why="after vLLM has fused them, the output size of each layer is a multiple of 16, but not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the parts of each layer of vLLM, fused or not, whose [N, K] makes `refuses` true."""
+    """Return the names of the linears in those layers of vLLM, fused or not, whose [N, K] `refuses` rejects."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
@@ -182,9 +179,7 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 def name_layers(names: Iterable[str]) -> str:
     """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
-
-    `*` stands for the number of an expert.
-    """
+    `*` stands for the number of an expert."""
     numbers: dict[str, list[int]] = {}
     for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)

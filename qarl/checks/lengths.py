@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qarl.checks.memory import GIB, ModelSize, readable
+from qarl.checks.memory import readable
+from qarl.checks.memory_terms import GIB
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu

@@ -30,7 +30,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """Return this CPU's instruction sets in Linux's spelling. Empty if Linux lists none (ARM) or on other systems."""
+    """Return this CPU's instruction sets in Linux's spelling, or an empty set on ARM or systems other than Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def check_cpu(config: Config) -> None:
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
             why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
-            fix="unset VLLM_CPU_INT4_W4A8: QaRL sets it to 0",
+            fix="unset VLLM_CPU_INT4_W4A8; QaRL itself then sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
     if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:

@@ -25,16 +25,13 @@ _WHERE = "model.path: config.json"
 
 def check_model(hf_config: Any) -> None:
     """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    tests have not shown that engine and trainer agree for this model family.
-
-    The error names the family, architecture, layer or key, and the reason.
-    """
+    the model's family is not among those tested. The error names the family, architecture, layer or key, and why."""
     check_served(hf_config)
     check_family(hf_config)
 
 
 def check_served(hf_config: Any) -> None:
-    """Make the checks of `check_model` except the check of the family. Any family with publishable layers passes."""
+    """Make all checks of `check_model` except `check_family`. Any family passes whose layers QaRL can publish."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
@@ -44,13 +41,20 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family, and a note if the level is below `quant.align`."""
-    device = "cpu" if runs_on_cpu(config.backend) else "cuda"
-    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
-    if level != config.quant.align:
-        note(f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}")
+    """Print a note with the measured mismatch of the model's family, and a note if `quant.align` falls back."""
+    if lower := lower_level(config, hf_config):
+        note(lower)
     if shown := shown_mismatch(hf_config):
         note(shown)
+
+
+def lower_level(config: Config, hf_config: Any) -> str | None:
+    """Return a sentence that says why the applied level is below `quant.align`, or None if it is not."""
+    device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
+    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
+    if level == config.quant.align:
+        return None
+    return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
 
 
 def check_architecture(hf_config: Any) -> None:
@@ -83,11 +87,7 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def trainer_class(hf_config: Any) -> str:
-    """Return the name of the class that the trainer loads.
-
-    Raises:
-        UserError: transformers has no causal language model for this config.
-    """
+    """Return the name of the class that the trainer loads. Raise UserError if transformers has none."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -108,13 +108,16 @@ def trainer_class(hf_config: Any) -> str:
 
 def check_outputs(hf_config: Any) -> None:
     """Raise UserError for config keys that make transformers' model return something that the trainer cannot read."""
-    wrong = {"return_dict": not getattr(hf_config, "return_dict", True)}
-    wrong["output_attentions"] = bool(getattr(hf_config, "output_attentions", False))
-    for key in (key for key, bad in wrong.items() if bad):
+    for key, default, why in (
+        ("return_dict", True, "the trainer reads `logits` by name from the model's output"),
+        ("output_attentions", False, "the trainer does not compute attention weights"),
+    ):
+        if bool(getattr(hf_config, key, default)) == default:
+            continue
         raise UserError(
             f"{key}={getattr(hf_config, key)!r} in the model's config is refused",
             where=_WHERE,
-            why="the trainer reads logits by name and computes no attention weights",
+            why=why,
             fix="delete the key from config.json: it changes what a model returns, not what it computes",
         )
 
@@ -141,6 +144,6 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
     raise UserError(
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself; an already quantized model has none",
-        fix="give the original BF16 checkpoint; quant.scheme says what it is quantized to",
+        why="training updates BF16 master weights and quantizes them itself, but this model has only quantized weights",
+        fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
     )

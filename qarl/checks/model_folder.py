@@ -1,4 +1,4 @@
-"""Loads config and tokenizer from a model folder or a Hub name. If that fails, the errors are clear."""
+"""Loads config and tokenizer from a model folder or a Hub name, and turns every fault into a UserError."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
-    """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy and the error of loading.
+    """Return the model's config and None, or, if the Hub cannot be reached, QaRL's copy and the error from loading.
 
     The copy is sufficient to compute sizes and to make checks, but not to train.
     """
@@ -64,7 +64,7 @@ def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[An
 
 
 def _check_sizes(path: str) -> None:
-    """Raise UserError if a value of config.json is above `MOST`, because reading the file would use up all memory."""
+    """Raise UserError if a value of config.json is above `MOST`, because transformers would then use up all memory."""
     file = Path(path) / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for key, most in MOST.items():
@@ -98,7 +98,7 @@ def check_tokenizer_files(path: str) -> None:
             f"the model folder {path!r} has no tokenizer",
             where="model.path",
             why=f"it has none of {', '.join(TOKENIZER_FILES)}",
-            fix="copy the tokenizer of the model it came from into it: tokenizer.json and tokenizer_config.json",
+            fix="copy tokenizer.json and tokenizer_config.json of the original model into the folder",
         )
 
 

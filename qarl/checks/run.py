@@ -21,6 +21,7 @@ from qarl.checks.model import check_model, check_not_quantized, report_level
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
+from qarl.checks.tensor_parallel import check_tensor_parallel
 from qarl.checks.verl_plugin import check_plugin_installed, refuse_hidden_code
 from qarl.checks.weight_files import check_weight_files
 from qarl.config import Config
@@ -95,6 +96,7 @@ CHECKS = (
     Check("length", lambda run: check_length(run.config, run.hf_config)),
     Check("KV cache", lambda run: check_kv_cache(run.config, run.hf_config)),
     Check("linears", lambda run: check_linears(run.config, run.hf_config)),
+    Check("tensor parallelism", lambda run: check_tensor_parallel(run.config, run.hf_config), "verl"),
     Check("sampling", lambda run: _check_sampling(run)),
     Check("reward function", lambda run: run.reward_fn),
     Check("training prompts", lambda run: run.sampler),
@@ -110,11 +112,8 @@ def checks_for(backend: str) -> list[Check]:
 
 
 def check_run(config: Config) -> RunInputs:
-    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs.
-
-    Raises:
-        UserError: the first check that fails.
-    """
+    """Make all checks of `config.backend`, print warnings to stderr, and return the loaded inputs. Raise the UserError
+    of the first check that fails."""
     run = RunInputs(config)
     for check in checks_for(config.backend):
         check.make(run)
@@ -128,7 +127,7 @@ def check_run(config: Config) -> RunInputs:
 def _check_experts(run: RunInputs) -> None:
     if runs_on_cpu(run.config.backend):
         vllm_plugin.check_installed(run.hf_config)
-        if run.config.backend == "local":  # in verl `verl_keys` makes a CPU's engines eager
+        if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
             vllm_plugin.check_eager(run.hf_config, run.config.rollout.enforce_eager)
 
 

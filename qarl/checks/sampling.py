@@ -26,9 +26,7 @@ def truncation(config: Config) -> Truncation:
 def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
     """Raise UserError if the trainer's log-probs would not describe how the engine samples.
 
-    Args:
-        level: the alignment level that is applied, which may be lower than `quant.align`.
-        vocabulary: entries of lm_head.
+    `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
     """
     sampling_params(sampling_config(config))
     if not truncation(config).active:

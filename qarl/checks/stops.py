@@ -1,9 +1,9 @@
 """Checks whether tokenizer and model agree about the tokens at which vLLM ends a response.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
-uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). The trainer
-learns from all tokens that the engine returned, including the last one, so its masks are always right. But if an
-id belongs to a different tokenizer, responses may end at the wrong place, or may never end.
+uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). The trainer learns
+from all tokens that the engine returned, including the last one, so its masks always fit the responses. But if an id
+belongs to a different tokenizer, responses may end at the wrong place, or may never end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _GENERATION = "generation_config.json"
 def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
     """Return warnings about the ends of responses. The list is empty if tokenizer and model agree.
 
-    Raises:
-        UserError: an `eos_token_id` is not a token, or is a token of ordinary text.
+    Raise UserError if an `eos_token_id` is not a token, or is a token of ordinary text.
     """
     own = tokenizer.eos_token_id
     where, ids = model_stops(path, hf_config)
@@ -44,16 +43,16 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
         for token in unused:
             _check_token(token, tokenizer, "config.json")
         warnings.append(
-            f"eos_token_id of config.json, {_names(tokenizer, unused)}, ends no response: vLLM reads {_GENERATION}"
+            f"eos_token_id of config.json, {_names(tokenizer, unused)}, ends no response, because vLLM reads "
+            f"{_GENERATION} instead"
         )
     return warnings
 
 
 def model_stops(path: str, hf_config: Any) -> tuple[str, list[int]]:
-    """Return the name of the file from which vLLM reads a model's `eos_token_id`, and its ids.
+    """Return the name of the file from which vLLM reads a model's `eos_token_id`, and the ids in it.
 
-    Raises:
-        UserError: generation_config.json cannot be read, or the ids are not whole numbers.
+    Raise UserError if generation_config.json cannot be read, or if the ids are not whole numbers.
     """
     from transformers import GenerationConfig
 

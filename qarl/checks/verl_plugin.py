@@ -1,4 +1,4 @@
-"""Checks whether verl finds QaRL and whether it would run a model's code without permission. verl is not imported."""
+"""Checks whether verl finds QaRL and whether verl would run a model's code without permission. Does not import verl."""
 
 from __future__ import annotations
 

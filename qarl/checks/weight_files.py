@@ -52,10 +52,8 @@ def has_weights(path: str) -> bool:
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
     """Compare the stored tensors with the model that config.json describes, and return how many were compared.
 
-    If fewer than half of the model's names are stored, returns None and compares nothing.
-
-    Raises:
-        UserError: a tensor of the model is missing or has a different shape.
+    If the files hold fewer than half of the model's tensor names, compare nothing and return None. Otherwise, raise
+    UserError if a tensor of the model is missing or has a different shape.
     """
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)

@@ -2,8 +2,8 @@
 
 The types in `qarl.config` refuse values that cannot work. The bounds here find values that work but are almost
 certainly mistakes, such as a learning rate of 4096. `unusual_values` reports them when a run starts, in a dry run and
-in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none; a test keeps it
-complete. The bounds are wide, so no reasonable run is outside them.
+in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none. A test checks
+that no key is missing. The bounds are so wide that no reasonable run is outside them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Bounds:
     """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
 
-    `when`: a different key, then the values of that key for which this key is used. Empty if it is always used.
+    `when`: a dotted key, then values. The bounds apply only if the key has one of these values; always, if empty.
     """
 
     low: float
@@ -52,7 +52,7 @@ class Unusual:
         return f"{self.what}\n  where: {self.key}\n  why: {self.why}\n  fix: {self.fix}"
 
 
-_BATCH = "no usual run has that many responses in a step, and its time and memory grow with them"
+_BATCH = "no usual run has that many responses per step, and time and memory of a step grow with their number"
 _LENGTH = "no model has that many positions"
 _BAND = "the band is so wide that it does not limit how far an update moves a sequence's probability"
 _NARROW = "the band is narrower than rounding errors, so almost every response is outside after the first update"
@@ -95,7 +95,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
-        1e-4, 1e9, "1e9 is already enough to clip nothing", "every gradient is scaled down to almost nothing"
+        1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"
     ),
     "actor.seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
@@ -105,10 +105,10 @@ TABLE: dict[str, Bounds | Exempt] = {
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),
     "optim.betas[1]": Bounds(
-        0.5, 0.99999, "the second moment would take longer than the run to follow the gradient", "steps become noise"
+        0.5, 0.99999, "the second moment would take longer than the run to follow the gradient", "steps are noisy"
     ),
     "optim.eps": Bounds(
-        1e-20, 1e-2, "it is larger than any gradient, so the weights would hardly move", "it prevents no division by 0"
+        1e-20, 1e-2, "it is larger than any gradient, so the weights would hardly move", "a division by 0 is possible"
     ),
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),
@@ -126,11 +126,11 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds. A pair has a row for each of its two values. Keys of the section `verl` have no row."""
+"""Dotted key -> its bounds. `optim.betas` has a row for each of its values. Keys of the section `verl` have no row."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:
-    """Return every value of `config` that is outside its bounds, and every pair of values that makes no sense."""
+    """Return every value of `config` that is outside its bounds, and all combinations of values that make no sense."""
     values = dict(flat_numbers(config.model_dump(exclude={"verl"})))
     found = []
     for key, value in values.items():

@@ -1,6 +1,6 @@
-"""Checks between keys that are each valid on their own.
+"""Find keys that are each valid but do not fit together.
 
-They work on a flat dict of dotted keys, not on a `Config`. So they can also check the valid keys of an invalid config,
+The checks read a flat dict of dotted keys, not a `Config`. So they can also check the valid keys of an invalid config,
 and one error reports all problems. A check is skipped if a key that it needs is invalid.
 """
 
@@ -16,11 +16,11 @@ from qarl.config.ignore import is_ignored
 _Check = Callable[..., Problem | None]
 _CHECKS: list[tuple[tuple[str, ...], _Check]] = []
 _TRIED = 2000
-"""The largest divisor that is tried. This is enough for all divisors of numbers up to its square."""
+"""`divisors` tries every number up to this one. This finds all divisors of numbers up to its square."""
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[Problem]:
-    """Return every problem between keys of `values`. `sources` maps dotted keys to the place of their value."""
+    """Return every problem between keys of `values`. `sources` maps dotted keys to the place where each was given."""
     sources = sources or {}
     problems = []
     for keys, function in _CHECKS:
@@ -182,7 +182,12 @@ def _a_path_to_resume_from(mode: str, path: str | None) -> Problem | None:
         fix = "set trainer.resume_from_path=RUN/checkpoints/step_N, or use trainer.resume_mode=auto"
         return Problem("trainer.resume_mode", mode, "no checkpoint to resume from is given", fix)
     reason = f"trainer.resume_mode = {mode} does not use it"
-    return Problem("trainer.resume_from_path", path, reason, "set trainer.resume_mode=resume_path, or leave it out")
+    return Problem(
+        "trainer.resume_from_path",
+        path,
+        reason,
+        "set trainer.resume_mode=resume_path, or remove trainer.resume_from_path",
+    )
 
 
 @_between("backend", "rollout.val_temperature")
@@ -190,7 +195,7 @@ def _local_evaluates_greedily(backend: str, temperature: float) -> Problem | Non
     if backend != "local" or temperature == 0:
         return None
     reason = "backend=local evaluates with one greedy response per prompt"
-    return Problem("rollout.val_temperature", temperature, reason, "leave it at 0, or set backend=verl")
+    return Problem("rollout.val_temperature", temperature, reason, "set it to 0, or set backend=verl")
 
 
 @_between("backend", "quant.align", "rollout.top_p", "rollout.top_k")
@@ -204,7 +209,7 @@ def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top
         return Problem(key, value, reason, f"set it to {off}, or set backend=local")
     if align in ("model", "exact"):
         return None
-    reason += f"a trainer at quant.align={align} cannot tell which tokens those are"
+    reason += f"a trainer at quant.align={align} are too inexact to tell which tokens these are"
     return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
 
 

@@ -116,11 +116,9 @@ _EXPECTED = {
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
-    """Return a `Problem` for one of pydantic's errors.
+    """Convert one of pydantic's errors to a `Problem`. The keys of `descriptions` and `sources` are dotted.
 
-    `descriptions` maps every known dotted key, sections included, to what it means; `sources` maps dotted keys to the
-    place where their value was written.
-    """
+    `descriptions`: the meaning of every key and section. `sources`: the place where a value was written."""
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]
     context = error.get("ctx", {})

@@ -23,7 +23,7 @@ from qarl.config.types import Unit, good_patterns, possible_path, reward_name
 from qarl.errors import UserError
 
 WIDTH = 100
-"""The largest width of help in columns; a narrower terminal gets narrower lines."""
+"""The largest width of help, in characters. A narrower terminal gets narrower lines."""
 _NUMBERS = {int: "integer", float: "number"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _PLURALS = {"path": "paths"}
@@ -71,15 +71,11 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def config_help(about: str, topics: Sequence[str]) -> str:
-    """Return the help of a command that takes a config.
+    """Return the help of a command that takes a config or, if there are `topics`, only the full text of these sections
+    and dotted keys.
 
-    Args:
-        about: the command's own text, which comes first if no topic is given.
-        topics: sections and dotted keys to describe in full.
-
-    Raises:
-        UserError: a topic is not a section or key; the error suggests the most similar one.
-    """
+    The help begins with `about`, the command's own text. Raises UserError if a topic is neither a section nor a key;
+    the error suggests the most similar one."""
     if topics:
         return "\n\n".join(_topic(topic) for topic in topics)
     lines = [about.strip(), "", "configs:", *columns(dict(shipped()))]
@@ -93,7 +89,7 @@ def config_help(about: str, topics: Sequence[str]) -> str:
 
 
 def columns(rows: Mapping[str, str]) -> list[str]:
-    """Return lines of help, one per name with its text."""
+    """Return names and their texts as lines of help in two columns."""
     width = max(map(len, rows), default=0) + 2
     return [line for name, text in rows.items() for line in _wrapped(f"{name:{width}}{text}", 2, 2 + width)]
 

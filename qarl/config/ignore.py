@@ -4,8 +4,8 @@ An entry of `ignore` is either an exact module name, or `re:` and a regular expr
 the start of the name but need not reach its end (`re.match`). So the entry `model.layers.0.mlp.gate` does not match
 `model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
 `compressed_tensors.utils.match_name` works in the same way, and so does vLLM's `should_ignore_layer` for a layer that
-is not fused. compressed-tensors also compares an entry with class names, so in that library an entry `Linear` ignores
-every Linear. vLLM does not compare class names. So QaRL does not either, and it reports such an entry as unmatched.
+is not fused. compressed-tensors also compares entries with class names, so there, `Linear` ignores every linear.
+vLLM and QaRL do not compare class names, and QaRL reports such an entry as unmatched.
 
 Python's `re` tries all ways in which a pattern can match, one after another, without a time limit. `re:(a+)+$` would
 practically never finish on a long name, here or in the engine. So a pattern with too many ways to match is refused.
@@ -24,11 +24,11 @@ from qarl.errors import UserError
 
 REGEX_PREFIX = "re:"
 WAYS_OF_A_STAR = 40
-"""Number of ways to match that each `.*` counts for. Four `.*` can match a name of 100 letters in about 40^4 ways, and
-five can in about 40^5."""
+"""Each `.*` counts as this number of ways to match. The product is about right for four or five `.*` and a name of 100
+letters."""
 MOST_WAYS = 1e7
-"""Patterns with more ways to match are refused. At worst, one name takes milliseconds with four `.*` in a pattern, a
-tenth of a second with five, and years with a nested repetition."""
+"""Patterns with more ways to match are refused. In the worst case, matching one name takes milliseconds with four `.*`
+in the pattern, a tenth of a second with five, and years with a nested repetition."""
 
 _parser: Any = importlib.import_module("re._parser")
 """The private parser of `re`. A different parser could miss syntax that `re` supports, such as verbose mode."""
@@ -78,7 +78,7 @@ def pattern_problem(entry: str) -> tuple[str, str] | None:
 
 
 def _log_ways(items: Iterable[tuple[Any, Any]]) -> float:
-    """Return the logarithm of a rough upper bound on the ways to match a parsed pattern with the start of a name."""
+    """Return the log of a rough upper bound on the ways in which a parsed pattern can match the start of a name."""
     total = 0.0
     for operation, argument in items:
         if str(operation).endswith("_REPEAT"):

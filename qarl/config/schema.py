@@ -123,11 +123,10 @@ class RolloutConfig(Section):
     """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: the probability mass that is kept. With backend=local, a value below 1 needs quant.align=model
-    or exact."""
+    """Probability mass that nucleus sampling keeps. Below 1 it needs backend=local and quant.align=model or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample only from the top_k likeliest tokens; -1 or 0 means all. With backend=local, any other value needs
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. A different value needs backend=local and
     quant.align=model or exact."""
 
     val_temperature: float = Field(default=0.0, ge=0)
@@ -150,7 +149,8 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs and compilation. It starts faster but decodes more slowly."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local."""
+    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. Above 1,
+    quant.align is at most linears, because each GPU rounds its part of a sum."""
 
     router_replay: Literal["auto", "on", "off"] = "auto"
     """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
@@ -183,6 +183,15 @@ class QuantConfig(Section):
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
     update, the run stops; later, the run only warns. null means the default of the level (qarl/metrics/guard.py)."""
+
+
+class PublishConfig(Section):
+    """How new weights reach the rollout engine (docs/publish.md)."""
+
+    delta: Literal["auto", "off"] = "auto"
+    """`auto`: send only the words and scales that changed since the last complete publish, if that is smaller than the
+    tensor. The engine keeps a copy of the published tensors in host memory; with backend=verl each trainer process
+    keeps another. In doubt, all tensors are sent. `off`: always send all tensors, and count no changed words."""
 
 
 class ActorConfig(Section):
@@ -239,8 +248,8 @@ class ActorConfig(Section):
     """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. A sequence's trainer/rollout weight is kept in [1/C, C]; with C = 1 all weights are 1. The default is
-    the paper's."""
+    """The cap C. It limits a sequence's trainer/rollout weight to [1/C, C], so with C = 1 all weights are 1. The
+    default is the paper's."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
     """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
@@ -252,13 +261,13 @@ class ActorConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantages."""
+    """How rewards become advantages."""
 
     adv_estimator: Literal["grpo"] = "grpo"
-    """Reward minus the mean reward of the responses to the same prompt."""
+    """`grpo`: an advantage is a reward minus the mean reward of the responses to the same prompt."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Also divide by the standard deviation of those rewards."""
+    """Divide each advantage by the standard deviation of the rewards of the same prompt's responses."""
 
 
 class OptimConfig(Section):
@@ -268,7 +277,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper gives this value for Muon, but not its meaning (docs/configs.md)."""
+    """AdamW's peak learning rate. The paper gives this value for Muon, without its unit (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -289,8 +298,8 @@ class OptimConfig(Section):
     """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
 
     muon_lr: float = Field(default=0.02, ge=0)
-    """Muon's peak learning rate: the spectral norm of an update. An element changes by about muon_lr / sqrt(input
-    width). The default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
+    """Muon's peak learning rate. In one update an element of a matrix changes by about muon_lr / sqrt(input width). The
+    default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
 
     muon_momentum: Fraction = 0.95
     """Muon's momentum."""
@@ -310,11 +319,11 @@ class TrainerConfig(Section):
     """GPUs per machine, or the number of trainer processes on a CPU. Must be 1 with backend=local."""
 
     total_training_steps: Annotated[int, Unit("steps")] = Field(ge=1)
-    """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data is repeated as
-    needed."""
+    """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate every test_freq steps; -1 means never."""
+    """Evaluate every test_freq steps and after the last step. With -1, the local backend evaluates only after the last
+    step, and verl never."""
 
     val_before_train: bool = True
     """Also evaluate before the first step, to compare later evaluations with."""
@@ -384,6 +393,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
     quant: QuantConfig = QuantConfig()
+    publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()

@@ -1,5 +1,4 @@
-"""Read the YAML file that the command line names, and apply the overrides. The result is a nested dict that is not yet
-checked.
+"""Read the YAML file that the command line names, and apply the overrides. The result is an unchecked nested dict.
 
 Bad input raises nothing here. All problems are collected so that one error can show them.
 """
@@ -23,10 +22,9 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class RawConfig:
-    """Unchecked nested values; `sources` maps dotted keys to `file:line` or `command line`.
+    """Unchecked nested values. `sources` maps dotted keys to `file:line` or `command line`.
 
-    `file_read` is False if there is no usable file. In that case, missing keys are not reported.
-    """
+    `file_read` is False if there is no usable file. In that case, missing keys are not reported."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -37,8 +35,7 @@ class RawConfig:
 def read_arguments(argv: Sequence[str], single_keys: Collection[str]) -> RawConfig:
     """Read `argv`, such as `["config=quickstart.yaml", "quant.scheme=bf16"]`, into raw values with overrides applied.
 
-    `single_keys` are the known dotted keys that hold a value and no further keys.
-    """
+    `single_keys`: the known dotted keys that have no keys below them."""
     raw = RawConfig()
     arguments = _split_arguments(argv, raw.problems)
     path = _config_path(arguments.pop("config", None), raw.problems)

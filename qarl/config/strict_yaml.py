@@ -3,8 +3,7 @@
 PyYAML follows YAML 1.1, in which `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30`
 is 750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers
 are always decimal. The same rules are used to read files, to read overrides, and to decide what to quote in a written
-config. So a written config reads back equal. Tags, anchors, aliases and merge keys are refused, to keep configs easy to
-read.
+config. So a written config reads back equal. Tags, anchors, aliases and merge keys are refused for readability.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from yaml.constructor import ConstructorError
 from qarl.config.errors import NOT_GIVEN, Problem
 
 MOST_DIGITS = 1000
-"""The most digits of a number; Python itself refuses to read more than 4300."""
+"""The most digits that a number may have. Python itself refuses to read more than 4300."""
 TOO_DEEP = "lists or mappings are nested too deep"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 
@@ -37,9 +36,9 @@ _SCALARS = [
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars that refuses tags, anchors, aliases and merge keys."""
+    """A SafeLoader that reads scalars as YAML 1.2 does, and refuses tags, anchors, aliases and merge keys."""
 
-    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  PyYAML declares it so; emptied of the 1.1 rules
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  declared as in PyYAML, but without the rules of YAML 1.1
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -67,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes exactly the text that `_Loader` would not read as text."""
+    """SafeDumper that quotes text only if `_Loader` would otherwise read it as a different type."""
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012  as above
 

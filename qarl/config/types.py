@@ -35,7 +35,7 @@ def as_list(value: Any) -> Any:
 
 
 def as_dotted(value: Any) -> Any:
-    """Return a nested mapping as a flat one with dotted keys; empty mappings stay values."""
+    """Return a nested mapping as a flat one with dotted keys. An empty mapping becomes the value of its key."""
     if not isinstance(value, Mapping):
         return value
     flat: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def whole_text(text: str) -> str:
 
 
 def possible_path(text: str) -> str:
-    """Return `text`; raise an error if no file can have that name."""
+    """Return `text`; raise an error if the whole path, or one name between its slashes, is too long."""
     if len(os.fsencode(text)) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in text.split("/")):
         reason = f"is longer than a path may be ({LONGEST_PATH} bytes, {LONGEST_NAME} between slashes)"
         raise PydanticCustomError("path_length", "{reason}", {"reason": reason, "fix": "give a shorter path"})

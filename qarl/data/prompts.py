@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY = 900
-"""A JSON value with more opening brackets than this is checked for depth. The number is below Python's recursion
-limit."""
+"""A JSON value with more opening brackets is checked for depth. The number is below Python's recursion limit."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Message = dict[str, str]
@@ -65,9 +64,9 @@ def load_prompts(
     filter_overlong_prompts: bool = False,
     limit: int | None = None,
 ) -> PromptDataset:
-    """Read `files` (.parquet, .jsonl, .json) and tokenize their prompts. Every row that is read is checked.
+    """Read `files` (.parquet, .jsonl, .json), check their rows, and tokenize their prompts.
 
-    `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts.
+    `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts and ignore later rows.
 
     Raises:
         UserError: a file is missing, unreadable or empty; a column is missing; a row's prompt is not a list of
@@ -159,11 +158,9 @@ def _read_rows(file: str) -> datasets.Dataset:
 
 
 def _check_json(path: Path) -> None:
-    """Refuse files that would make pyarrow's reader crash the process. Such a file has null as its first value, or is
-    deeply nested.
+    """Raise ValueError if the file does not begin with an object or a list, and RecursionError if it is deeply nested.
 
-    Raises ValueError or RecursionError.
-    """
+    pyarrow's reader would crash the process if the first value is null or the nesting is deep."""
     first = b""
     with path.open("rb") as file:
         for line in file:
@@ -182,7 +179,7 @@ def _try_deep(value: bytes) -> None:
 
 
 def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Rows are decoded here, so a damaged row raises here."""
+    """Yield the rows. Raise UserError if a row is damaged, which is found only when `datasets` decodes it."""
     iterator = iter(rows)
     while True:
         try:
@@ -275,7 +272,7 @@ def _to_messages(value: Any, where: str) -> list[Message]:
 
 
 def shortened(value: Any, length: int = 200) -> str:
-    """Return the start of `repr(value)`. The `__repr__` of a user's object may be broken."""
+    """Return the start of `repr(value)`, or the type's name if a user's `__repr__` raises."""
     try:
         text = repr(value)
     except Exception:
@@ -296,22 +293,19 @@ def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
-    """Return how many prompts of `val` are also in `train`, by their tokens. A fair evaluation needs 0."""
+    """Return the number of prompts of `val` whose tokens equal a prompt of `train`. A fair evaluation needs 0."""
     seen = {tuple(prompt.prompt_token_ids) for prompt in train}
     return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0) -> int:
-    """Return the number of token ids that the model has but the tokenizer lacks.
+    """Return the number of extra token ids: those that the model has but the tokenizer lacks.
 
-    `vocab_size`: the model's. Unless they are masked, the extra ids get some of the probability. verl masks them in
-    vLLM but not in its trainer. For example, with 64 logits for 48 tokens and an untrained model, the log-probs of
-    rollout and trainer differ by ln(64/48). A trained model gives extra ids almost no probability, so a caller may
-    allow some.
+    `vocab_size`: number of the model's ids. Extra ids get some of the probability unless they are masked, and verl
+    masks them in vLLM but not in its trainer. For example, with 64 logits for 48 tokens and an untrained model, the
+    log-probs of rollout and trainer differ by ln(64/48). A trained model gives extra ids almost no probability.
 
-    Raises:
-        UserError: there are more than `max_unused` extra ids, or the tokenizer has more ids than the model.
-    """
+    Raises UserError if there are more than `max_unused` extra ids, or if the tokenizer has more ids than the model."""
     unused = vocab_size - len(tokenizer)
     if 0 <= unused <= max_unused:
         return unused
@@ -334,12 +328,8 @@ class PromptSampler(Iterator[list[int]]):
     """Yield batches of `batch_size` distinct row numbers below `num_prompts`, without end.
 
     Every epoch has a new order. It depends only on `seed` and the epoch, so a resumed run gets the same batches as an
-    uninterrupted one. Without `shuffle` every epoch is in file order. An incomplete batch at the end of an epoch is
-    dropped, as in verl.
-
-    Raises:
-        UserError: `batch_size` is below 1 or above `num_prompts`.
-    """
+    uninterrupted one. Without `shuffle` every epoch is in file order. As in verl, an epoch's last incomplete batch is
+    dropped. Raises UserError if `batch_size` is below 1 or above `num_prompts`."""
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
         if not 1 <= batch_size <= num_prompts:
@@ -371,11 +361,8 @@ class PromptSampler(Iterator[list[int]]):
         return settings | {"batches_drawn": self.batches_drawn}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position in `state`.
-
-        Raises:
-            UserError: `state` was saved with a different number of prompts, batch size, seed or `shuffle`.
-        """
+        """Continue from the position in `state`. Raise UserError if `state` was saved with a different number of
+        prompts, batch size, seed or `shuffle`, or if its `batches_drawn` is not an integer of 0 or more."""
         for key in self._SETTINGS:
             if state.get(key) != getattr(self, key):
                 raise UserError(
@@ -387,7 +374,7 @@ class PromptSampler(Iterator[list[int]]):
         drawn = state.get("batches_drawn")
         if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
             raise UserError(
-                f"the checkpoint's position in the data, {drawn!r}, is not a number of batches",
+                f"the checkpoint's position in the data, batches_drawn={drawn!r}, is not a count of batches",
                 fix="use a different checkpoint",
             )
         self.batches_drawn = drawn

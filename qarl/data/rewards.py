@@ -7,12 +7,11 @@ A reward function has the signature of verl's custom rewards, so one function wo
 It may also return a dict with the number under "score".
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
-It gets keyword arguments, as in verl.
+As in verl, the arguments are passed by keyword.
 
 If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
-error that names the row. A score of 0 instead of an error would teach the model to avoid the bug. A score of 0 after a
-timeout would make the rewards depend on how busy the machine is. `SystemExit` counts as an exception of the function,
-but Ctrl-C does not.
+error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If a timeout scored
+0, the rewards would depend on how busy the machine is. Calling `sys.exit` is an error too, but Ctrl-C is not.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
     to parse, 5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a
-    separate process, as in verl. In the main thread, an alarm that the caller has set fires on time or after the
-    current answer.
+    separate process, as in verl. The caller's own alarm fires on time, or after the parse or comparison then running.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))
@@ -75,8 +73,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do the same as `math_verify`, but with a time limit of `seconds`. It is for data preparation, in the main
-    thread."""
+    """Do what `math_verify` does, with a time limit of `seconds`. This is for data preparation, in the main thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 
@@ -104,12 +101,8 @@ BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_ve
 
 
 def get_reward_fn(spec: str) -> RewardFn:
-    """Return the reward function that `spec` names.
-
-    Raises:
-        UserError: there is no such built-in name, module, file or attribute; it is not callable; or it does not take
-            the four arguments.
-    """
+    """Return the reward function that `spec` names. Raise UserError if there is no such built-in name, module, file or
+    attribute, if it is not callable, or if it does not take the four arguments."""
     if spec in BUILTIN:
         return BUILTIN[spec]
     source, separator, name = spec.rpartition(":")
@@ -228,7 +221,7 @@ def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None)
 
 
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
-    """Return the result of `fn` for the four `arguments`. Raise UserError if it raises or takes too long.
+    """Return the result of `fn` for the four `arguments`. Raise UserError if `fn` raises or exceeds `timeout_s`.
 
     `where`: text that the error shows before the data source."""
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
@@ -278,7 +271,7 @@ def _name(fn: RewardFn) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return class and message of an exception. Its `__str__` may be broken."""
+    """Return class and message of an exception. The message is empty if the exception's `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -287,8 +280,5 @@ def _in_words(error: BaseException) -> str:
 
 def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
     """Call `fn` once, on the first prompt with an empty response, to find bugs in `fn` before the training starts.
-
-    Raises:
-        UserError: as in `score_responses`.
-    """
+    Raises UserError for the same reasons as `score_responses`."""
     score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)

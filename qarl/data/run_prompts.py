@@ -14,8 +14,8 @@ def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
 
 
 def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
-    """Load the held-out prompts, or [] if the run never evaluates. With backend verl always load all of them, because
-    verl reads the files in any case."""
+    """Load the held-out prompts, or return [] if the run never evaluates. backend=verl always loads all of them,
+    because verl always reads their files."""
     files, limit = config.data.val_files, config.trainer.val_max_prompts
     if config.backend == "verl":
         return load_prompts(files, **prompt_options(config, tokenizer)) if files else []

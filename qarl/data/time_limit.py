@@ -5,10 +5,10 @@ socket, and regular expressions that backtrack forever. The timer fires again ev
 catches the exception. The caller's own timer is restored afterwards. If the function sets an alarm itself
 (`signal.alarm`), that replaces our timer, and the running time is checked only when the function returns.
 
-Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. There, the
-function runs in a new thread, and the caller waits for it only until the limit. So the caller gets its error in time.
-The new thread is told to stop, and ends at its next line of Python. If it is inside a C function, it is left behind as
-a daemon thread, which does not keep the process alive. Only C code that never releases Python's lock delays the error.
+Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. In such a
+thread, `call_within` runs the function in a new thread and waits for it only until the limit. Then it raises, and the
+new thread is made to stop at its next line of Python. A thread that is inside a C function is left behind as a daemon,
+which does not keep the process alive. Only C code that never releases Python's lock delays the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _AGAIN = 1.0
-"""Seconds after which the timer fires again."""
+"""Seconds between two firings of the timer."""
 
 
 class OutOfTimeError(Exception):
@@ -37,10 +37,7 @@ class _Stop(BaseException):
 
 def call_within(seconds: float | None, function: Callable[[], Result]) -> Result:
     """Return `function()`, but stop it after `seconds` (None: no limit). Exceptions of the function are not caught.
-
-    Raises:
-        OutOfTimeError: the function was stopped, or returned too late.
-    """
+    Raise OutOfTimeError if the function was stopped or returned too late."""
     if seconds is None:
         return function()
     if threading.current_thread() is not threading.main_thread():
@@ -60,7 +57,7 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 def preserved_alarm() -> Iterator[None]:
     """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Use this only in the main thread. If the caller's timer would have fired meanwhile, it fires immediately afterwards.
+    Use this only in the main thread. A caller's timer that was due during the block fires right after the block.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qarl.checks.memory import ranks
+from qarl.checks.memory_terms import ranks
 from qarl.checks.verl_plugin import refuse_hidden_code
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
@@ -51,15 +51,4 @@ def check_hidden_code(context: Context, topic: Topic) -> None:
         refuse_hidden_code(context.config, context.tokenizer.get(), context.hf_config.get())
 
 
-def check_muon(context: Context, topic: Topic) -> None:
-    """Whether the optimizer supports this many ranks."""
-    if context.config.optim.name == "muon" and ranks(context.config) > 1:
-        topic.error(
-            f"optim.name=muon does not support {ranks(context.config)} ranks",
-            where="optim.name",
-            why="Muon orthogonalizes whole matrices, but each rank holds only a part of them",
-            fix="set optim.name=adamw, or run on one rank",
-        )
-
-
-CHECKS = (check_backend, check_engines, check_hidden_code, check_muon)
+CHECKS = (check_backend, check_engines, check_hidden_code)

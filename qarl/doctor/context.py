@@ -18,7 +18,7 @@ from torch import nn
 
 from qarl.align.model import resolve_level
 from qarl.checks import layers, model_folder
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.config import Config
 from qarl.data import PromptDataset, run_prompts
 from qarl.data.rewards import RewardFn, get_reward_fn
@@ -138,7 +138,7 @@ class Context:
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each shape, or the error if there is no kernel. The topic "kernels" adds entries."""
+        """The trainer's kernel for each shape, or the error if none supports it; filled by the topic "kernels"."""
         return {}
 
     @property
@@ -156,6 +156,7 @@ class Context:
             self.config.quant.align,
             device_type=self.target.device,
             kernels=set(self.kernel_names.values()),
+            workers=self.config.rollout.tensor_model_parallel_size,
         )
 
     @cached_property

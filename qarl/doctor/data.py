@@ -12,7 +12,7 @@ from qarl.doctor.findings import Topic
 
 
 def check_train(context: Context, topic: Topic) -> None:
-    """Whether training prompts exist, are complete, and are within their limits."""
+    """Whether the training prompts exist and are complete, and which are too long."""
     _missing_elsewhere(context, context.config.data.train_files)
     prompts = context.train_prompts.load()
     if prompts.num_filtered:
@@ -57,7 +57,7 @@ def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
     """Raise NotCheckedError if files are missing here but the run is for a different machine."""
     missing = [file for file in files if not Path(file).is_file()]
     if missing and not context.target.here:
-        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor where they are")
+        raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor on a machine that has them")
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

@@ -86,7 +86,7 @@ def check_space(context: Context, topic: Topic) -> None:
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Try to make a folder in `folder`; return why it fails, or None. `os.access` ignores read-only file systems."""
+    """Try to make a folder in `folder`; return why it fails, or None. `os.access` would miss read-only disks."""
     try:
         with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
             return None

@@ -18,7 +18,7 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines` are a table below it."""
+    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details below it."""
 
     topic: str
     status: Status
@@ -60,7 +60,7 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Add the error with which training would stop, in the same words."""
+        """Add a finding for `error`, which training would also raise, in the same words."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
@@ -105,7 +105,7 @@ class Report:
         return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types: exit code, counts, and one mapping per finding without its empty keys."""
+        """Return plain JSON types: exit code, counts, and one mapping per finding, without empty fields."""
         findings = [{key: value for key, value in asdict(finding).items() if value} for finding in self.findings]
         counts = {status: self.count(status) for status in STATUSES}
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qarl.checks import layers
-from qarl.checks.memory import ModelSize
+from qarl.checks.model_size import ModelSize
 from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -89,7 +89,7 @@ def check_routers(context: Context, topic: Topic) -> None:
 
 
 def _routers(size: ModelSize) -> list[str]:
-    """Return vLLM's names of the routers, which are linear layers there but not in transformers."""
+    """Return vLLM's names of the routers, which are linear layers in vLLM but not in transformers."""
     return [f"model.layers.{layer}.mlp.gate" for layer in size.sparse_layers]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qarl.checks import layers, sampling
+from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
-from qarl.doctor.shapes import ROW_PARALLEL
 from qarl.errors import UserError
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
@@ -138,7 +138,7 @@ def check_alignment(context: Context, topic: Topic) -> None:
 
 
 def check_sampling(context: Context, topic: Topic) -> None:
-    """Whether the trainer's log-probs describe how the engine samples."""
+    """Whether the trainer's log-probs apply the same temperature, top_p and top_k as the engine."""
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()

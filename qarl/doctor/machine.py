@@ -7,7 +7,7 @@ import os
 import torch
 
 from qarl.checks import machine
-from qarl.checks.memory import GIB
+from qarl.checks.memory_terms import GIB
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
 from qarl.rollout.engine import check_served

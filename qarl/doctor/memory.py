@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 
 from qarl.checks.lengths import check_kv_cache
-from qarl.checks.memory import MemoryEstimate, estimate, ranks, readable
+from qarl.checks.memory import MemoryEstimate, estimate, readable
+from qarl.checks.memory_terms import ranks
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 
@@ -16,7 +17,7 @@ TIGHT = 0.9
 OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
 """verl's keys that move masters and optimizer state to host memory while they are not used."""
 _SHARD = (
-    "set optim.master_dtype=bf16 (backend=local) or verl's param_offload and optimizer_offload (backend=verl, "
+    "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
 )
 REMEDIES = {

@@ -7,7 +7,8 @@ from pathlib import Path
 from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import lengths, model_folder, stops, weight_files
 from qarl.checks import model as model_checks
-from qarl.checks.memory import ModelSize, readable
+from qarl.checks.memory import readable
+from qarl.checks.model_size import ModelSize
 from qarl.data import check_vocabulary
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -57,7 +58,7 @@ def check_tokenizer(context: Context, topic: Topic) -> None:
         try:
             model_folder.check_tokenizer_files(context.config.model.path)
         except Exception as error:
-            fix = "put one there; to check it here, put it beside config.json"
+            fix = "copy a tokenizer into the folder there, and also into this one if you want it checked here"
             raise NotCheckedError("the folder has no tokenizer; the machine of the run needs one", fix) from error
     tokenizer = context.tokenizer.load()
     if getattr(tokenizer, "chat_template", None):

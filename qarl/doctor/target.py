@@ -30,9 +30,9 @@ GPUS = {
 class Target:
     """The machine for which the doctor checks a run.
 
-    `device`: "cpu" or "cuda". `here`: True for this machine, whose current state is then checked too. `capability`
-    (compute capability times ten) and `gpu_memory_bytes` describe one GPU; None if unknown. `gpus`: number of GPUs of
-    this machine. None for a different machine, which is assumed to have as many GPUs as the run needs.
+    `device`: "cpu" or "cuda". `here`: whether it is this machine; if so, its current state is checked too. `capability`
+    (compute capability times ten) and `gpu_memory_bytes` describe one GPU; None if unknown. `gpus`: number of GPUs, or
+    None for a different machine, which is assumed to have as many GPUs as the run needs.
     """
 
     device: str
@@ -46,8 +46,7 @@ class Target:
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the run's own arguments, and the `doctor.*` options by name.
 
-    Raises:
-        UserError: an option does not exist, has no value or is given twice.
+    Raise UserError if an option does not exist, has no value or is given twice.
     """
     run: list[str] = []
     options: dict[str, str] = {}
@@ -66,10 +65,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def find_target(options: dict[str, str], backend: str = "local") -> Target:
-    """Return the GPU machine that the options describe. Without options, return this machine as `backend` uses it.
+    """Return the GPU machine that the options describe. Without them, return this machine's GPUs or CPU.
 
-    Raises:
-        UserError: the device is not known, or a number is not positive or too large.
+    Raise UserError if the device is not known, or if a number is not positive or is too large.
     """
     elsewhere = {"device", "gpu_memory_gib", "gpu_capability"} & set(options)
     if not elsewhere:

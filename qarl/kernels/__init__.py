@@ -1,2 +1,1 @@
-"""Low-bit operators, their exact references, and the choice of a kernel. It imports no other subpackage of qarl except
-vllm_versions."""
+"""Low-bit operators, exact references, and the choice of a kernel. Of qarl, it imports only vllm_versions."""

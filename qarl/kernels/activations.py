@@ -1,4 +1,4 @@
-"""Quantization of activations to 8 bits with one scale per token, and SiLU times up, with vLLM's arithmetic.
+"""Quantize activations to 8 bits with one scale per token, and compute silu(gate) * up, with vLLM's arithmetic.
 
 That arithmetic differs between CPU and CUDA. The kernels in qarl.kernels.triton are tested against this PyTorch code.
 
@@ -25,7 +25,7 @@ FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> int8 [M, K] and FP32 scales [M, 1]. Rows below 4e-37 differ from vLLM's, whose reciprocal is Inf."""
+    """x [M, K] -> int8 [M, K], FP32 scales [M, 1]. If amax < 4e-37, vLLM's 1 / s is Inf; here it is clamped."""
     scale = _amax(x).div_(INT8_MAX)
     reciprocal = scale.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
     return (x.float() * reciprocal).round_().clamp_(-128, 127).to(torch.int8), scale
@@ -38,7 +38,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return values * scale, BF16 [M, K]. This is the forward's operand, in the dtype of the backward's products."""
+    """Return values * scale, the activations that the forward multiplied, rounded to BF16 [M, K] for the backward."""
     return values.float().mul_(scale).to(torch.bfloat16)
 
 
@@ -47,7 +47,7 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_int8_cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> int8 [M, K] and FP32 scales [M, 1]. Rows below 4e-37 differ from vLLM's, whose reciprocal is Inf."""
+    """x [M, K] -> int8 [M, K], FP32 scales [M, 1]. 127 / amax is clamped if vLLM's is Inf (amax < 4e-37)."""
     amax = _amax(x)
     top = torch.full_like(amax, INT8_MAX)  # a Python number would be multiplied by its reciprocal on CUDA
     reciprocal = torch.where(amax == 0, 0.0, top / amax).clamp_(max=torch.finfo(torch.float32).max)

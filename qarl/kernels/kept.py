@@ -45,7 +45,7 @@ def kept_tokens(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     ascending, index = scaled.sort(dim=-1, descending=False)
     if top_k is not None:
         ascending = ascending.masked_fill(ascending < ascending[:, -top_k, None], -torch.inf)
-    # The engine subtracts its FP32 top_p from 1.
+    # The engine, too, subtracts an FP32 top_p from 1.
     rest = 1 - torch.tensor(truncation.top_p, dtype=torch.float32, device=scaled.device)
     kept = ascending.softmax(dim=-1).cumsum(dim=-1) > rest
     kept[:, -1] = True
@@ -76,10 +76,8 @@ def _bits(device: torch.device) -> torch.Tensor:
 def find_kept(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's token was not in the mask.
-
-    Such a token is added to the mask. It was sampled, so it is in the engine's set.
-    """
+    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's sampled token was not in the
+    computed mask and was added to it."""
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]
     kept.scatter_(1, tokens[:, None], True)

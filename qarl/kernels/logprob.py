@@ -8,15 +8,16 @@ Rows are processed in blocks:
 If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`). All other
 logits are -inf, as in the engine.
 
-The forward runs the same operations as the path that holds all logits, on fewer rows at once. So y and the gradient of
-`hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That holds for PyTorch on
-CPU from 17 rows on; cuBLAS chooses kernels by shape, so it does not promise this. The backward computes the logits of a
-block again by the same product. It sums the gradient of `weight` over blocks in FP32 and rounds once. This gradient can
-differ from that of one product over all rows in the last BF16 bit, and is equally close to float64.
+The forward runs the same operations as `log_probs_of_logits`, which holds all logits, but on fewer rows at once. So y
+and the gradient of `hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That
+holds for PyTorch on CPU from 17 rows on. cuBLAS does not promise it, because it chooses kernels by shape. The backward
+computes the logits of a block again by the same product. It sums the gradient of `weight` over blocks in FP32 and
+rounds once. This gradient can differ from that of one product over all rows in the last BF16 bit, and is equally close
+to float64.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
-the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks. The path without
-blocks takes 10 and 12 bytes for every logit.
+the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks.
+`log_probs_of_logits` takes 10 and 12 bytes for every logit.
 
 Existing implementations, and why they are not used (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
@@ -43,11 +44,11 @@ from qarl.kernels.kept import Truncation, find_kept, packed_width, unpack
 LOGITS_AT_A_TIME = 2**27
 """Number of logits in a block. The backward of a block needs 2.3 GiB for them."""
 _ROW_MULTIPLE = 64  # blocks of whole tiles
-_WEIGHT_ROWS = 16384  # rows of the weight's gradient that are multiplied at a time
+_WEIGHT_ROWS = 16384  # rows of the weight's gradient that are computed at a time
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """Return the rows of a block: as many as `LOGITS_AT_A_TIME` allows, in whole tiles."""
+    """Return the number of rows in a block: as many as `LOGITS_AT_A_TIME` allows, but a multiple of `_ROW_MULTIPLE`."""
     return max(LOGITS_AT_A_TIME // vocabulary // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
 
 
@@ -73,6 +74,23 @@ def chosen_log_probs(
         hidden, weight, tokens, temperature, rows or rows_at_a_time(weight.shape[0]), kept
     )
     return chosen
+
+
+@torch.no_grad()
+def log_probs_and_entropies(
+    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, *, temperature: float, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `chosen_log_probs`, bit for bit, and the entropy of each place in nats, FP32 [T]. Neither has a gradient.
+
+    Needs 18 bytes for each logit of a block.
+    """
+    log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
+    entropies = torch.empty_like(log_probs)
+    for block in _blocks(len(hidden), rows or rows_at_a_time(weight.shape[0])):
+        every = (F.linear(hidden[block], weight).float() / temperature).log_softmax(-1)
+        log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
+        entropies[block] = every.exp().mul_(every).sum(-1).neg_()
+    return log_probs, entropies
 
 
 @torch.no_grad()
@@ -147,13 +165,13 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Return slices of at most `rows` and nearly equal length, since a short one would get a different BF16 kernel."""
+    """Return nearly equal slices of at most `rows`: a short last one could get another BF16 kernel, and other bits."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total [V, H] FP32 += grad [T, V]ᵀ @ hidden [T, H], summed in FP32 and not rounded."""
+    """Add grad [T, V]ᵀ @ hidden [T, H] to `total`, FP32 [V, H], without rounding the product to BF16."""
     for start in range(0, total.shape[0], _WEIGHT_ROWS):
         part = slice(start, start + _WEIGHT_ROWS)
         if total.is_cuda:

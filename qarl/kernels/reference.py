@@ -3,10 +3,10 @@
 W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`. vLLM's CPU kernel
 builds the same operand in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 sum is left to the library.
 
-The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once:
-y = sum_k (q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value times 24 of scale). W4A8 does the
-same with int4 weights and a scale per group. Unlike W4A16, it does not round the dequantized weight to BF16. So it
-computes the same as kernels that sum integers per group and then scale. No engine serves W4A8 on CPU yet.
+The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once: y = sum_k
+(q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value, 24 of scale). W4A8 does the same with int4
+weights and a scale per group. Unlike W4A16, it does not round the dequantized weight to BF16, because W4A8 kernels sum
+integers per group and scale the sums. No engine serves W4A8 on CPU yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReferenceW8A8Linear(_Reference):
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """float64 [N, K], exact."""
+        """Return the exact dequantized weight, float64 [N, K]."""
         return tensors["weight"].double() * tensors["weight_scale"].double()
 
     @classmethod
@@ -67,13 +67,13 @@ class ReferenceW8A8Linear(_Reference):
 
 
 class ReferenceFP8Linear(ReferenceW8A8Linear):
-    """float8_e4m3fn weights and activations."""
+    """Like ReferenceW8A8Linear, with float8_e4m3fn weights and activations."""
 
     quantize_input = staticmethod(quantize_fp8)
 
 
 class ReferenceW4A8Linear(ReferenceW8A8Linear):
-    """int4 weights in groups, int8 activations."""
+    """Like ReferenceW8A8Linear, with int4 weights in groups."""
 
     @staticmethod
     def weight(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Choose the kernel for a quantized linear, and record why.
 
-The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run multiplies with the
-kernels it started with. The order of preference is: the operator that the rollout engine uses on that machine,
-PyTorch's operator, our Triton kernel (on GPUs), the exact reference.
+The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run uses the same
+kernels as before. The order of preference is: the operator that the rollout engine uses on that machine, PyTorch's
+operator, our Triton kernel (on GPUs), the exact reference.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ Kernel = TypeVar("Kernel", bound=NamedKernel)
 class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    Two attributes are optional. `group_sizes` lists the group sizes that the kernel supports, if it does not support
-    all. `backward_input(grad, prepared)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides, so that the
-    backward needs no BF16 copy of the weight.
+    Four attributes are optional. `group_sizes` lists the supported group sizes; without it all are supported.
+    `backward_input(grad, tensors)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides and the wire tensors,
+    so that the backward needs no BF16 copy of the weight. The other two are for weights that FSDP2 gathers, which
+    every forward must prepare again: `prepare_gathered(tensors)` is a cheaper `prepare`, and `reads_tiles` says that
+    `prepare` takes int4 codes in tiles, too (`qarl.kernels.cpu.tiles`).
     """
 
     @staticmethod
@@ -50,7 +52,7 @@ class LinearKernel(NamedKernel, Protocol):
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the activations [M, K] that `linear` multiplies for this x, in BF16. If not quantized, return x."""
+        """Return the activations [M, K] that `linear` multiplies for this x, in BF16: x itself if unquantized."""
 
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
@@ -83,7 +85,14 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
 """The kernels of each scheme, in order of preference."""
 
 
-def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+def prepare_gathered(kernel: type[LinearKernel], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Prepare a weight that was gathered for one forward."""
+    return getattr(kernel, "prepare_gathered", kernel.prepare)(tensors)
+
+
+def own_backward_input(
+    kernel: type[LinearKernel],
+) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
     """Return the kernel's `backward_input`, or None. If None, dX is the product with the dequantized weight."""
     return getattr(kernel, "backward_input", None)
 
@@ -108,10 +117,8 @@ def first_available(
     refusal: str,
     served: str,
 ) -> Choice[Kernel]:
-    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
-
-    If there is no such kernel, raise UserError(`refusal`) with all reasons. `served`: the weights, for the error text.
-    """
+    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try. If
+    none serves, raise UserError(`refusal`) with all reasons; `served` is what its text calls the weights."""
     passed_over: list[str] = []
     for kernel in kernels:
         if force is not None and kernel.name != force:
@@ -137,12 +144,8 @@ def choose_linear_kernel(
 ) -> Choice[LinearKernel]:
     """Return the first kernel in order of preference that can serve `scheme_name` weights [N, K] on `device`.
 
-    Args:
-        group_size: group size of the weights; None if they have no groups, or to skip the check of group sizes.
-        force: the name of the only kernel to consider.
-
-    Raises:
-        UserError: no kernel can serve them, or the forced kernel cannot. The error gives the reason for each kernel.
+    `group_size` is None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only
+    kernel to try. Raise UserError with the reason for each kernel if no kernel, or not the forced one, can serve.
     """
     action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
     return first_available(

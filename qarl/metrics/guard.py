@@ -32,8 +32,8 @@ half of the smallest known mistake.
 COLDEST = 0.25
 """Limits are divided by the temperature, or by this value if the temperature is lower. The logits are also divided by
 the temperature, so their rounding errors grow by the same factor. At very low temperatures, distributions are so sharp
-that most tokens have δ = 0. Random weights gave a mean |δ| of 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3 and
-6.7e-3 at 0.1."""
+that most tokens have δ = 0. Random weights gave 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1.
+"""
 
 
 class MismatchError(UserError):
@@ -72,9 +72,7 @@ def check_mismatch(
     """Return the text of a warning if the mean |δ| `abs_mean` is over the limit (see `resolve_limit`), else None.
 
     `source`: words that say where the limit comes from; by default these name the level or `quant.mismatch_limit`.
-
-    Raises:
-        MismatchError: the mean is over the limit and `before_first_update` is true, so no weight has changed yet.
+    Raises MismatchError, instead of returning the warning, if `before_first_update` is true.
     """
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if abs_mean <= allowed:  # false for NaN, which is over every limit

@@ -8,9 +8,9 @@ These are pure functions of tensors. A metric that verl also has (`verl/trainer/
   correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In arXiv
-2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat over 700 steps
-in which the run begins to decay.
+Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In the runs of
+arXiv 2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat for 700
+steps although the run begins to decay.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def response_metrics(
 
     Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the standard deviation
     of the population, which verl does not have. `response_length/clip_ratio` is the fraction of responses cut off at
-    `max_response_length`. With `finish_reasons` it counts the responses that have "length", because a response may end
-    by itself on its last allowed token. Otherwise it counts all responses of full length, as verl does.
+    `max_response_length`. If `finish_reasons` is given, these are the responses with the reason "length". Otherwise
+    they are all responses of full length, as in verl, even those that ended by themselves on the last allowed token.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
@@ -131,8 +131,8 @@ class PhaseTimer:
     """Measure the wall-clock seconds of one training step by phase.
 
     `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets. On an
-    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise kernels that are queued but not finished at
-    the end of a phase would count toward the next one.
+    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise the next phase would also count the time of
+    kernels that are still queued.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:

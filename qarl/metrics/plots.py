@@ -139,8 +139,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the timed phases in the order in which a step runs them. Unknown phases come last. Parts of `update` are
-    left out, because they would count twice."""
+    """Return the timed phases in the order of a step, unknown phases last. Leave out those that are parts of `update`,
+    because its time includes them."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]
@@ -200,7 +200,7 @@ def _new_axes(title: str, ylabel: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path, *, outside: bool = False) -> Path:
-    """Write the figure. Labels get a legend; `outside` puts it right of the axes, in stacking order."""
+    """Write the figure, with a legend if lines have labels. `outside`: legend right of the axes, in stacking order."""
     if axes.get_legend_handles_labels()[0]:
         if outside:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=not axes.yaxis_inverted())

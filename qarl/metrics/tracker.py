@@ -2,8 +2,7 @@
 
 metrics.jsonl is always written, one JSON object per line, flushed each step. The other loggers only show the same data.
 JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf", which `float()` reads back. A
-resumed run appends to the file and may repeat steps. `read_metrics` then uses the newest entries, so no line has to be
-rewritten.
+resumed run appends to the file and may repeat steps. `read_metrics` then drops the older entries.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Tracker:
             self.problem = self.problem or error
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call a logger. If it fails, drop it and keep the first such error."""
+        """Call a logger. If it fails, print a warning and drop the logger. Keep the first such error in `problem`."""
         try:
             call(self._views[name])
         except Exception as error:
@@ -167,11 +166,10 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of metrics.jsonl in order of `step`, one per step. Numbers in strings become floats again.
+    """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
-    Raises UserError if the file is missing or cannot be read. A line that a crash cut off is skipped, and so is a line
-    that is not a record of numbers.
-    """
+    Lines that a crash cut off or that are not records of numbers are skipped. Raises UserError if the file is missing
+    or cannot be read."""
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
@@ -201,7 +199,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 class _JsonLines:
-    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed again."""
+    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -254,8 +252,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Log to W&B. The project is the environment variable WANDB_PROJECT, or `qarl`. The file wandb_id keeps the run's
-    W&B id for a resume."""
+    """Log to W&B project $WANDB_PROJECT, by default `qarl`. The file wandb_id keeps the run's W&B id for a resume."""
 
     def __init__(self, run_dir: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         import wandb
@@ -332,8 +329,7 @@ def _figures(metrics: Mapping[str, float]) -> str:
 def write_versions(run_dir: str | Path) -> Path:
     """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
 
-    These decide a run's exact numbers, because vLLM and torch choose kernels by CPU features and installed packages.
-    """
+    A run's exact numbers depend on these, because vLLM and torch choose kernels by CPU features and packages."""
     path = Path(run_dir) / "versions.json"
     write_json(
         path,
@@ -351,7 +347,7 @@ def write_versions(run_dir: str | Path) -> Path:
 
 
 def _git_commit() -> str | None:
-    """Return this file's git commit, with "+changes" if tracked files differ, or None outside a checkout."""
+    """Return the commit of QaRL's checkout, with "+changes" if tracked files differ, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]

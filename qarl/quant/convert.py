@@ -55,14 +55,11 @@ class QuantReport:
 def select_linears(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the linears that `scheme` quantizes (name -> module with the weight), and the others (name -> reason).
+    """Return two dicts: the linears to quantize (name -> module with the weight), and the others (name -> reason).
 
-    Each matrix of an expert is listed like a linear. Its module is the module that holds all experts of the layer.
-
-    Raises:
-        UserError: the shapes of some linears do not fit the scheme (the error lists the first four), or `ignore` covers
-            only some of a layer's experts.
-    """
+    Each matrix of an expert has an entry, like a linear; the module is then the one that holds all experts of the
+    layer. Raises UserError if the shapes of some linears do not fit `scheme`, or if `ignore` covers only some of a
+    layer's experts."""
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     problems = []
@@ -90,7 +87,7 @@ def select_linears(
 
 
 _GATES = (".mlp.gate", ".shared_expert_gate")
-"""How the names of routers and of shared experts' gates end, in model families that have them as linears."""
+"""Endings of the names of routers and of shared experts' gates. Some model families have them as linears."""
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -114,8 +111,7 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
 
 
 def check_whole_experts(quantized: Iterable[str], skipped: Iterable[str]) -> None:
-    """Raise UserError if only some matrices of a layer's experts are quantized. Both arguments hold names of
-    linears."""
+    """Raise UserError if a layer has matrices of experts both in `quantized` and in `skipped` (names of linears)."""
     layers: list[dict[str, str]] = []
     for names in (quantized, skipped):
         matches = ((re.match(r"(.*[.]experts)[.][0-9]+[.]", name), name) for name in names)
@@ -139,9 +135,8 @@ def quantize_model(
     """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
     place. Parameters keep their names.
 
-    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raise UserError if a
-    weight is not BF16, if the model is already quantized, or for the reasons that `select_linears` names.
-    """
+    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raises UserError if a
+    weight is not BF16 or the model is already quantized, and for the reasons given at `select_linears`."""
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
@@ -171,7 +166,7 @@ def replace_selected(
     *,
     device: torch.device | None = None,
 ) -> QuantReport:
-    """Replace the modules that `select_linears` selected with layers of `linear_class` and `experts_class`."""
+    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
@@ -192,7 +187,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return each module that `select_linears` selected, once, by its name in the model."""
+    """Return each module of `selected` once, by its own name. `selected` lists a module of experts for every matrix."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -201,14 +196,12 @@ def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def packed_state_dict(
     model: nn.Module, *, scheme: Scheme | None = None, ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the model under its checkpoint name, in layer order. Quantized linears yield their low-bit
-    tensors.
+    """Yield every tensor of the model under its checkpoint name, in layer order.
 
-    A `QuantLinear` or `QuantExperts` yields the tensors that its forward multiplies by. For a model that was not
-    converted (`quant.align=off`), pass `scheme` and `ignore`. The same function then quantizes the selected linears. A
-    tied `lm_head.weight` is left out, and experts have a tensor for each matrix, as in Hugging Face checkpoints.
-    Tensors are not copied, so clone any that must outlive the next optimizer step.
-    """
+    A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
+    not converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized here. A
+    tied `lm_head.weight` is left out, and stacks of experts are split into matrices, as in Hugging Face checkpoints.
+    Tensors are not copied, so clone any that must outlive the next optimizer step."""
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
     }
@@ -233,7 +226,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the wire tensors of `tensor`, a linear's weight or a stack of experts. `name` is its state-dict name."""
+    """Quantize `tensor`, a linear's weight or a stack of experts with state-dict name `name`. Yield wire tensors."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:
@@ -250,8 +243,7 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Drop all quantized tensors. Call this after weights changed without autograd's version counter (`param.data`,
-    shared memory)."""
+    """Drop all quantized tensors. Call it after writes that autograd's counter misses (`.data`, shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

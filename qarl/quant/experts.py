@@ -5,17 +5,16 @@
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
 their names. transformers' registry of experts functions is not used, for two reasons. First, the registry has one
-function for all layers of a model, but `quant.ignore` can name a single layer. Second, a function would have to store
-its tensors on transformers' module.
+function for all layers of a model, but `quant.ignore` can name a single layer. Second, such a function could keep its
+quantized tensors only as attributes of transformers' module.
 
 A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
 depend on other rows. The bytes are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
 `qarl.quant.linear`, a stack is quantized once per optimizer step. After writing through `.data`, call
 `invalidate_quantized`.
 
-Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator and the backward is the
-same as for other schemes. Levels `model` and `exact` use this scheme for experts that are not quantized
-(`qarl.align.model`).
+Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator, and the backward is that
+of the other schemes. `qarl.align.model` uses bf16 for unquantized experts at levels `model` and `exact`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,13 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import ExpertsKernel, LowBitExperts, choose_experts_kernel, fused_experts
+from qarl.kernels.experts.fused import (
+    ExpertsKernel,
+    ExpertsWeights,
+    LowBitExperts,
+    choose_experts_kernel,
+    fused_experts,
+)
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.marks import Mark
 from qarl.quant.phases import phase
@@ -41,7 +46,7 @@ from qarl.quant.stacks import STACKS, matrices
 class QuantizedStack:
     """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors of all its matrices, stacked along [E, N]. The keys are compressed-tensors' names.
+    `tensors`: the wire tensors, named as in compressed-tensors. Each holds all matrices, with dimensions [E, N, ...].
     `weight_shape` is left out because it is the same for every matrix.
     """
 
@@ -63,11 +68,8 @@ class QuantizedStack:
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
     """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
 
-    `name`: the stack's state-dict name.
-
-    Raises:
-        UserError: the shape does not fit the scheme, or a weight is NaN or Inf.
-    """
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is
+    NaN or Inf."""
     experts, rows, columns = weight.shape
     tensors = {"weight": weight}
     if scheme.quantized:
@@ -88,12 +90,8 @@ class QuantExperts(nn.Module):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of transformers' `experts` without a copy. For the other arguments see
-        `QuantLinear`.
-
-        Raises:
-            UserError: `check_experts` refuses the experts, or no kernel supports them.
-        """
+        """Take over the parameters of transformers' `experts` without a copy. Other arguments are as in `QuantLinear`.
+        Raise UserError if `check_experts` refuses the experts, or if no kernel supports them."""
         super().__init__()
         check_experts(experts, qualified_name)
         given: Any = experts
@@ -108,7 +106,7 @@ class QuantExperts(nn.Module):
             group_size=scheme.group_size,
             force=kernel,
         )
-        self.generation = 0
+        self._generation = 0
         self._made_from: tuple[Mark, ...] = ()
         self._quantized: dict[str, QuantizedStack] = {}
         self._low_bit: LowBitExperts | None = None
@@ -117,29 +115,26 @@ class QuantExperts(nn.Module):
     def kernel(self) -> type[ExpertsKernel]:
         return self.choice.kernel
 
+    @property
+    def generation(self) -> int:
+        """How often the weights were quantized."""
+        return self._generation
+
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Return both quantized stacks of the current weights, by leaf name. The forward multiplies by them and the
-        publisher sends them."""
+        """Return both quantized stacks of the current weights by leaf name, for the forward and the publisher."""
         if self.stale:
             self.invalidate()
             weights = [getattr(self, leaf) for leaf in STACKS]
             with torch.no_grad():
                 for leaf, weight in zip(STACKS, weights, strict=True):
-                    self.adopt(leaf, weight.detach())
+                    name = f"{self.qualified_name}.{leaf}"
+                    self._quantized[leaf] = quantize_stack(weight.detach(), self.scheme, name=name)
+                gate_up, down = (self._quantized[leaf].tensors for leaf in STACKS)
+                with phase("prepare"):
+                    self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
+            self._generation += 1
             self._made_from = tuple(Mark.of(weight) for weight in weights)
         return self._quantized
-
-    @torch.no_grad()
-    def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
-        """Quantize one stack if it is not quantized yet. Once both are quantized, prepare them for the kernel."""
-        if leaf not in self._quantized:
-            self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
-        if self._low_bit is None and self._quantized.keys() == STACKS.keys():
-            gate_up, down = (self._quantized[name].tensors for name in STACKS)
-            with phase("prepare"):
-                self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
-            self.generation += 1
-        return self._quantized[leaf]
 
     def invalidate(self) -> None:
         """Drop the quantized tensors. The next use makes them again."""
@@ -165,16 +160,21 @@ class QuantExperts(nn.Module):
                 why="the kernels of experts multiply BF16 activations, as the rollout engine does",
                 fix="run the model in bfloat16, without autocast to a different dtype",
             )
-        self.quantized()
-        made = self._low_bit
-        assert made is not None
-        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, made)
+        experts = self.low_bit()
+        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, experts)
         if y.requires_grad:
-            y.register_hook(lambda _: self._check_unchanged(made))
+            generation = self.generation
+            y.register_hook(lambda _: self._check_unchanged(generation))
         return y
 
-    def _check_unchanged(self, made: LowBitExperts) -> None:
-        if self._low_bit is not made or self.stale:
+    def low_bit(self) -> ExpertsWeights:
+        """Return the weights for a forward and its backward."""
+        self.quantized()
+        assert self._low_bit is not None
+        return self._low_bit
+
+    def _check_unchanged(self, generation: int) -> None:
+        if self.generation != generation or self.stale:
             raise RuntimeError(f"{self.qualified_name} changed between its forward and its backward")
 
     def extra_repr(self) -> str:

@@ -1,9 +1,8 @@
-"""Use the fused quantizers of qarl.kernels.triton instead of the eager steps, if both give equal bytes.
+"""Use a fused quantizer of qarl.kernels.triton instead of the eager PyTorch steps, if both give equal bytes.
 
-`fused_quantizer` compares the two byte by byte on the device, once for each kind of weight. The comparison covers every
-BF16 number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, it warns and
-uses the eager steps. If the grid depended on the device or the release, checkpoint, wire and forward could disagree. On
-CPUs the eager steps always run.
+`fused_quantizer` compares their bytes on the device, once for each kind of weight. The comparison covers every BF16
+number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, `fused_quantizer`
+warns and returns the eager steps, so that checkpoint, wire and forward cannot disagree. CPUs use only the eager steps.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from qarl.quant.phases import phase
 from qarl.quant.scheme import QuantArgs
 
 Quantizer = Callable[[Tensor, QuantArgs], tuple[Tensor, Tensor, Tensor]]
-"""A function that takes a weight [N, K] and its arguments and returns (values, scale, flag). The flag, int32 [1], is
-nonzero if the weight holds a NaN or an Inf."""
+"""A function that quantizes a weight [N, K] and returns (values, scale, flag). The flag, int32 [1], is nonzero if the
+weight holds a NaN or an Inf."""
 
 
 def fused_quantizer(weight: Tensor, args: QuantArgs, eager: Quantizer) -> Quantizer:
-    """Return the quantizer for `weight`.
-
-    It is the fused quantizer if `weight` is on a GPU and the results equal those of `eager`, otherwise `eager`."""
+    """Return the fused quantizer for a GPU's `weight` if its bytes equal those of `eager`. Otherwise return `eager`."""
     if not weight.is_cuda or weight.dtype == torch.float16 or importlib.util.find_spec("triton") is None:
         return eager
     equal = _checked(weight.dtype, weight.device, args, eager)

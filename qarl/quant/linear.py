@@ -8,9 +8,9 @@ The backward passes straight through both roundings to x and the master weight (
 quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
 the same state-dict key, so optimizers, checkpoints and FSDP need no change.
 
-The quantized tensors are made once per optimizer step. They are tied to the weight's storage and autograd version
-counter, which every in-place update advances. Writing through `weight.data` bypasses that counter, so call
-`invalidate_quantized` afterwards.
+The quantized tensors are made once per optimizer step. They are made again if the weight's storage or its autograd
+version counter has changed. Every in-place update advances that counter, but writing through `weight.data` does not, so
+call `invalidate_quantized` afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _StraightThroughLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: QuantLinear) -> Any:
         ctx.save_for_backward(x)
         ctx.layer, ctx.generation = layer, layer.generation
-        return layer.kernel.linear(x, layer.prepared, bias)
+        return layer.multiply(x, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -62,9 +62,8 @@ class QuantLinear(nn.Linear):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of `linear` without a copy. `qualified_name` is used in errors. `kernel` names the
-        only kernel to consider. `device` is where the forward will run, by default the device of the weight.
-        """
+        """Take over the parameters of `linear` without a copy. Errors show `qualified_name`. `kernel`: the only kernel
+        to consider. `device`: where the forward will run, by default the device of the weight."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -76,7 +75,7 @@ class QuantLinear(nn.Linear):
             group_size=scheme.group_size,
             force=kernel,
         )
-        self.generation = 0
+        self._generation = 0
         self._made_from: Mark | None = None
         self._quantized: QuantizedTensor | None = None
         self._dequantized: torch.Tensor | None = None
@@ -85,6 +84,11 @@ class QuantLinear(nn.Linear):
     @property
     def kernel(self) -> type[LinearKernel]:
         return self.choice.kernel
+
+    @property
+    def generation(self) -> int:
+        """How often the weight was quantized."""
+        return self._generation
 
     def quantized(self) -> QuantizedTensor:
         """Return the low-bit tensors of the current weight, which the forward multiplies by and the publisher sends."""
@@ -100,13 +104,21 @@ class QuantLinear(nn.Linear):
         made = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
         with phase("prepare"):
             self.prepared = self.kernel.prepare(made.tensors)
-        self.generation += 1
+        self._generation += 1
         return made
 
+    def make_ready(self) -> None:
+        """Quantize the weight for a forward, if it has changed."""
+        self.quantized()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return y [M, N] BF16 from x [M, K] BF16."""
+        return self.kernel.linear(x, self.prepared, bias)
+
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it uses its own copy of the weight."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it reads the low-bit tensors."""
         own = own_backward_input(self.kernel)
-        return grad @ self.dequantized if own is None else own(grad, self.prepared)
+        return grad @ self.dequantized if own is None else own(grad, self.quantized().tensors)
 
     @property
     def dequantized(self) -> torch.Tensor:
@@ -136,7 +148,7 @@ class QuantLinear(nn.Linear):
                 why="the low-bit kernels multiply BF16 activations, as the rollout engine does",
                 fix="run the model in bfloat16, without autocast to a different dtype",
             )
-        self.quantized()
+        self.make_ready()
         x = input.reshape(-1, self.in_features)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)
         return y.view(*input.shape[:-1], self.out_features)

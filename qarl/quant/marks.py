@@ -8,9 +8,8 @@ import torch
 
 
 class Mark(NamedTuple):
-    """The state of a weight: the parameter, its address, and autograd's version counter, which every in-place update
-    advances. The mark keeps the parameter alive, because a new one could get the freed address and the same version.
-    """
+    """The state of a weight: the parameter, its address, and autograd's version counter, which in-place updates
+    advance. A mark keeps its parameter alive. Otherwise a new one could get the same address and the same version."""
 
     weight: torch.Tensor
     address: int

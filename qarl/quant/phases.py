@@ -1,5 +1,4 @@
-"""Measure the time of each phase of quantization: `quantize` (scales and codes), `pack` (codes into int32) and
-`prepare` (the layout of the trainer's kernel).
+"""Time the phases of quantization: `quantize` (scales and codes), `pack` (codes into int32), `prepare` (kernel layout).
 
     with measure_phases() as seconds:
         policy.requantize()
@@ -20,8 +19,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("qarl_quant_phases", 
 
 @contextmanager
 def measure_phases() -> Iterator[dict[str, float]]:
-    """Collect the seconds of every phase that runs in the block, even if the block raises. A phase counts only in the
-    innermost block."""
+    """Collect the seconds of every phase in the block. Phases in an inner `measure_phases` count only there."""
     seconds = {"quantize": 0.0, "pack": 0.0, "prepare": 0.0}
     token = _seconds.set(seconds)
     try:

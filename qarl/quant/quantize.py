@@ -6,7 +6,7 @@ zero becomes the dtype's eps, so an all-zero group has codes of zero and a finit
 and rounded half to even. int4 is stored with offset 8, eight values in an int32, lowest nibble first. 8-bit scales are
 upcast to FP32 for the wire, because vLLM holds them in FP32.
 
-The quantizer runs on every weight after every optimizer step. For int4 it takes compressed-tensors' steps with
+The quantizer runs on every weight after every optimizer step. For int4 it computes compressed-tensors' results with
 different arithmetic, in a third of the time. The result is exact because of three facts. Non-negative floats sort like
 their bits. If a constant whose unit in the last place is 1 is added to a number, the sum is rounded half to even and
 has code + 8 in its low bits. Clamping commutes with rounding, because the bounds are integers. The code must run
@@ -35,8 +35,8 @@ and +absmax is clamped to 7."""
 
 
 class FloatBits(NamedTuple):
-    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude that
-    is Inf or NaN."""
+    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude of
+    Inf and NaN."""
 
     integer: torch.dtype
     magnitude_mask: int
@@ -61,14 +61,13 @@ two, or for float32 1.5 times a power of two. The low four bits of c are zero.""
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
-    """Quantize `weight` [N, K] (bfloat16, float16 or float32; any strides). Errors call it `name`.
+    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. `name`: for errors.
 
     Pass the weight that the forward sees. For an FP32 master with a BF16 forward, this is the master's BF16 cast. The
     scales of int4 groups have the dtype of `weight`, which must be BF16 for the wire. The scales of 8-bit channels are
     always FP32. Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (this check
     costs one device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a
-    different dtype.
-    """
+    different dtype or is not a matrix."""
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
         raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")
@@ -121,14 +120,14 @@ def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _absmax(groups: Tensor) -> Tensor:
-    """Return [N, K/g] from `groups` [N, K/g, g]. The magnitudes are compared as integers, so NaN sorts above Inf."""
+    """Return the largest magnitude, [N, K/g], of each group in `groups` [N, K/g, g]. NaN counts as larger than Inf."""
     bits = FLOAT_BITS[groups.dtype]
     return (groups.view(bits.integer) & bits.magnitude_mask).amax(-1).view(groups.dtype)
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """Return the scales. The divisor is a tensor, because CUDA would multiply by the reciprocal of a Python number. In
-    FP32 that result can be wrong by one bit."""
+    """Return absmax / half_range, or eps if this is 0. The divisor is a tensor, because on CUDA PyTorch multiplies by
+    the reciprocal of a Python number instead of dividing, and in FP32 the last bit can then be wrong."""
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 

@@ -60,8 +60,7 @@ class QuantArgs:
 
     @classmethod
     def from_compressed_tensors(cls, args: QuantizationArgs) -> QuantArgs:
-        """Convert `args`. Raise ValueError if they use something that this class cannot express: blocks, act order or a
-        scale dtype."""
+        """Return `args` as a QuantArgs. Raise ValueError if they set act order, a block structure or a scale dtype."""
         from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 
         for field in ("actorder", "block_structure", "scale_dtype"):
@@ -159,8 +158,7 @@ class Scheme:
 
     @classmethod
     def from_quantization_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """Return the scheme that a checkpoint's `quantization_config` describes. Raise UserError if that scheme is not
-        in `SCHEMES`."""
+        """Return the scheme of a checkpoint's `quantization_config`. Raise UserError if it is not in `SCHEMES`."""
         from compressed_tensors.quantization import QuantizationConfig
 
         where = "quantization_config"
@@ -183,9 +181,8 @@ class Scheme:
 
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:
-    """Return the scheme called `name`. `group_size` is the number of elements along K that share a scale. Only w4a16
-    and w4a8 use it, and it must be a positive multiple of 8. Raise UserError if there is no such scheme.
-    """
+    """Return the scheme called `name`. `group_size`: number of elements along K that share a scale, for w4a16 and w4a8.
+    Raise UserError if there is no such scheme, or if `group_size` is used and is not a positive multiple of 8."""
     if name == "bf16":
         return Scheme(name)
     if name == "w4a16":
@@ -229,7 +226,7 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_parsed(config: QuantizationConfig) -> Scheme:
-    """Read a config with one group for all Linear layers. For other configs raise ValueError with the reason."""
+    """Return the scheme in `SCHEMES` that `config` describes. If there is none, raise ValueError with the reason."""
     if len(config.config_groups) != 1:
         raise ValueError(f"it has {len(config.config_groups)} config groups, but must have one")
     if config.kv_cache_scheme is not None:

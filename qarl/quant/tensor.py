@@ -31,8 +31,7 @@ class QuantizedTensor:
     tensors: dict[str, Tensor]
 
     def named(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and tensors for the layer called `prefix`, for example (`<prefix>.weight_packed`,
-        tensor)."""
+        """Yield checkpoint names, such as `<prefix>.weight_packed`, and tensors for the layer called `prefix`."""
         for name, tensor in self.tensors.items():
             yield f"{prefix}.{name}", tensor
 
@@ -59,9 +58,8 @@ class QuantizedTensor:
 
         It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype and then
         cast to `dtype`. For a BF16 weight and BF16 output there is one rounding for every scheme:
-        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes the
-        product in FP32, before that rounding, is exact. The GEMM itself multiplies the codes and applies the scale
-        later.
+        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes,
+        the FP32 product is exact before that rounding, but the GEMM multiplies the codes and applies the scale later.
         """
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)

@@ -4,9 +4,9 @@ Trainer and engine share one process. So both use the same OpenMP pool (two pool
 and a publish passes tensors without copying them through a pipe. The engine starts with dummy weights and is `stale`,
 so it refuses to generate until a publish is complete. If a later publish fails half way, the engine refuses again.
 
-Log-probs are vLLM's `processed_logprobs`. As in verl, they belong to the distribution after temperature and top-p, from
-which the tokens are sampled. Every request has its own seed, so a response does not depend on the other requests in the
-batch, or on whether the run was resumed.
+Log-probs are vLLM's `processed_logprobs`, as in verl: they are computed after temperature and top-p are applied, that
+is, from the distribution that tokens are sampled from. Every request has its own seed, so a response does not depend on
+the other requests in the batch, or on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from qarl.vllm_versions.refusals import is_refusal
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: tokens of prompt and response together.
+    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to."""
+    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
 
     model: str
     scheme: Scheme
@@ -56,6 +57,7 @@ class EngineConfig:
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class SamplingConfig:
 class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
-    experts of every token of prompt and response except the last, in the router's order. Each tensor is
-    [tokens - 1, layers, k] in uint8, or in int16 if a layer has more than 256 experts. A dense layer has zeros."""
+    experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
+    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -147,11 +149,8 @@ class RolloutEngine:
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
-        """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`.
-
-        Raises:
-            EngineFailed: the new engine does not start.
-        """
+        """Close vLLM and start a new one with dummy weights. This is the only remedy after `ReloadFailed`. Raise
+        EngineFailed if the new engine does not start."""
         self.close()
         try:
             self._start()
@@ -185,7 +184,7 @@ class RolloutEngine:
 
         Raises:
             UserError: the engine has no complete set of published weights, or vLLM would not sample as `sampling` asks.
-            EngineFailed: vLLM raised. A publish does not repair the engine; call `rebuild`.
+            EngineFailed: vLLM raised an exception. A publish does not repair the engine; call `rebuild`.
             FloatingPointError: a log-prob is not finite, because the weights or the KV cache are corrupt.
         """
         version = self.weight_version
@@ -215,7 +214,7 @@ class RolloutEngine:
         )
 
     def _preemptions(self) -> int:
-        """Preemptions since this vLLM was started."""
+        """Number of preemptions since this vLLM was started."""
         metrics: list[Any] = self.llm.get_metrics()
         return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
 
@@ -231,10 +230,10 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
-        return publish_weights(self, self.receiver, tensors, version=version)
+        return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Run `call`, which calls vLLM. If it raises, the engine is lost, unless vLLM only refused the request."""
+        """Return `call()`, which uses vLLM. Turn exceptions into EngineFailed, except vLLM's refusal of a request."""
         try:
             return call()
         except Exception as error:
@@ -247,23 +246,21 @@ class RolloutEngine:
             raise EngineFailed("the rollout engine is lost", why=reason) from error
 
     def transport(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Carry a publish to the engine. Return the stream unchanged, because the engine is in this process."""
+        """Return what the engine receives if `stream` is sent: `stream` itself, because both are in one process."""
         return stream
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._run(self.llm.reset_prefix_cache))
 
     def mark_stale(self, reason: str, *, nan: bool = False) -> None:
-        """Make `generate` refuse, with `reason`, until a publish is complete. `nan`: the engine returned NaN."""
+        """Make `generate` refuse, with `reason`, until the next complete publish. `nan`: whether vLLM returned NaN."""
         if self.receiver:
             self.receiver.mark_stale(reason)
             self.receiver.kv_cache_spoilt |= nan
 
     def close(self) -> None:
-        """Free the engine and vLLM's process-wide groups. Other engines in this process stop working.
-
-        If an engine is still open when the program ends, it is closed automatically.
-        """
+        """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
+        working. An engine that is open when the program ends is closed automatically."""
         self.receiver = None
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
@@ -284,16 +281,14 @@ _OPEN: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 @cache
 def _tidy_up_at_exit() -> None:
-    """Register `_close_all` once, after vLLM's own functions, because Python calls the last one registered first."""
+    """Register `_close_all` with `atexit`, once. Python runs it before vLLM's exit functions, registered earlier."""
     atexit.register(_close_all)
 
 
 def _close_all() -> None:
-    """Close the engines that the program left open.
-
-    vLLM hides its objects from the garbage collector until its engine is shut down. Without this function, objects in
-    reference cycles would outlive the interpreter, and nanobind would report each of them as leaked.
-    """
+    """Close the engines that the program left open. vLLM hides its objects from the garbage collector until its engine
+    is shut down. Without this function, objects in reference cycles would outlive the interpreter, and nanobind would
+    report each of them as leaked."""
     for engine in list(_OPEN):
         with suppress(Exception):  # the engine may be broken, and it is too late to repair it
             engine.close()
@@ -302,12 +297,9 @@ def _close_all() -> None:
 
 
 def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
-    """Return vLLM's `SamplingParams`, and check that vLLM accepts and keeps each value.
-
-    Raises:
-        UserError: vLLM refuses a value, or would replace it. (vLLM increases a temperature between 0 and 0.01 and only
-            warns.) With a replaced value the trainer would compute log-probs of a different distribution.
-    """
+    """Return vLLM's `SamplingParams`. Raise UserError if vLLM refuses a value or would replace it (vLLM increases a
+    temperature between 0 and 0.01 and only warns), because the trainer would then compute log-probs of a different
+    distribution."""
     configure_vllm_process()
     from vllm import SamplingParams
 
@@ -343,7 +335,7 @@ def sampling_params(sampling: SamplingConfig, seed: int | None = None) -> Any:
 
 def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightReceiver:
     """Make the receiver. vLLM calls this in its worker, which is in this process."""
-    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct)
+    return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
 def check_served(scheme_name: str) -> None:
@@ -380,7 +372,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # the count of preemptions is one of these statistics
+        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens

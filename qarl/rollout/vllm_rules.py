@@ -10,10 +10,8 @@ from qarl.quant.scheme import Scheme
 
 
 def serving_module(architecture: str) -> str | None:
-    """Return the module of vLLM's class for an architecture, e.g. `vllm.model_executor.models.llama`, or None.
-
-    The classes of vLLM's transformers backend are in `vllm.model_executor.models.transformers`.
-    """
+    """Return the module of vLLM's class for an architecture, e.g. `vllm.model_executor.models.llama`, or None. The
+    classes of vLLM's transformers backend are in `vllm.model_executor.models.transformers`."""
     configure_vllm_process()
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -22,12 +20,9 @@ def serving_module(architecture: str) -> str | None:
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM leaves its layer `name` unquantized under this ignore list.
-
-    `fused`: the name of each layer that vLLM builds from several layers of the checkpoint, with the names of its parts.
-    Raises:
-        ValueError: the list covers only a part of a fused layer.
-    """
+    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`. `fused`: the name of each
+    layer that vLLM builds from several checkpoint layers -> the names of those. Raise ValueError if the ignore list
+    covers only some of them."""
     configure_vllm_process()
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
@@ -36,12 +31,12 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
 
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
-    """Return the name of the kernel class that vLLM uses on this machine for a weight.
+    """Return the name of the kernel class that vLLM uses on this machine for a weight of `full_shape` [N, K], of which
+    one GPU holds the part `shape` [N, K].
 
-    `shape`: [N, K] of one GPU's part of the weight. `full_shape`: [N, K] of the whole weight.
     Raises:
         ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
-        Exception: in an unsupported version of vLLM these functions may be missing or changed.
+        Exception: vLLM's functions that are called here are missing or changed, in an unsupported version of vLLM.
     """
     configure_vllm_process()
     import torch

@@ -1,7 +1,6 @@
 """The keys of TBPO. The defaults are the paper's values (arXiv 2604.07853, appendix B).
 
-The keys are defined only here. The run's config and verl's config take their defaults from this module. It does not
-import torch.
+The defaults of the run's config and of verl's config come from this module. It does not import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ PositiveBand = Literal["upper", "two_sided"]
 
 @dataclass(frozen=True)
 class TBPOConfig:
-    """Bands and cap of TBPO, all dimensionless.
+    """Bands and cap of the TBPO loss, all dimensionless. `qarl.tbpo.loss` defines ratio r, weight w and advantage A.
 
-    `seq_clip_ratio_*`: distances of the ratio r from 1, for A > 0. `neg_seq_clip_ratio_*`: the same for A < 0.
-    `seq_tis_imp_ratio_cap`: C, the largest mismatch weight; the smallest is 1/C. A geometric mean over T tokens has a
-    spread of about 1/sqrt(T), and the paper's bands are for responses of up to 16384 tokens. So short responses need
-    wider bands.
+    `seq_clip_ratio_*`: how far the edges of r's band are from 1 if A > 0. `neg_seq_clip_ratio_*`: the same if A < 0.
+    `seq_tis_imp_ratio_cap`: C, the largest w; the smallest is 1/C. r is a geometric mean over T tokens, so its spread
+    is about 1/sqrt(T). The paper's bands are for responses of up to 16384 tokens. Short responses need wider bands.
 
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """

@@ -20,8 +20,8 @@ quantized rollouts, mostly in negative samples. Their probability is very low, s
 The paper is ambiguous in two places. Each is an option here:
 
 - `mismatch_outside_cap`: "truncate" (default) clips a w_i beyond the cap to the cap, as in section 3.2. "drop" leaves
-  the response out of the loss, as the paper's introduction says about both ratios. The paper says "two-sided cap"; we
-  read its lower side as 1/C.
+  the response out of the loss, as the paper's introduction says for both ratios, r_i and w_i. The paper says
+  "two-sided cap"; we read its lower side as 1/C.
 - `positive_band`: "upper" (default) limits positive samples only by the upper edge, the "standard PPO-style bound" of
   section 3.2. "two_sided" uses `seq_clip_ratio_low` too, because the table of appendix B gives it a value, 3e-4.
 
@@ -60,8 +60,8 @@ def tbpo_loss(
         advantages: [B], or [B, T] constant over the valid tokens of each row.
         response_mask: [B, T], bool or 0/1: 1 on the response's tokens. All values at other positions are ignored, even
             NaN.
-        global_batch_size: number of non-empty responses in the whole mini-batch, over all micro-batches and ranks. With
-            this number the losses of the parts add up to the loss of the whole. Default: the number in this call. If
+        global_batch_size: number of non-empty responses in the whole mini-batch, over all micro-batches and ranks. The
+            loss is a sum divided by it, so the losses of all parts add up. Default: the number in this call. If
             gradients are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
 
     A response with an empty mask does not count at all. A response with A = 0, or dropped by
@@ -115,8 +115,8 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
         actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
         actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
-            number of all responses, so that the two add up to the mean. It is near 0 while the policy is near the old
-            one (arXiv 2605.14220, eq. 5)
+            number of all responses, so the two metrics add up to the mean. Both are near 0 while the policy is near
+            the old one (arXiv 2605.14220, eq. 5)
         actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
     """
     combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
@@ -141,7 +141,7 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the shares inside and outside the bands as `NAME_after_first`.
+    """Return the `*_band_frac` metrics of `reduce_metrics`, with `_after_first` appended to their names.
 
     `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
     only later mini-batches show whether the bands fit."""
@@ -166,7 +166,7 @@ _MEANS = {
 
 
 def _band(advantage: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lower and the upper edge of each response's band, as distances of the ratio from 1: two [B]."""
+    """Return the lower and the upper edge of each response's band as values of r - 1: two tensors [B]."""
     positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
     positive = advantage > 0
     lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)
@@ -183,7 +183,7 @@ def _statistics(
     in_band: torch.Tensor,
     nonempty: torch.Tensor,
 ) -> dict[str, float]:
-    """Return sums and extremes over the non-empty responses, with one transfer from the device."""
+    """Return sums and extremes over the non-empty responses, with one transfer from the device to the CPU."""
     pos, neg = advantage > 0, advantage < 0
     centred = -deviation * advantage
     rollout_centred = -ratio_deviation(log_rollout_ratio) * advantage
@@ -269,7 +269,7 @@ def _check_values(
 ) -> int:
     """Return the number of non-empty responses. Raise ValueError for the first bad value.
 
-    If all values are good, this makes only one transfer from the device."""
+    If all values are good, this makes only one transfer from the device to the CPU."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,

@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. There is no
-minimum, because only large values can overflow. For very negative log ratios, ratio and gradient go to 0 and stay
-exact."""
+"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. They have no
+minimum, because only large values overflow. For very negative ones, ratio and gradient go to 0 and stay exact."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -46,8 +45,8 @@ def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) ->
 
 
 def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
-    """Return the ratio clipped to [1 + lower, 1 + upper], differentiable only if `learns` is true.
+    """Return each ratio unchanged if its `learns` is true, otherwise detached and clipped to [1 + lower, 1 + upper].
 
-    This uses `torch.where`, not the gradient of `clamp`, so that the gradient is exactly +0 if `learns` is false.
+    `torch.where` makes the gradient of a detached ratio exactly +0; the gradient of `clamp` might not be.
     """
     return torch.where(learns, ratio, ratio.detach().clamp(1 + lower, 1 + upper))

@@ -1,10 +1,9 @@
 """GRPO's group-relative advantages (arXiv 2402.03300) for the local backend.
 
-The results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks. The function is
-written here because the import of verl's function takes seconds and loads ray, which the local backend does not need.
-There is one difference: if all rewards of a group are equal, its advantages here are exactly 0. In that case verl
-divides the rounding error of the mean by epsilon. For example, eight rewards of 0.7 then give every response an
-advantage of 0.056, so the whole group is reinforced by noise.
+With one exception, results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks.
+verl's function is not used because its import takes seconds and loads ray. The exception: if all rewards of a group
+are equal, its advantages are exactly 0 here, but verl divides the rounding error of the mean by epsilon. For example,
+eight rewards of 0.7 then give every response an advantage of 0.056, so the whole group is reinforced by noise.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def grpo_advantages(
         epsilon: added to the standard deviation, in units of reward. The deviation is unbiased (over n - 1).
 
     Returns [batch] FP32 on the device of `rewards`. A group of one response has no baseline, so its advantage is the
-    reward itself (divided by 1 + epsilon), as in verl. Raises ValueError if the shapes differ, and UserError if a
-    reward is NaN or Inf.
-    """
+    reward itself (divided by 1 + epsilon), as in verl. Raises ValueError for unequal shapes and UserError for a reward
+    of NaN or Inf."""
     ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else list(group_ids)
     if rewards.dim() != 1 or len(ids) != rewards.shape[0]:
         raise ValueError(f"rewards must be [batch] with a group id each, got {tuple(rewards.shape)} and {len(ids)} ids")

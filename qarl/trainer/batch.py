@@ -1,6 +1,6 @@
 """The tensors of one training step, made from a rollout.
 
-B: number of responses. T: number of tokens of the longest prompt with response. R: tokens of the longest response.
+B: responses. T: tokens of the longest prompt plus response. R: tokens of the longest response.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Batch:
                                  and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
-    other_experts                bool [B, T] or None; True if the trainer's own routers chose different experts for
-                                 the token in the pass for the old log-probs
+    other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
+                                 routers chose different experts for the token than the rollout
     """
 
     input_ids: torch.Tensor
@@ -68,8 +68,7 @@ class Batch:
         return self.prompt_lengths + self.response_mask.sum(1)
 
     def keep(self, rows: Rows, kept: torch.Tensor, outside: torch.Tensor) -> None:
-        """Store `kept`, uint8 [tokens, packed_width(V)], and `outside`, bool [tokens], for the response tokens of
-        `rows`."""
+        """Set the fields `kept` and `outside` at the response tokens of `rows`. The arguments have a row per token."""
         if self.kept is None or self.outside is None:
             self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
             self.outside = outside.new_zeros(self.responses.shape)
@@ -80,7 +79,7 @@ class Batch:
             stored[rows] = padded
 
     def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
-        """Store `differing`, bool [rows, T]: True for tokens that the trainer's routers sent to different experts."""
+        """Store `differing`, bool [rows, T]: True if the trainer's routers chose other experts than the rollout."""
         if self.other_experts is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
         self.other_experts[rows] = differing

@@ -1,9 +1,9 @@
-"""Checkpoints of the local backend's loop: when one is written, what goes into it, and how a run resumes from it.
+"""Checkpoints of the local backend: when they are written, what they contain, and how a run resumes from one.
 
 A resumed run takes the same steps, bit for bit, as an uninterrupted run. The prompts depend only on seed and position,
-every request has its own seed, and weights, masters, moments and generators are restored exactly. The first step after
-a resume is compared with the step before the resume: weights and published tensors by digest, and the mismatch by k3.
-k3 jumps if the policy was restored or published wrongly.
+every request has its own seed, and weights, masters, moments and generators are restored exactly. After a resume, the
+digests of weights and published tensors are compared with the checkpoint. If `mismatch/k3` jumps
+between the last step before the resume and the first one after it, a warning is printed.
 
 If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. It
 tries to write the next checkpoint as scheduled, and keeps the earlier ones.
@@ -54,7 +54,7 @@ class Checkpoints:
     """Writes the checkpoints of a run. If the run resumes, this object first restores the trainer from a checkpoint."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
-        """Restore `trainer` from `checkpoint`, if there is one. Then publish, and call `resumed`."""
+        """Restore `trainer` from `checkpoint`, if there is one. The caller must then publish and call `resumed`."""
         self.trainer, self.checkpoint = trainer, checkpoint
         self.folder = checkpoints_dir(trainer.config.run_dir)
         self._resume_metrics: dict[str, float] = {}
@@ -62,9 +62,8 @@ class Checkpoints:
             restore(trainer, checkpoint)
 
     def resumed(self, tracker: Tracker) -> None:
-        """Compare the published tensors with the checkpoint, restore the generators, and take over the run folder.
-
-        Call it after the first publish of a resumed run."""
+        """Finish a resume after its first publish: compare the published tensors with the checkpoint, set later
+        checkpoints of the run folder aside (`make_newest`), and restore the generators."""
         checkpoint, trainer = self.checkpoint, self.trainer
         if checkpoint is None:
             return
@@ -85,7 +84,7 @@ class Checkpoints:
             set_rng_state(checkpoint.rng())
 
     def after_step(self, metrics: dict[str, float], tracker: Tracker, *, last: bool) -> dict[str, float]:
-        """Write a checkpoint if one is due. Return `checkpoint/*`, and in the first step after a resume `resume/*`."""
+        """Write a checkpoint if one is due. Return its metrics, and `resume/*` in the first step after a resume."""
         extra = self._compare(metrics, tracker)
         freq = self.trainer.config.trainer.save_freq
         if freq > 0 and (last or self.trainer.step % freq == 0):
@@ -116,7 +115,7 @@ class Checkpoints:
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Compare the first step after a resume with the step before it. Return {} at every other step."""
+        """Return `resume/*` in the first step after a resume, compared with the step before; {} in other steps."""
         found, self._resume_metrics = self._resume_metrics, {}
         if not found or self.checkpoint is None:
             return {}
@@ -149,10 +148,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
 
 def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     """Restore policy, optimizer, data position and step of a new trainer from `checkpoint`, but not the generators.
-
-    Raises:
-        UserError: the checkpoint was written with a different model, optimizer or data, or it is damaged.
-    """
+    Raise UserError if the checkpoint was written with a different model, optimizer or data, or is damaged."""
     state = checkpoint.state
     if state["train_prompts"] != prompts_digest(trainer.parts.train_prompts):
         raise UserError(
@@ -203,7 +199,9 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Return the names of wire tensors whose digests in policy and `published` differ, or that only one of them has."""
+    """Return the names of wire tensors that differ between `policy` and `published` (name -> digest).
+
+    A tensor that only one of them has counts as different."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 

@@ -1,8 +1,8 @@
 """The end of a local run. The last files of a run are written even if something failed earlier or fails here.
 
 Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end.
-Later errors are printed. A run with all its steps and its export is finished, even if a plot is missing. In that case
-a resume does not train again, but the exit code still reports the failure.
+Later errors are printed. A run with all its steps and its export is finished, so a resume does not train again. If only
+the plots are missing, the exit code still reports the failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ending:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch an error of the code in this context. If it is the run's first error, keep it. Otherwise print it."""
+        """Catch an error in this block. Keep it in `failure` if it is the run's first error. Otherwise print it."""
         try:
             yield
         except Exception as error:
@@ -58,11 +58,8 @@ def finish_run(
 ) -> dict[str, Any]:
     """Write summary, export and plots of a run after `step` of `total` steps. Return the summary.
 
-    `failure`: the error that ended the training. `problem`: the error of a logger that was lost during the run. `save`:
-    a function that writes the export to a folder.
-
-    Raises:
-        BaseException: the first of `failure`, the errors raised here, and `problem`.
+    `failure`: the error that ended the training. `problem`: the error of a logger that failed during the run. `save`: a
+    function that writes the export to a folder. Raises `failure`, or else the first error here, or else `problem`.
     """
     ending = Ending(failure)
 
@@ -107,7 +104,7 @@ def _plot(run_dir: Path) -> None:
 
 
 def not_exported(run_dir: Path, step: int, error: StorageError) -> StorageError:
-    """Return the error for an export that the disk refused to write. The error says what is left of the training."""
+    """Return the error for a failed export. It says which files of the run exist and how to get the export."""
     from qarl.checkpoint.folder import list_checkpoints
 
     saved = list_checkpoints(checkpoints_dir(run_dir))

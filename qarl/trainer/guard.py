@@ -11,7 +11,7 @@ from qarl.trainer.batch import Batch
 def check_batch(
     config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool
 ) -> str | None:
-    """Call `check_mismatch` for a batch and its metrics. `level`: the alignment level that was applied."""
+    """Return the warning of `check_mismatch` for this batch, or None. `level`: the alignment level that was applied."""
     lengths = batch.response_mask.sum(1)
     return check_mismatch(
         metrics["mismatch/abs_mean"],
@@ -30,8 +30,8 @@ def watch(
 
         mismatch/over_limit           1 if the mismatch is over its limit, otherwise 0
         mismatch/outside_kept         with top-p or top-k: number of sampled tokens outside the trainer's kept sets
-        mismatch/other_experts_frac   in a mixture of experts: share of tokens that the trainer's own routers send to
-                                      different experts in at least one layer
+        mismatch/other_experts_frac   in a mixture of experts: share of tokens for which, in at least one layer, the
+                                      trainer's own routers choose other experts than the rollout
 
     Raises:
         MismatchError: the mismatch is over its limit and nothing has been trained since the program started.
@@ -42,8 +42,8 @@ def watch(
         found["mismatch/outside_kept"] = outside = float(batch.outside.sum())
         if outside:
             warnings.append(
-                f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; they were "
-                "added to it; look at mismatch/abs_max"
+                f"{outside:.0f} sampled tokens are outside the set that the trainer's top-p or top-k keeps; the "
+                "trainer added them to the set; look at mismatch/abs_max"
             )
     if batch.routed_experts is not None and batch.other_experts is not None:
         known = known_routing(batch.routed_experts).any(-1)

@@ -6,9 +6,9 @@ One training step has one function per stage:
     reward        score the responses and compute group-relative advantages
     old_log_prob  compute the trainer's own log-probs, with the same kernels as the update
     update        minimise the TBPO loss, with one optimizer step per ppo_mini_batch_size prompts
-    publish       send to the engine, under a new version, the tensors that the next forward multiplies by
+    publish       send the engine the tensors that the next forward multiplies by, as a new version
 
-verl's trainer does the same on Ray and FSDP2. Weights are published only once per training step, after its last
+verl's trainer has the same stages on Ray and FSDP2. Weights are published only once per training step, after its last
 optimizer step, because nothing is sampled between the optimizer steps.
 """
 
@@ -97,7 +97,7 @@ class LocalTrainer:
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
-        """Sample and score responses. Return this step's batch with them, and metrics.
+        """Sample and score responses. Return the batch of this step, and metrics.
 
         `top_tokens`: also put the engine's likeliest token at each position into the batch."""
         config = self.config
@@ -127,7 +127,7 @@ class LocalTrainer:
     def old_log_probs(self, batch: Batch) -> torch.Tensor:
         """Return the policy's log-probs before the update, FP32 [B, R].
 
-        With top-p or top-k, also store in `batch.kept` which tokens they keep. The whole update uses these tokens."""
+        With top-p or top-k, also store the kept tokens in `batch.kept`, for all forwards of the update."""
         temperature, kept = self.config.rollout.temperature, truncation(self.config)
         found = torch.zeros_like(batch.rollout_log_probs)
         for rows in micro_batches(batch, self.config.actor, log_probs=True):
@@ -158,6 +158,8 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
+        if self.optimizer.muon_lr is not None:
+            metrics["actor/muon_lr"] = self.optimizer.muon_lr
         metrics |= after_first_metrics(later)
         self.optimizer.scheduler_step()
         return metrics
@@ -217,7 +219,7 @@ class LocalTrainer:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
         If the tensors are damaged on the way, they are sent once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, one new engine is started. The error of the last attempt is raised.
+        `rollout.rebuild_on_failure` is set, one new engine is started. If that fails too, the latest error is raised.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -239,8 +241,7 @@ class LocalTrainer:
     def generate(
         self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None
     ) -> RolloutBatch:
-        """Call `RolloutEngine.generate`. If the engine is lost and `rollout.rebuild_on_failure` is set, start a new
-        engine and try once more."""
+        """Call `RolloutEngine.generate`. If the engine is lost, call `rebuild_engine` and try once more."""
         try:
             return self.engine.generate(prompts, sampling, seeds)
         except EngineFailed as error:
@@ -282,9 +283,15 @@ def request_seed(seed: int, step: int, index: int) -> int:
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, and seconds by phase.
+    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, changed words, and
+    seconds by phase.
 
     `quantizing`: seconds that the quantizer took by phase, over all optimizer steps of the training step.
     """
-    metrics = {"publish/mbytes": report.bytes / 1e6, "publish/quantized_ratio": report.quantized_ratio}
+    metrics = {
+        "publish/mbytes": report.sent_bytes / 1e6,
+        "publish/quantized_ratio": report.quantized_ratio,
+        "publish/delta": float(report.is_delta),
+        **report.changed,
+    }
     return metrics | {f"publish/{phase}_s": seconds for phase, seconds in {**quantizing, **report.seconds}.items()}

@@ -118,8 +118,8 @@ def run_steps(
 
 @contextmanager
 def finish_step_on_interrupt() -> Iterator[list[bool]]:
-    """Yield an empty list. The first Ctrl-C adds an item to it, so that the run ends after its current step. The second
-    Ctrl-C interrupts at once."""
+    """Yield an empty list. The first Ctrl-C adds an item, and the caller must then end the run after the current step.
+    The second Ctrl-C interrupts at once."""
     stop: list[bool] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -135,8 +135,7 @@ def finish_step_on_interrupt() -> Iterator[list[bool]]:
 
 
 def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return a few numbers that summarise a run. `history`: one mapping of metrics per step. The means are taken over
-    the training steps."""
+    """Return a few numbers that summarise a run. `history`: metrics of each step. Means are over the training steps."""
 
     def values(key: str) -> list[float]:
         return [metrics[key] for metrics in history if key in metrics]

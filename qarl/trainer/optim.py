@@ -4,16 +4,16 @@ A BF16 number has 8 significant bits. So an update below 1/512 of a weight is lo
 nearest. At learning rates near 1e-6 nearly every update is lost. `optim.master_dtype` chooses one of two solutions:
 
 - `fp32`: the optimizer owns an FP32 copy of each parameter. After a step the parameter is that copy rounded to nearest.
-- `bf16`: no copy is kept between steps. The update is computed in FP32 and rounded back stochastically, so that it is
-  right on average. This saves 4 bytes per parameter in forward and backward, but not at the peak of the step itself.
+- `bf16`: no copy is kept. The update is computed in FP32, one parameter at a time, and rounded back stochastically, so
+  that it is right on average (`qarl.optim.rounding`). This saves 4 bytes per parameter.
 
 In both cases the gradients of all micro-batches are summed in FP32, because a sum in BF16 would lose small gradients.
 
-AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter without temporary tensors. Muon
-is `SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, whose other classes need a process group. As in
-verl, weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts training
-steps, not optimizer steps, and starts at zero. So with a warmup the first step has learning rate 0. After
-`total_training_steps` our cosine schedule stays at its minimum, while verl's rises again.
+With FP32 masters AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter without
+temporary tensors. Everything else is `qarl.optim.optimizer`, which the verl backend uses, too. As in verl, weight decay
+applies to every parameter, including norms and biases. Also as in verl, the schedule counts training steps, not
+optimizer steps, and starts at zero. So with a warmup the first step has learning rate 0. After `total_training_steps`
+our cosine schedule stays at its minimum, while verl's rises again.
 """
 
 from __future__ import annotations
@@ -25,24 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qarl.errors import UserError
+from qarl.optim.optimizer import MuonAdamW, write
 
 if TYPE_CHECKING:
     from qarl.config import OptimConfig
-
-
-def stochastic_round(source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
-
-    For example, a value may lie a quarter of the way from one BF16 neighbour to the next. It is rounded to the farther
-    neighbour with probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16
-    number the upper neighbour is Inf, as in round to nearest.
-
-    `source`: FP32, any shape, on the generator's device. Returns BF16 of the same shape.
-    """
-    # BF16 is the upper half of FP32, so neighbours are 2**16 bit patterns apart, for both signs. Add noise, truncate.
-    noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
-    rounded = (source.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-    return torch.where(source.isfinite(), rounded, source).to(torch.bfloat16)
 
 
 def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps: int) -> float:
@@ -57,21 +43,12 @@ def lr_scale(training_step: int, optim_config: OptimConfig, total_training_steps
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def use_muon(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether Muon updates this parameter. It updates matrices, except embeddings and lm_head.
-
-    Stacked expert weights [experts, out, in] count as matrices, because Muon orthogonalizes the last two dimensions.
-    """
-    if "embed" in name or "lm_head" in name:
-        return False
-    return parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
-
-
 class MasterOptimizer:
     """AdamW or Muon in FP32 for parameters of lower precision, with FP32 gradient sums and a learning-rate schedule.
 
-    Call `accumulate()` after the `backward()` of each micro-batch. Then call `clip_grad_norm()`, and then `step()`, or
-    `zero_grad()` if the norm is not finite. Call `scheduler_step()` once per training step.
+    Call `accumulate()` after the `backward()` of each micro-batch. After the last one of a mini-batch, call
+    `clip_grad_norm()`, then `step()` (or `zero_grad()` if the norm is not finite). Call `scheduler_step()` once per
+    training step.
     """
 
     def __init__(
@@ -92,15 +69,13 @@ class MasterOptimizer:
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         self._keep_masters = optim_config.master_dtype == "fp32"
         self._check_parameters()
-        device = next(iter(self._parameters.values())).device
-        self._generator = torch.Generator(device=device).manual_seed(seed)
         self.gradients: dict[str, torch.Tensor] = {}
-        self._working = {
-            name: torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in self._parameters.items()
-        }
-        self._inner = self._build_inner()
-        if not self._keep_masters:
-            self._drop_working()
+        self._updated = self._parameters
+        if self._keep_masters:
+            self._updated = {
+                name: torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in self._updated.items()
+            }
+        self._inner = self._build_inner(seed)
         self._apply_schedule()
 
     def _check_parameters(self) -> None:
@@ -114,24 +89,19 @@ class MasterOptimizer:
                     fix="load the model in bfloat16, or set optim.master_dtype=fp32",
                 )
 
-    def _build_inner(self) -> torch.optim.Optimizer:
+    def _build_inner(self, seed: int) -> torch.optim.Optimizer:
         config = self.config
-        adam: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "lr": config.lr,
             "betas": tuple(config.betas),
             "eps": config.eps,
             "weight_decay": config.weight_decay,
         }
-        if config.name == "adamw":
-            return torch.optim.AdamW(self._working.values(), **adam, fused=True)
-
-        from muon import SingleDeviceMuonWithAuxAdam
-
-        hidden = [p for name, p in self._working.items() if use_muon(name, p)]
-        others = [p for name, p in self._working.items() if not use_muon(name, p)]
-        muon = {"lr": config.muon_lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
-        groups = [{"params": hidden, "use_muon": True, **muon}, {"params": others, "use_muon": False, **adam}]
-        return SingleDeviceMuonWithAuxAdam([group for group in groups if group["params"]])
+        if config.name == "adamw" and self._keep_masters:
+            return torch.optim.AdamW(self._updated.values(), **settings, fused=True)
+        if config.name == "muon":
+            settings |= {"muon_lr": config.muon_lr, "muon_momentum": config.muon_momentum}
+        return MuonAdamW(self._updated.items(), **settings, seed=seed)
 
     @property
     def lr(self) -> float:
@@ -140,7 +110,7 @@ class MasterOptimizer:
 
     @property
     def muon_lr(self) -> float | None:
-        """Muon's current learning rate, as a spectral norm per update. None if Muon is not used."""
+        """Muon's current learning rate, in the unit of `qarl.optim.muon`. None if Muon is not used."""
         return self.config.muon_lr * self._scale if self.config.name == "muon" else None
 
     @property
@@ -172,7 +142,7 @@ class MasterOptimizer:
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
 
-        If the norm is not finite, nothing is scaled. Then call `zero_grad()`, not `step()`.
+        If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -185,46 +155,34 @@ class MasterOptimizer:
     def step(self) -> None:
         """Update the parameters with the accumulated gradients, then drop the gradients.
 
-        AdamW skips a parameter without a gradient. Muon treats its gradient as zero, so weight decay still applies.
+        AdamW skips a parameter without a gradient. Muon takes zero for the gradient, so it still applies weight decay.
         Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
             raise RuntimeError("step() without gradients: call accumulate() after each backward()")
-        for name, working in self._working.items():
-            if not self._keep_masters:
-                working.data = self._parameters[name].detach().to(torch.float32)
-            working.grad = self.gradients.get(name)
-            if working.grad is None and self.config.name == "muon":
-                working.grad = torch.zeros_like(working)
+        for name, parameter in self._updated.items():
+            parameter.grad_dtype = None  # so that a BF16 parameter accepts its FP32 sum
+            parameter.grad = self.gradients.get(name)
         self._inner.step()
-        for name in self._working:
-            self._write_back(name)
-        if not self._keep_masters:
-            self._drop_working()
+        if self._keep_masters:
+            for name in self._updated:
+                self._write_back(name)
         self.zero_grad()
 
     def _write_back(self, name: str) -> None:
-        parameter, working = self._parameters[name], self._working[name].detach()
-        rounded = working.to(parameter.dtype) if self._keep_masters else stochastic_round(working, self._generator)
-        # A zero update would turn -0.0 into +0.0. Equal numbers keep their bytes, so digests change only with values.
-        parameter.copy_(torch.where(rounded == parameter, parameter, rounded))
-
-    def _drop_working(self) -> None:
-        for working in self._working.values():
-            working.grad = None
-            working.data = working.new_empty(0)
+        parameter = self._parameters[name]
+        write(parameter, self._updated[name].detach().to(parameter.dtype))
 
     def zero_grad(self) -> None:
         """Drop all gradients: the FP32 sums and every `.grad`."""
         self.gradients.clear()
-        for parameter in (*self._parameters.values(), *self._working.values()):
+        for parameter in (*self._parameters.values(), *self._updated.values()):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that a bitwise resume needs, except the parameters.
+        """Return all state that a bitwise resume needs, except the parameters. The tensors are not copied.
 
-        `torch.load(weights_only=True)` can read it. The tensors are not copied. Raises RuntimeError between
-        `accumulate()` and `step()`.
+        `torch.load(weights_only=True)` can read it. Raises RuntimeError between `accumulate()` and `step()`.
         """
         if self.gradients:
             raise RuntimeError("state_dict() between accumulate() and step(): gradient sums are not saved")
@@ -233,18 +191,14 @@ class MasterOptimizer:
             "master_dtype": self.config.master_dtype,
             "parameter_names": list(self._parameters),
             "training_step": self.training_step,
-            "generator": self._generator.get_state(),
             "inner": self._inner.state_dict(),
-            "masters": {n: w.detach() for n, w in self._working.items()} if self._keep_masters else {},
+            "masters": {n: master.detach() for n, master in self._updated.items()} if self._keep_masters else {},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
-        this run's config.
-
-        Raises:
-            UserError: the state was saved with a different optimizer, master_dtype or set of parameters.
+        this run's config. Raise UserError if optimizer, master_dtype or set of parameters differ from the saved ones.
         """
         for key, ours in (
             ("name", self.config.name),
@@ -260,16 +214,15 @@ class MasterOptimizer:
                 )
         self.zero_grad()
         self._inner.load_state_dict(state["inner"])
-        self._generator.set_state(state["generator"].cpu())
         self.training_step = state["training_step"]
         self._apply_schedule()
         for name, master in state["masters"].items():
-            self._working[name].copy_(master)
+            self._updated[name].copy_(master)
             self._write_back(name)
 
 
 def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """Return a setting unchanged. For a list of names, return its length and up to three names that `other` lacks."""
+    """Return `value` for an error. A list is shortened to its length and up to three names that `other` lacks."""
     if isinstance(value, str):
         return value
     only_here = [name for name in value if name not in set(other)]

@@ -1,4 +1,4 @@
-"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears. It is aligned with the engine.
+"""The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears, aligned with the engine.
 
 A row is a prompt followed by its response. The rows of a micro-batch are packed into one forward
 (`qarl.trainer.packing`), and causal attention stays within each row. So no attention mask is needed, and a row's
@@ -41,10 +41,9 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 class Policy:
-    """`model`: the module that is trained. `scheme` and `ignore`: how its linears are published. `align`: the level
-    that was applied, which may be lower than the config's. `report`: the modules that were replaced, and why the level
-    is lower, if it is. `packed`: whether the rows of a forward are packed; they are padded otherwise.
-    """
+    """`model`: the module that is trained. `scheme` and `ignore` say how to quantize it. `align`: the alignment level
+    that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
+    level is lower, the reason. `packed`: whether the rows of a forward are packed; otherwise they are padded."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Policy:
                     trust_remote_code=config.model.trust_remote_code,
                     **hub.loading_options(config.model.path),
                 )
-        except RuntimeError:  # of torch: `load_policy` says that config and weights do not fit
+        except RuntimeError:  # raised by torch; `prepare_run` reports that config and weights do not fit
             raise
         except Exception as error:  # what transformers raises depends on the key that it cannot use
             why = (str(error).splitlines() or [""])[0]
@@ -152,9 +151,9 @@ class Policy:
     def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
         """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
 
-        Without gradients, also record which tokens the policy's own routers would send to different experts. With
-        gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the forward again in
-        the backward.
+        Without gradients, also record the tokens for which the policy's own routers choose other experts than the
+        rollout. With gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the
+        forward again in the backward.
         """
         self.end_replay()
         given = batch.routed_experts
@@ -176,12 +175,12 @@ class Policy:
         self._routing.close()
 
     def before_tokens(self, batch: Batch, rows: Rows, layout: Layout) -> tuple[torch.Tensor, bool]:
-        """Return the logits that predict each response token of `batch[rows]`, one row per token, and False.
+        """Return (logits, False): the logits that predict the response tokens of `batch[rows]`, one row per token.
 
-        If memory is too small for so many logits, return the hidden states instead of the logits, and True."""
+        If `logits_in_blocks`, return (hidden states, True). The caller then computes the logits block by block."""
         inputs, places = dict(layout.inputs), layout.predictors
         if self.align == "exact":
-            # The engine's attention sums a prompt, which it prefills, in another order than the tokens that it decodes.
+            # The engine's attention sums a prompt, which it prefills, in another order than tokens that it decodes.
             filler = inputs["row_lengths"][len(layout.valid) :]
             prompts = batch.prompt_lengths[rows]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
@@ -194,14 +193,13 @@ class Policy:
         return self.model(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Return whether `positions` have over `LOGITS_AT_A_TIME` logits, and lm_head can be computed in blocks."""
+        """Return whether to compute the logits of `positions` in blocks: there are too many, and lm_head allows it."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return every tensor to publish, with its checkpoint name. For quantized layers these are the tensors that the
-        next forward multiplies by."""
+        """Return the tensors to publish, with checkpoint names. Quantized layers multiply by the same tensors."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -209,7 +207,7 @@ class Policy:
         return packed_state_dict(self.model, scheme=scheme, ignore=self.ignore)
 
     def requantize(self) -> None:
-        """Quantize every layer again whose weight has changed."""
+        """Quantize every layer whose weight has changed since it was last quantized."""
         for layer in self.quantized_layers().values():
             layer.quantized()
 
@@ -219,7 +217,7 @@ class Policy:
         return {name: module for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
     def save(self, folder: Path, tokenizer: Any) -> Path:
-        """Write a checkpoint with config and tokenizer. Its format is compressed-tensors, but ordinary for bf16."""
+        """Write the model, in compressed-tensors format unless the scheme is bf16, with its config and tokenizer."""
         from qarl.checkpoint.compressed_tensors import ModelFiles, save_model
 
         files = ModelFiles.of(self.model, tokenizer)

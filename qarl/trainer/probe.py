@@ -17,17 +17,13 @@ PROBE_TOKENS = 64
 """The probe's number of responses, one per prompt, and the length of each in tokens. With `quant.align=off` a single
 token can differ by several nats, so a mean over fewer tokens would be meaningless."""
 PROBE_STEP = -1
-"""Stands for the training step in the seeds of the probe's requests."""
+"""Training step in the seeds of the probe's requests. No real step has this number."""
 
 
 def probe(trainer: LocalTrainer) -> str:
     """Sample responses to a few training prompts. Compare trainer and engine by log-probs. Return a one-line result.
 
-    The state of the global random generators is restored.
-
-    Raises:
-        MismatchError: the mean |δ| is over its limit.
-    """
+    The state of the global random generators is restored. Raises MismatchError if the mean |δ| is over its limit."""
     config = trainer.config
     count = min(PROBE_RESPONSES, len(trainer.parts.train_prompts))
     seeds = [request_seed(config.seed, PROBE_STEP, i) for i in range(count)]

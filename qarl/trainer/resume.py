@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
 ) | {
-    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure"),
+    *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),
     # Keys that error messages of a run tell the user to change.
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
@@ -80,12 +80,8 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
     """Lock the run folder, and yield the checkpoint to resume from, or None if the run starts fresh.
 
     If the run starts fresh, earlier runs are moved aside. Files that a killed process left incomplete are removed. Call
-    `make_newest` after the resume.
-
-    Raises:
-        UserError: another process uses the run folder, the checkpoint to resume from is missing or damaged, or the
-            config changes what is trained.
-    """
+    `make_newest` after the resume. Raises UserError if another process uses the run folder, and for
+    the reasons that `find_start` lists."""
     run_dir = config.run_dir
     with lock_run(run_dir) as locked:
         for done in [*recover(run_dir), *recover(checkpoints_dir(run_dir), alone=locked)]:
@@ -104,10 +100,7 @@ def open_run(config: Config) -> Iterator[Checkpoint | None]:
 
 def find_start(config: Config) -> Start:
     """Return how a run of `config` starts. Checkpoints are read and compared with their digests. No file is changed.
-
-    Raises:
-        UserError: the checkpoint to resume from is missing or damaged, or the config changes what is trained.
-    """
+    Raise UserError if the checkpoint to resume from is missing or damaged, or if the config changes what is trained."""
     settings, run_dir = config.trainer, config.run_dir
     if settings.resume_mode == "disable":
         return Start()
@@ -126,7 +119,7 @@ def find_start(config: Config) -> Start:
 
 
 def make_newest(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Rename the checkpoints of later steps, which this run replaces, and delete the old summary.
+    """Make `checkpoint` the newest in `run_dir`: rename those of later steps, and delete the old summary.
 
     Call this after a successful resume. It does nothing if the checkpoint belongs to a different run."""
     if _within(checkpoint.folder, run_dir):
@@ -190,9 +183,9 @@ def _newest(run_dir: Path) -> Start:
 
 
 def _descendant(config: Config, origin: Path) -> Start | None:
-    """Return the newest checkpoint of an interrupted run that started from `origin` in this run folder, or None.
+    """Return the newest checkpoint in the run folder, if an interrupted run that started from `origin` wrote it.
 
-    The config in each checkpoint says where its run started."""
+    Otherwise return None. The config in each checkpoint names the checkpoint that its run started from."""
     run_dir = config.run_dir
     checkpoint, problems = newest_good(checkpoints_dir(run_dir))
     if checkpoint is None or is_finished(run_dir):
@@ -213,9 +206,8 @@ def check_changes(
 ) -> tuple[str, ...]:
     """Check that a run of `config` may resume from the checkpoint of `step` in `folder`. Return notes for the user.
 
-    `saved`: the config in the checkpoint. `also`: additional changed keys with old and new value. Raises UserError if
-    the run may not resume.
-    """
+    `saved`: the config in the checkpoint. `also`: more changed keys with old and new value. Raises UserError if the run
+    may not resume."""
     changed = changed_keys(saved, config)
     other = {key: values for key, values in changed.items() if key not in _FREE | _ROUNDING} | dict(also or {})
     if other:
@@ -253,11 +245,8 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[An
 
 @contextmanager
 def lock_run(run_dir: Path, *, create: bool = False) -> Iterator[bool]:
-    """Hold the run folder's lock. Yield False if the folder cannot be used or its file system has no locks.
-
-    Raises:
-        UserError: another process holds it.
-    """
+    """Hold the run folder's lock and yield True. If the folder cannot be used or cannot be locked, yield False.
+    Raise UserError if another process holds the lock."""
     try:
         if create:
             run_dir.mkdir(parents=True, exist_ok=True)

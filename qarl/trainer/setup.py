@@ -33,11 +33,7 @@ class RunParts:
 
 
 def prepare_run(config: Config) -> RunParts:
-    """Run all checks (`qarl.checks.run`), then load the weights.
-
-    Raises:
-        UserError: a check failed. The error describes the first problem and how to fix it.
-    """
+    """Run all checks (`qarl.checks.run`), then load the weights. Raise UserError for the first check that fails."""
     run = check_run(config)
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -52,8 +48,7 @@ def prepare_run(config: Config) -> RunParts:
 
 
 def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
-    """Return the engine's config for a run. `routing`: whether the engine returns the experts of each token. It must be
-    False for a dense model."""
+    """Return the engine's config for a run. `routing`: whether rollouts also return each token's experts."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
@@ -67,6 +62,7 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         kv_cache_gib=rollout.cpu_kvcache_space_gib,
         enforce_eager=rollout.enforce_eager,
         return_routed_experts=routing,
+        delta=config.publish.delta == "auto",
     )
 
 

@@ -50,8 +50,7 @@ OURS = {
 class Batches:
     """The batch sizes in verl's config `composed`. `written` is the section `verl` of QaRL's config.
 
-    Raises:
-        UserError: a size is not a whole number above 0.
+    Raise UserError if a size is not a whole number above 0.
     """
 
     def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
@@ -69,10 +68,7 @@ class Batches:
         return value
 
     def name(self, key: str) -> str:
-        """Return QaRL's name of verl's `key`.
-
-        Return `verl.KEY` instead if QaRL has no name for the key, or if the section `verl` sets the key.
-        """
+        """Return QaRL's name of verl's `key`, or `verl.KEY` if it has none or is set in the section `verl`."""
         return OURS[key] if key in OURS and key not in self._written else f"verl.{key}"
 
     @property
@@ -89,7 +85,7 @@ class Batches:
 
 
 def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
-    """Raise UserError unless each batch splits into equal shares for all ranks, and shares into whole micro-batches."""
+    """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
     with_reference = composed.actor_rollout_ref.actor.use_kl_loss or composed.algorithm.use_kl_in_reward

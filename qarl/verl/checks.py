@@ -14,7 +14,7 @@ from qarl.errors import UserError
 
 PLUGIN = "qarl.verl.plugin"
 OLD_PLUGIN = "qarl.verl_plugin"
-"""The plugin's module before QaRL's modules became packages. Old configs still name it."""
+"""The former name of the module `PLUGIN`. Old configs still contain it."""
 
 
 OWN_KEYS = {
@@ -28,22 +28,20 @@ OWN_KEYS = {
     "trainer.resume_mode": "trainer.resume_mode",
     "trainer.resume_from_path": "trainer.resume_from_path",
 }
-"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL uses its own keys to check
-model and data, to choose the checkpoint and to decide whether the run is finished. verl would not follow them."""
+"""verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
+check model and data, to choose the checkpoint and to decide whether the run is finished."""
 
 
 def unsupported(config: Config) -> dict[str, str]:
     """Return the keys of `config` with values that verl does not support, each with the value to use instead."""
     problems = {
-        "optim.name": (config.optim.name != "adamw", "adamw"),
-        "optim.master_dtype": (config.optim.master_dtype != "fp32", "fp32"),
         "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
     }
     return {key: neutral for key, (bad, neutral) in problems.items() if bad}
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Raise a UserError that names every key that `unsupported` returns. Do nothing if it returns none."""
+    """Raise a UserError that names all keys that `unsupported` returns, if it returns any."""
     if found := unsupported(config):
         raise UserError(
             "backend=verl supports only " + ", ".join(f"{key}={neutral}" for key, neutral in found.items()),
@@ -53,10 +51,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if a value of `keys` names a QaRL class by its old module.
-
-    `keys`: the section `verl` of the file `where`.
-    """
+    """Raise UserError if `keys`, the section `verl` of the file `where`, names a QaRL class by its old module."""
     moved = {key: str(value) for key, value in keys.items() if OLD_PLUGIN in str(value)}
     if moved:
         raise UserError(
@@ -68,7 +63,7 @@ def refuse_moved(keys: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_own(keys: Mapping[str, Any]) -> None:
-    """Raise UserError if `keys` (the section `verl`) contains a key of `OWN_KEYS`."""
+    """Raise UserError if `keys` (the section `verl`) sets a verl key that QaRL has its own key for (`OWN_KEYS`)."""
     if found := {key: OWN_KEYS[plain] for key in keys if (plain := key.removeprefix("+")) in OWN_KEYS}:
         raise UserError(
             f"the section verl sets {', '.join(found)}, but QaRL has its own keys for that",
@@ -125,7 +120,7 @@ def refuse_corrections(composed: Any) -> None:
 
 
 def refuse_ignored(composed: Any) -> None:
-    """Raise UserError if a verl key is set that a QaRL run would ignore, or that only the engine would follow."""
+    """Raise UserError if verl's keys set sampling, a trainer mode or loggers that QaRL does not support."""
     from qarl.config.checks import MIN_TEMPERATURE
 
     keys = "actor_rollout_ref.rollout"
@@ -152,7 +147,7 @@ def refuse_ignored(composed: Any) -> None:
             "file" not in (composed.trainer.logger or ()),
             "trainer.logger",
             composed.trainer.logger,
-            "a list with file in it",
+            "a list that contains file",
             "QaRL reads the metrics from verl's file logger; without it the run would end as if it had taken no step",
         ),
     ]
@@ -173,7 +168,7 @@ def refuse_one_checkpoint(composed: Any) -> None:
         raise UserError(
             "verl cannot keep a single checkpoint safely",
             where="trainer.max_ckpt_to_keep",
-            why="it deletes the old one before the next one is complete; a run killed in between would have none",
+            why="it deletes the old checkpoint before the next is complete; a run killed in between would lose both",
             fix="set trainer.max_ckpt_to_keep=2 or more",
         )
 

@@ -1,5 +1,5 @@
 """Records a verl run in QaRL's run folder. During the run a thread reads the file of verl's logger and logs each
-step through QaRL's tracker. If the local backend logs the same metric, its name is used.
+step through QaRL's tracker. A metric that the local backend also logs gets the local backend's name.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
 (verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
@@ -30,6 +30,7 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
+_OURS = ("actor/mismatch/", "actor/publish/")
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
@@ -39,7 +40,7 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             # verl prefixes every metric that an actor reports.
-            plain = name.removeprefix("actor/") if name.startswith("actor/mismatch/") else name
+            plain = name.removeprefix("actor/") if name.startswith(_OURS) else name
             named[RENAMED.get(plain, plain)] = value
     accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
     if len(accuracies) == 1:  # for several data sources verl gives one accuracy each, but not their sizes
@@ -48,9 +49,9 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFollower:
-    """Reads new lines of `path` in a thread, from `__enter__` to `__exit__`.
+    """Logs the lines that verl adds to `path`, in a thread that runs from `__enter__` to `__exit__`.
 
-    `start`: `time.perf_counter()` at the program's start. `start_step`: the last step before a resume.
+    `start`: `time.perf_counter()` at the program's start. `start_step`: the step after which a resumed run continues.
     """
 
     def __init__(self, config: Config, path: Path, start: float, *, start_step: int = 0) -> None:
@@ -82,10 +83,8 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the run's first error, which is `failure` or was raised here.
-
-        If a metrics line could not be stored, that is an error too, although training continued.
-        """
+        """Write summary and plots. Return the summary and the first of these errors, or None: `failure`, an error of
+        storing metrics (which does not stop the training), an error of writing summary or plots."""
         from qarl.trainer.loop import summarize
 
         config = self.config
@@ -118,7 +117,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. If this raises, the next call reads the lines again that were not logged."""
+        """Log all complete new lines. Keep the first StorageError for `summary`, and only warn of other errors."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
@@ -129,7 +128,7 @@ class MetricsFollower:
                 self._log(json.loads(line))
             except StorageError as error:
                 self._lost = self._lost or error
-            except Exception as error:  # a line that cannot be logged must not stop the ones behind it
+            except Exception as error:  # later lines must still be logged
                 what = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"warning: a line of {self.path} was not logged ({what})", file=sys.stderr)
             self._offset += len(line)

@@ -26,7 +26,7 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     """
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOG_STATS_INTERVAL": "600",  # a line every ten seconds otherwise
+        "VLLM_LOG_STATS_INTERVAL": "600",  # otherwise vLLM logs a line every ten seconds
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -34,9 +34,9 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         defaults |= {
             "VERL_PLATFORM": "cpu",
-            # vLLM compiles two small sampling helpers even in eager mode, half a minute at the first request.
+            # Even in eager mode vLLM compiles two sampling helpers, which takes half a minute at the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            # It also turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
+            # This turns off multiprocessing, so vLLM's worker runs in the engine's process, which saves an import.
             **VLLM_ENVIRONMENT,
         }
     elif platform := os.environ.get("VERL_PLATFORM"):
@@ -50,10 +50,9 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
 
 
 def worker_threads(config: Config, on_cpu: bool) -> str | None:
-    """Return OMP_NUM_THREADS for a worker. If it is None, Ray sets it to the number of CPUs that the worker requested.
+    """Return OMP_NUM_THREADS for a worker, or None to let Ray set it to the number of CPUs that the worker requested.
 
-    On a CPU the trainer processes of a machine share its cores equally. Rollout engines use the same cores, but at
-    other times.
+    On a CPU the trainer processes share a machine's cores equally. Rollout engines use the same cores at other times.
     """
     wanted, given = config.trainer.num_threads, os.environ.get("OMP_NUM_THREADS", "")
     if wanted is not None:
@@ -68,13 +67,27 @@ def local_path(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
+def level_lines(config: Config) -> list[str]:
+    """Return a note if the run would train at a lower level than `quant.align`. A missing model is noted elsewhere."""
+    from qarl.checks.model import lower_level
+    from qarl.checks.model_folder import hf_config_or_carried
+
+    try:
+        hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
+    except UserError:
+        return []
+    lower = lower_level(config, hf_config)
+    return [f"note: {lower}"] if lower else []
+
+
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
     import torch
 
     from qarl.align.model import resolve_level
-    from qarl.checks.memory import ModelSize, estimate, readable
+    from qarl.checks.memory import estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
+    from qarl.checks.model_size import ModelSize
 
     device, gpu_memory = ("cpu", 0) if on_cpu else ("cuda", UNKNOWN_GPU_BYTES)
     if not on_cpu and torch.cuda.is_available():
@@ -84,7 +97,8 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
-    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
+    workers = config.rollout.tensor_model_parallel_size
+    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
     found = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=level, kernels={})
     phase, needed = found.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device

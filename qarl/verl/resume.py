@@ -1,10 +1,10 @@
 """Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
 verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
-file names no checkpoint, verl starts fresh. If data.pt is missing, it silently restarts the data. QaRL compares the
-config with that of the run that wrote the checkpoint, ignores incomplete checkpoints, and writes the newest complete
-one's step into the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about
-verl were checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+file names no checkpoint, verl starts fresh. If data.pt is missing, verl silently restarts the data. QaRL compares the
+config with that of the checkpoint, ignores incomplete checkpoints, and writes the step of the newest complete one into
+the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about verl were
+checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 def open_verl_run(config: Config) -> Iterator[int]:
     """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
 
-    An earlier run in the folder is moved aside unless it is resumed.
-
-    Raises:
-        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
-            changes what is trained.
+    An earlier run in the folder is moved aside unless it is resumed. Raise UserError if another process uses the run,
+    if the checkpoint is missing, incomplete or could run code, or if the config changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
@@ -54,8 +51,7 @@ def open_verl_run(config: Config) -> Iterator[int]:
 def find_verl_start(config: Config) -> tuple[int, bool]:
     """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
 
-    Raises:
-        UserError: see `open_verl_run`.
+    Raise UserError as `open_verl_run` does.
     """
     folder = _choose(config)
     if folder is None:
@@ -65,11 +61,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 def newest_whole(checkpoints: Path) -> Path | None:
     """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete checkpoint. Return None if there are no checkpoints.
-
-    Raises:
-        UserError: there are checkpoints, but no complete one.
-    """
+    complete one. Return None if there are no checkpoints. Raise UserError if there are some, but none is complete."""
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
@@ -112,7 +104,7 @@ def _choose(config: Config) -> Path | None:
 
 
 def _check_config(config: Config, folder: Path) -> None:
-    """Compare `config` with the config of the run that wrote `folder`, which is stored beside its checkpoints."""
+    """Raise UserError if a run of `config` may not resume from `folder`. Print a note for each permitted change."""
     path = folder.resolve().parents[1] / "config.yaml"
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -135,7 +127,7 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
-    """Write `folder` into verl's tracker file, rename checkpoints of later steps, and delete the old summary."""
+    """Name `folder` in verl's tracker file. Rename the checkpoints of later steps, and delete the old summary."""
     supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")

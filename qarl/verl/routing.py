@@ -34,5 +34,6 @@ def _is_replayed(config: Config, on_cpu: bool) -> bool:
     if not experts_of(hf_config):
         return False
     device = "cpu" if on_cpu else "cuda"
-    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set())
+    workers = config.rollout.tensor_model_parallel_size
+    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
     return replays(config.rollout.router_replay, level)

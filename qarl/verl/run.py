@@ -29,7 +29,8 @@ from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
-from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
+from qarl.verl.optimizer import optim_keys
+from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
 
@@ -83,8 +84,7 @@ def run(config: Config, resolved: Any, start: float, start_step: int) -> dict[st
 def export_final(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     """Export the final model from verl's last checkpoint. Return the summary with the export folder added.
 
-    Raises:
-        UserError: the disk is full, or the files of some ranks are not on this machine. The checkpoint is kept.
+    Raise UserError if the disk is full or the files of some ranks are not on this machine. The checkpoint is kept.
     """
     from qarl.checkpoint.export import ExportRequest, export
     from qarl.checkpoint.run_folder import EXPORT
@@ -119,7 +119,7 @@ def dry_run(config: Config) -> str:
     resolved = verl_config(config, on_cpu=on_cpu)
     lines = [f"# note: {note}" for note in differences(config, on_cpu)]
     lines += [f"# resolved for {'a machine without GPUs; VERL_PLATFORM=nvidia for GPUs' if on_cpu else 'GPUs'}"]
-    lines += [f"# {line}" for line in memory_lines(config, on_cpu=on_cpu)]
+    lines += [f"# {line}" for line in (*level_lines(config), *memory_lines(config, on_cpu=on_cpu))]
     lines += [as_yaml(resolved).rstrip("\n")]
     lines += [f"# not supported by verl: a value of {key} other than {v}" for key, v in missing.items()]
     return "\n".join([*lines, ""])
@@ -128,8 +128,7 @@ def dry_run(config: Config) -> str:
 def verl_config(config: Config, *, on_cpu: bool) -> Any:
     """Return verl's `ppo_trainer` config for this run, an OmegaConf DictConfig. verl's own validation has accepted it.
 
-    Raises:
-        UserError: verl lacks a key of the section `verl`, or a check of QaRL or verl refuses the config.
+    Raise UserError if verl lacks a key of the section `verl`, or if a check of QaRL or verl refuses the config.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -154,7 +153,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
                 f"verl's config does not take {key}={value!r}",
                 where=f"verl.{key}" if key in config.verl else key,
                 why=str(error).splitlines()[0],
-                fix="look it up in verl's ppo_trainer.yaml; write +KEY in the YAML mapping `verl` to add a key",
+                fix="look the key up in verl's ppo_trainer.yaml; to add a key, write +KEY in the YAML mapping `verl`",
             ) from error
     checks.refuse_no_export(config, composed)
     checks.refuse_ignored(composed)
@@ -170,7 +169,7 @@ def as_yaml(resolved: Any) -> str:
 
 
 def differences(config: Config, on_cpu: bool) -> list[str]:
-    """Return one line for each setting that verl handles slightly differently than its description says."""
+    """Return one line for each key of `config` to which verl gives a different value or meaning than documented."""
     notes = []
     wanted, given = config.rollout.max_num_batched_tokens, batched_tokens(config, on_cpu)
     if wanted != given:
@@ -178,7 +177,7 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
     if on_cpu and not config.rollout.enforce_eager:
-        notes.append("rollout.enforce_eager=false is true here: a CPU has no CUDA graphs")
+        notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
         notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
     if config.trainer.test_freq == -1 and not config.trainer.val_before_train:
@@ -208,7 +207,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def same(root: str, section: Any, *names: str) -> Keys:
-    """Return the keys `names` of our `section` as verl's keys under `root`. They have the same names in verl."""
+    """Return {`root`.NAME: value} for those keys of our `section` that have the same names in verl (`names`)."""
     return {f"{root}.{name}": getattr(section, name) for name in names}
 
 
@@ -268,6 +267,8 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.policy_loss", actor, *bands),
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
+        **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
+        f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
     }
 
 
@@ -279,16 +280,6 @@ def token_limits(actor: ActorConfig) -> Keys:
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,
     }
     return {key: limit for key, limit in limits.items() if limit is not None}
-
-
-def optim_keys(config: Config) -> Keys:
-    optim, root = config.optim, "actor_rollout_ref.actor.optim"
-    return {
-        **same(root, optim, "lr", "weight_decay", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio"),
-        f"{root}.betas": list(optim.betas),
-        f"{root}.clip_grad": config.actor.grad_clip,
-        f"{root}.override_optimizer_config": {"eps": optim.eps},
-    }
 
 
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:
@@ -321,7 +312,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
 
 
 def batched_tokens(config: Config, on_cpu: bool) -> int:
-    """Return `max_num_batched_tokens`. On a CPU it covers the longest prompt, which is prefilled whole."""
+    """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
 
@@ -359,7 +350,7 @@ def trainer_keys(config: Config) -> Keys:
 def sampler_keys(config: Config) -> Keys:
     """Return the keys of our sampler, or {} if the section `verl` asks for a feature that only verl's samplers have.
 
-    verl's samplers treat a group with failed responses as complete.
+    In that case verl's sampler counts a group with failed responses as complete.
     """
     asked = {key.removeprefix("+"): value for key, value in config.verl.items()}
     if asked.get("algorithm.filter_groups.enable") or asked.get("trainer.v1.sampler.sync_refill_failed_groups"):
@@ -375,21 +366,10 @@ def sampler_keys(config: Config) -> Keys:
 def cpu_keys(config: Config) -> Keys:
     """Return the settings that a run without GPUs needs besides `VERL_PLATFORM=cpu`.
 
-    These settings keep the number of processes low, because each process imports torch and vLLM.
-
-    Raises:
-        UserError: W8A8 with several workers of an engine. They load weights by vLLM's layerwise reload. With a mixture
-            of experts on two workers, vLLM 0.29.0 computed NaN after the second publish.
+    They keep the number of processes low, because each process imports torch and vLLM.
     """
     rollout = "actor_rollout_ref.rollout"
-    if config.rollout.tensor_model_parallel_size > 1 and config.quant.scheme == "w8a8":
-        raise UserError(
-            "w8a8 rollouts on a CPU cannot be split over several workers",
-            where=f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}",
-            why="with two workers, vLLM computed NaN after the second publish of w8a8 weights",
-            fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
-        )
-    # One worker runs in the engine's process. Several need a process each.
+    # A single worker runs in the engine's process. Several workers need a process each.
     executor = "uni" if config.rollout.tensor_model_parallel_size == 1 else "mp"
     return {
         "trainer.device": "cpu",

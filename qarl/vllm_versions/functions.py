@@ -13,7 +13,8 @@ Functions = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def changed_functions(functions: Functions) -> tuple[str, ...]:
-    """Describe each of `functions` that the installed vLLM lacks, or that lacks a named parameter."""
+    """Return one message for each of `functions` that the installed vLLM lacks, or has without one of the listed
+    parameters."""
     found = []
     for (module, name), parameters in functions.items():
         function = getattr(importlib.import_module(module), name, None)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether vLLM rejected a request but keeps running: a ValueError, or VLLMClientError in newer releases."""
+    """Return whether vLLM keeps running after raising `error`: ValueError or, in newer releases, VLLMClientError."""
     return isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}

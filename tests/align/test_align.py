@@ -400,6 +400,20 @@ def test_what_is_not_built_falls_back_and_says_why():
         assert found.level == level and found.why_lower == ()
 
 
+@pytest.mark.parametrize("asked", ["model", "exact"])
+def test_levels_fall_back_where_several_workers_share_the_engine(asked: str) -> None:
+    import transformers
+
+    config = transformers.Qwen3Config(**SIZES, **HEADS)
+    found = align_model(tiny(config), asked, workers=2)
+    assert (found.level, found.replaced) == ("linears", {})
+    assert found.why_lower[-1].startswith("model: rollout.tensor_model_parallel_size=2: each worker")
+    assert align_model(tiny(config), "linears", workers=2).why_lower == ()
+    assert align_model(tiny(config), "model", workers=1).level == "model"
+    gpu = resolve_level(config, asked, device_type="cuda", kernels=set(), workers=2)
+    assert "not for cuda" in gpu[1][-1]  # one worker would not help
+
+
 @needs_engine_attention
 def test_exact_falls_back_to_model_where_an_operator_is_not_the_engines():
     import transformers

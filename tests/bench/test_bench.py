@@ -58,7 +58,7 @@ SOME = Arguments(device="cpu", group_size=32)
         ("plan", "gpu=h300", "no gpu 'h300'"),
         ("plan", "gpus=8 tensor_parallel=3", "tensor_parallel must divide gpus"),
         ("plan", "prompts=10 mini_batches=4", "mini_batches must divide prompts"),
-        ("plan", "rates=nowhere.json", "not a file of qarl.bench kernels"),
+        ("plan", "rates=nowhere.json", "not from qarl.bench kernels"),
         ("plan", "model=Qwen3-30B-A3B gpu=a100 gpu_memory_utilization=0.4", "has room for"),
     ],
 )

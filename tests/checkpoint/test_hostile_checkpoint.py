@@ -249,14 +249,10 @@ def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
 
 
 OPTIMIZER = [
-    *(
-        drop(key)
-        for key in ("name", "master_dtype", "parameter_names", "training_step", "generator", "inner", "masters")
-    ),
+    *(drop(key) for key in ("name", "master_dtype", "parameter_names", "training_step", "inner", "masters")),
     put(3, "inner"),
     put({}, "inner"),
-    put(None, "generator"),
-    put(torch.zeros(3), "generator"),
+    put([], "inner", "param_groups"),
     put("x", "training_step"),
     put(3, "masters"),
     put({"model.norm.weight": torch.zeros(3)}, "masters"),

@@ -204,14 +204,17 @@ def test_dry_run_writes_the_config_imports_no_torch_and_moves_nothing() -> None:
 @mock.patch.dict(os.environ)  # a dry run of verl sets its variables
 @pytest.mark.verl
 def test_a_dry_run_of_what_cannot_run_says_so_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config=qwen3_30b_w4a16.yaml", "dry_run=true"]) == 2
+    run = ["config=qwen3_30b_w4a16.yaml", "dry_run=true"]
+    assert main([*run, "rollout.rebuild_on_failure=true"]) == 2
     printed = capsys.readouterr()
     assert "name: qwen3_30b_w4a16" in printed.out and "loss_mode: tbpo" in printed.out
-    assert printed.out.splitlines()[-1].startswith("# not supported by verl: a value of optim.name other than adamw")
+    refused = "# not supported by verl: a value of rollout.rebuild_on_failure other than false"
+    assert printed.out.splitlines()[-1].startswith(refused)
     last = printed.err[printed.err.index("error: ") :]
-    assert "verl supports only optim.name=adamw" in last and last.rstrip().splitlines()[-1].startswith("  fix: ")
-    assert "muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text()
-    assert main(["config=qwen3_30b_w4a16.yaml", "dry_run=true", "optim.name=adamw"]) == 0
+    assert "supports only rollout.rebuild_on_failure=false" in last
+    assert last.rstrip().splitlines()[-1].startswith("  fix: ")
+    assert "name: muon" in Path("runs/qwen3_30b_w4a16/dry_run.yaml").read_text() and "MuonAdamW" in printed.out
+    assert main(run) == 0
 
 
 # The device: one function decides, for both backends.

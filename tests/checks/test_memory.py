@@ -18,19 +18,15 @@ from torch import nn
 from qarl.align import align_model
 from qarl.checkpoint.compressed_tensors import ModelFiles
 from qarl.checkpoint.folder import save_checkpoint
-from qarl.checks.memory import (
+from qarl.checks.memory import RUNTIME_BYTES, MemoryEstimate, checkpoint_bytes, estimate, readable
+from qarl.checks.memory_terms import (
+    ENGINE_ASLEEP_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GIB,
+    LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
-    RUNTIME_BYTES,
-    MemoryEstimate,
-    ModelSize,
-    checkpoint_bytes,
-    estimate,
-    prepared_bytes,
-    readable,
-    wire_bytes,
 )
+from qarl.checks.model_size import ModelSize, prepared_bytes, wire_bytes
 from qarl.config import Config, build_config
 from qarl.doctor import memory as preflight_memory
 from qarl.kernels.cpu import attention as vllm_attention
@@ -220,8 +216,8 @@ def test_what_the_options_change() -> None:
     assert "low-bit tensors in the kernels' layout" not in base  # no kernel given: one that reads what is published
     bf16_masters = estimate(SMALL, run(optim__master_dtype="bf16"), device="cpu")
     assert base.keys() - parts(bf16_masters).keys() == {"FP32 masters"}
-    assert parts(bf16_masters)["FP32 working copy"] == 298240
-    assert bf16_masters.total("step") - bf16_masters.total("rollout") == 298240 + 298240  # gradient sums too
+    assert parts(bf16_masters)["update of one parameter"] == 16 * 6400  # an embedding
+    assert bf16_masters.total("step") - bf16_masters.total("rollout") == 298240 + 102400  # gradient sums too
     unquantized = parts(estimate(SMALL, run(quant__scheme="bf16"), device="cpu"))
     assert unquantized["vLLM: weights"] == 149120
     assert not [name for name in unquantized if "low-bit" in name or "dequantized" in name]
@@ -249,18 +245,41 @@ def test_sharded_by_hand() -> None:
     assert sharded["FP32 masters, sharded"] == 74560
     assert sharded["adamw state, FP32"] == 149120
     assert sharded["FP32 gradients, sharded"] == 74560
-    assert sharded["gathered weights, BF16"] == 2 * (2 * 30720 + 12800)
-    assert sharded["logits, log-probs"] == 10 * 4 * 20 * 100  # of prompt and response
+    assert sharded["low-bit tensors, sharded"] == 34784 // 4
+    assert sharded["gathered blocks (two)"] == 34784  # the model has two
+    assert sharded["embeddings and lm_head, gathered in BF16"] == 2 * 12800
+    assert sharded["gradients before they are scattered"] == 6 * 30720 + 2 * 6400
+    assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
+    assert sharded["logits, log-probs"] == 18 * 4 * 20 * 100  # of prompt and response
     assert sharded["logits, update"] == 12 * 2 * 20 * 100
-    held = 74560 + 149120 + 34784 + RUNTIME_BYTES
+    held = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
     assert found.total("rollout") == held + 4 * GIB  # vLLM's whole share
-    assert found.total("step") == held + 74560  # vLLM sleeps
+    assert found.total("step") == held + 74560 + 16 * 6400 // 4 + ENGINE_ASLEEP_BYTES
     assert estimate(SMALL, config, device="cpu").total("step") > held + GIB // 2  # on CPU it does not
     offloaded = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=True)
     assert offloaded.total("rollout") == found.total("rollout") - 74560 - 149120
     assert offloaded.total("old_log_prob") == found.total("old_log_prob") - 149120
     assert offloaded.total("update") == found.total("update")  # verl loads all of it when an update begins
     assert offloaded.total("step") == found.total("step")
+
+
+def test_bytes_gathered_are_those_of_the_format() -> None:
+    """A block of int4 with groups of 32: (4 + 16/32) / 16 of BF16's bytes, and 16 bytes of shape for each linear."""
+    for scheme, part in (("bf16", 1), ("w4a16", (4 + 16 / 32) / 16), ("fp8", (8 + 32 / 64) / 16)):
+        config = run(backend="verl", quant__scheme=scheme)
+        found = parts(estimate(SMALL, config, device="cpu"))["gathered blocks (two)"]
+        assert found == pytest.approx(2 * 2 * 30720 * part, rel=0.03)
+    off = run(backend="verl", quant__align="off")
+    assert parts(estimate(SMALL, off, device="cpu"))["gathered blocks (two)"] == 2 * 2 * 30720
+
+
+@pytest.mark.parametrize("backend", ["local", "verl"])
+def test_many_logits_are_computed_in_blocks(backend: str) -> None:
+    """At 2**27 logits: 10 or 18 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
+    changes = {"backend": backend, "data__max_response_length": 2**21, "actor__log_prob_micro_batch_size_per_gpu": 2}
+    found = parts(estimate(SMALL, run(**changes), device="cpu"))
+    assert found["logits, log-probs"] == {"local": 10, "verl": 18}[backend] * LOGITS_AT_A_TIME
+    assert found["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
 
 
 def test_no_room_for_a_cache_is_no_negative_memory() -> None:

@@ -106,6 +106,10 @@ def muon_buffer(run: Run) -> float:
     return sum(float(state["momentum_buffer"].norm()) for state in states if "momentum_buffer" in state)
 
 
+def rounding_seed(run: Run) -> int:
+    return int(run.trainer.optimizer.state_dict()["inner"]["param_groups"][0]["seed"])
+
+
 def quantization(run: Run) -> dict[str, Any]:
     return run.llms[0].arguments["hf_overrides"]["quantization_config"]
 
@@ -126,7 +130,11 @@ LOCAL: Table = SHARED | {
     "name": Row("other", lambda run: [p.name for p in run.folder.glob("runs/*")], (["reach"], ["other"])),
     "seed": Row(
         7,
-        each(Run.prompts, sampling("seed"), lambda run: run.trainer.optimizer.state_dict()["generator"].tolist()),
+        each(
+            Run.prompts,
+            sampling("seed"),
+            lambda run: run.trainer.optimizer.state_dict()["inner"]["param_groups"][0]["seed"],
+        ),
         all_differ,
         {"optim.master_dtype": "bf16"},
     ),
@@ -200,6 +208,7 @@ LOCAL: Table = SHARED | {
     "rollout.rebuild_on_failure": Row(
         True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
     ),
+    "publish.delta": Row("off", lambda run: run.trainer.engine.config.delta, (True, False)),
     "quant.scheme": Row(
         "w4a16",
         each(

@@ -15,12 +15,12 @@ from bad_runs import (
 from checkout import ROOT
 from doctor_rig import cut_the_weights, examine, said, topic_of
 
+from qarl.checks.tensor_parallel import VOCABULARY_PADDING
 from qarl.config import load_config
 from qarl.doctor import kernels
 from qarl.doctor.__main__ import main
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
-from qarl.doctor.shapes import VOCABULARY_PADDING
 from qarl.doctor.target import GPUS, find_target, this_machine
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
@@ -95,11 +95,15 @@ def test_the_mixture_of_experts_has_its_experts_counted() -> None:
     assert any("30.53 billion" in what for what in said(findings, "ok", "model"))
     _, findings = examine_big("Qwen3-30B-A3B", 8, 2)
     assert said(findings, "error", "ignore list") == ["vLLM would quantize 48 routers, which the trainer keeps in BF16"]
-    # 30.5e9 parameters at 16 bytes over 8 GPUs are 57 GiB a GPU before anything else; over 16 there is room.
-    _, findings = examine_big("Qwen3-30B-A3B", 8, 2, "rollout.gpu_memory_utilization=0.2")
-    assert len(said(findings, "error", "memory")) == 1
-    _, findings = examine_big("Qwen3-30B-A3B", 8, 2, "optim.name=muon")
-    assert "optim.name=muon does not support 8 ranks" in said(findings, "error", "backend")
+    # 30.5e9 parameters at 16 bytes are 57 GiB a GPU of 8 before anything else, at 12 bytes 43, and at 10 bytes 36.
+    peaks = {}
+    for given in ((), ("optim.name=muon",), ("optim.name=muon", "optim.master_dtype=bf16")):
+        _, findings = examine_big("Qwen3-30B-A3B", 8, 2, ignore, "rollout.gpu_memory_utilization=0.2", *given)
+        (memory,) = (f["what"] for f in findings if f["topic"] == "memory" and "needed at the peak" in f["what"])
+        peaks[given] = float(memory.partition(": ")[2].partition(" GiB")[0])
+    adamw, muon, bf16 = peaks.values()
+    assert adamw - muon == pytest.approx(4 * 29.9e9 / 8 / 2**30, abs=0.2)
+    assert muon - bf16 == pytest.approx(2 * 30.5e9 / 8 / 2**30, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from checkpoint_state import interrupted_run
 from doctor_rig import examine, topic_of
 from random_models import save_random_model
 
-from qarl.checks.memory import ModelSize, checkpoint_bytes
+from qarl.checks.memory import checkpoint_bytes
+from qarl.checks.model_size import ModelSize
 from qarl.config import load_config
 from qarl.doctor import disk, memory, packages
 from qarl.doctor.context import Context
@@ -155,6 +156,14 @@ def test_a_level_that_falls_back_is_said() -> None:
     assert finding.status == "warning"
     assert "exact will fall back to linears" in finding.what
     assert "not for cuda" in (finding.why or "")
+
+
+@pytest.mark.verl
+def test_a_level_that_falls_back_because_of_several_workers() -> None:
+    two = ("backend=verl", "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2")
+    (finding,) = [finding for finding in topic_of("kernels", *two) if "quant.align" in finding.what]
+    assert (finding.status, finding.what) == ("warning", "quant.align=model will fall back to linears")
+    assert "rollout.tensor_model_parallel_size=2: each worker of the engine rounds" in (finding.why or "")
 
 
 def test_memory_that_is_free() -> None:

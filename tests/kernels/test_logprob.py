@@ -13,9 +13,14 @@ from random_models import save_random_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import qarl.checks.memory
+import qarl.checks.memory_terms
 from qarl.kernels import logprob
-from qarl.kernels.logprob import chosen_log_probs, log_probs_of_logits, rows_at_a_time
+from qarl.kernels.logprob import (
+    chosen_log_probs,
+    log_probs_and_entropies,
+    log_probs_of_logits,
+    rows_at_a_time,
+)
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer import policy as policy_module
@@ -51,6 +56,17 @@ def test_same_bits_as_with_all_logits(rows: int, temperature: float) -> None:
     assert mine[1].grad.dtype == torch.bfloat16
     if rows >= TOKENS:
         assert torch.equal(mine[1].grad, weight.grad)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [64, 300])
+def test_entropies_are_torchs_and_log_probs_the_same_bits(rows: int, temperature: float) -> None:
+    hidden, weight, tokens, _ = operands()
+    found, entropies = log_probs_and_entropies(hidden, weight, tokens, temperature=temperature, rows=rows)
+    assert torch.equal(found, unfused(hidden, weight, tokens, temperature)[0])
+    exact = torch.distributions.Categorical(logits=F.linear(hidden, weight).double() / temperature).entropy()
+    assert float((entropies - exact).abs().max()) < 1e-5
+    assert not found.requires_grad and not entropies.requires_grad
 
 
 def test_weight_gradient_is_as_near_to_float64() -> None:
@@ -134,7 +150,7 @@ def test_no_tensor_holds_more_than_a_block_of_logits() -> None:
 def test_blocks_are_whole_tiles_within_the_limit() -> None:
     assert rows_at_a_time(151936) == 832
     assert rows_at_a_time(10**9) == 64
-    assert qarl.checks.memory.LOGITS_AT_A_TIME == logprob.LOGITS_AT_A_TIME
+    assert qarl.checks.memory_terms.LOGITS_AT_A_TIME == logprob.LOGITS_AT_A_TIME
 
 
 def response_batch() -> Batch:

@@ -3,15 +3,12 @@ publishes against a freshly started vLLM, and the routing that it returns."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from engine_helpers import PROMPTS, greedy
 from expert_cases import exact, exact_bf16, exact_weight, off
@@ -109,15 +106,6 @@ def test_a_shared_expert_beside_them(name: str, tmp_path: Path) -> None:
         found = greedy(engine)
     saved = save_checkpoint(tmp_path / "export", folder, scheme, tensors)
     assert found == greedy_in_a_fresh_vllm(saved, PROMPTS, max_tokens=24, max_model_len=64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "w4a16", "fp8"])  # w8a8 is refused: qarl.verl.run.cpu_keys
-def test_two_workers_with_half_of_every_expert(name: str, tmp_path: Path) -> None:
-    folder = save_random_moe(tmp_path / "moe")
-    program = [sys.executable, str(ROOT / "tests/support/moe_two_workers.py"), str(folder), name]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=500)
-    assert "EXACT" in run.stdout, run.stderr[-3000:]
 
 
 class Call(NamedTuple):

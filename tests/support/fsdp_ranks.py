@@ -75,7 +75,9 @@ def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     return Batch(**tensors, weight_version=0)
 
 
-def run_engine(folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict]) -> list[dict]:
+def run_engine(
+    folder: Path, world: int, model: str, rows: dict[str, torch.Tensor], jobs: list[dict], *, timeout: float = 300
+) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -93,6 +95,6 @@ def run_engine(folder: Path, world: int, model: str, rows: dict[str, torch.Tenso
         )
         for rank in range(world)
     ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs[0][-4000:]
     return torch.load(output, weights_only=False)

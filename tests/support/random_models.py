@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 
-def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False) -> Path:
-    """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary."""
+def save_random_model(
+    folder: Path, family: str = "qwen3", *, vocab_size: int = 64, tie: bool = False, **given: Any
+) -> Path:
+    """A 2-layer random model of `family` with a word-level tokenizer whose size is the model's vocabulary. `given`:
+    other values for keys of its config."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -33,7 +36,7 @@ def save_random_model(folder: Path, family: str = "qwen3", *, vocab_size: int = 
         "qwen3": transformers.Qwen3Config,
         "qwen3_moe": transformers.Qwen3MoeConfig,
         "llama": transformers.LlamaConfig,
-    }[family](**sizes)
+    }[family](**{**sizes, **given})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():

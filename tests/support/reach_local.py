@@ -126,6 +126,7 @@ class Receiver:
 
     version: int | None = None
     coming: int
+    kept = None  # every publish is of all tensors
     stale_because, broken, kv_cache_spoilt = "nothing was published", False, False
     seconds: dict[str, float] = {}  # noqa: RUF012  never written to
 

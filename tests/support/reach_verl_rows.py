@@ -90,6 +90,15 @@ def published(name: str) -> Observe:
     return lambda run: {key: shape for key, shape in run.published.items() if name in key}
 
 
+def optimizer(run: Any) -> torch.optim.Optimizer:
+    return run.actor.worker.actor.engine.optimizer
+
+
+def muon_group(name: str) -> Observe:
+    """A setting of the group of Muon's parameters."""
+    return lambda run: next(group[name] for group in optimizer(run).param_groups if group["use_muon"])
+
+
 def modules(kind: type) -> Observe:
     return lambda run: sum(isinstance(module, kind) for module in run.module.modules())
 
@@ -114,7 +123,7 @@ def centred(run: Any) -> bool:
 
 VAL, OTHER_VAL = {"t43", "t44", "t45"}, {"t53", "t54", "t55"}
 PATH = "runs/reach/checkpoints/global_step_"
-NO_MUON = Refused(0.03, "optim.name", {"optim.name": "muon"})
+MUON = {"optim.name": "muon"}
 
 VERL: Table = SHARED | {
     "name": Row("other", lambda run: run.saved["path"], (f"{PATH}1", "runs/other/checkpoints/global_step_1")),
@@ -166,6 +175,7 @@ VERL: Table = SHARED | {
         {"model.path": "moe"},
     ),
     "rollout.rebuild_on_failure": Refused(True, "backend=verl supports only"),
+    "publish.delta": Row("off", lambda run: run.actor.worker.actor.engine.quant.publish_delta, ("auto", "off")),
     "quant.scheme": Row(
         "w4a16",
         each(modules(QuantLinear), argument("hf_overrides"), published("q_proj.weight_packed")),
@@ -188,14 +198,16 @@ VERL: Table = SHARED | {
     "quant.mismatch_limit": Row(0.05, fails("actor"), (False, True), stub={"noise": 0.1}),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_mini_batch_size": 1}),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
-    "optim.name": Refused("muon", "backend=verl supports only"),
+    "optim.name": Row("muon", lambda run: type(optimizer(run)).__name__, ("AdamW", "MuonAdamW")),
     "optim.betas": [
         Row([0.5, 0.999], each(moved(0), moved(1)), remembers),
         Row([0.9, 0.5], each(moved(0), moved(1)), remembers),
     ],
-    "optim.muon_lr": NO_MUON,
-    "optim.muon_momentum": NO_MUON,
-    "optim.master_dtype": Refused("bf16", "backend=verl supports only"),
+    "optim.muon_lr": Row(0.03, each(metric("actor/muon_lr"), muon_group("lr")), ([0.02, 0.02], [0.03, 0.03]), MUON),
+    "optim.muon_momentum": Row(0.5, muon_group("momentum"), (0.95, 0.5), MUON),
+    "optim.master_dtype": Row(
+        "bf16", lambda run: {p.dtype for p in run.module.parameters()}, ({torch.float32}, {torch.bfloat16})
+    ),
     "trainer.nnodes": Row(2, lambda run: run.pools["global_pool"], ([1], [1, 1])),
     "trainer.n_gpus_per_node": Row(2, lambda run: run.pools["global_pool"], ([1], [2])),
     STEPS: Row(3, steps("step"), ([1], [1, 2, 3])),

@@ -5,8 +5,8 @@
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
 `model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`, `tokens` for
-micro-batches of at most so many tokens,
-`gradient_checkpointing`, and `engine` with more of verl's FSDP keys. `quant` may be None, and `loss` a loss of verl's.
+micro-batches of at most so many tokens, `gradient_checkpointing`, and `engine` and `optim` with more of verl's FSDP and
+optimizer keys. `quant` may be None, and `loss` a loss of verl's.
 `guard`: what the first update answers to these rollout log-probs. `servers`: what each rank's publish does while the
 first rank asks the rollout's servers, which answer late or are dead.
 """
@@ -69,7 +69,9 @@ def build(model: str, job: dict[str, Any]) -> tuple[Any, Any]:
             override_config={"attn_implementation": "sdpa", "attention_dropout": 0.0},
         ),
         engine_config=engine_config,
-        optimizer_config=FSDPOptimizerConfig(lr=job["lr"], clip_grad=1e9, total_training_steps=10, weight_decay=0.0),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=job["lr"], total_training_steps=10, **{"clip_grad": 1e9, "weight_decay": 0.0} | job.get("optim", {})
+        ),
         checkpoint_config=CheckpointConfig(save_contents=parts, load_contents=parts),
     )
     engine.initialize()
@@ -133,8 +135,11 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
             rows["old_log_probs"][mine, : padded.shape[1]] = padded
         data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens)
         quantized = generations(engine)
-        with engine.train_mode(zero_grad_on_exit=False):
+        with engine.train_mode():
             output = engine.train_batch(data, loss)
+            result["gradients"] = {
+                name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None
+            }
         engine.lr_scheduler_step()  # as verl's worker does after a training step
         result["made"] = [after - before for before, after in zip(quantized, generations(engine), strict=True)]
         values = torch.tensor(sum(output["loss"]))
@@ -142,10 +147,13 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         result["loss"] = float(values) / int(world)
         result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
     result["widths"] = gathered(list(result["widths"]))  # of the steps alone
-    result["gradients"] = {
-        name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None
-    }
     result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
+    result["state_dtypes"] = {
+        str(value.dtype)
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
     result["published"] = publish(engine)
     before = generations(engine)
     result["version"], result["made_again"] = published_version(engine), generations(engine) != before
@@ -233,9 +241,11 @@ def save_change_load(
         engine.module.train()
         engine.train_batch(make_data(rows, mine, job["micro"]), loss)
         engine.lr_scheduler_step()
+        engine.optimizer_zero_grad()  # as verl's worker does after a training step
         return publish(engine)
 
     folder, manager = job["checkpoint"], engine.checkpoint_manager
+    engine.optimizer_zero_grad()
     engine.save_checkpoint(folder, global_step=1)
     changed = change()
     found: dict[str, Any] = {"changed": changed, "changed_version": published_version(engine)}

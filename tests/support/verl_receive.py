@@ -8,6 +8,7 @@ For each case: what the worker raised, the names that its receiver was fed, whet
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -31,7 +32,7 @@ class Receiver:
         self.names: list[str] = []
         self.stale, self.stale_because = False, ""
 
-    def mark_stale(self, reason: str) -> None:
+    def mark_stale(self, reason: str, *, doubt: bool = True) -> None:
         self.stale, self.stale_because = True, reason
 
     def feed(self, weights: Any) -> None:
@@ -43,6 +44,7 @@ class Receiver:
                 raise ValueError(f"no room for {name}, {view.numel()} elements")
 
 
+MAKE: Any = None
 TENSORS = [(f"part{i}", torch.full((1 << 18,), i, dtype=torch.float32)) for i in range(3)]
 
 
@@ -98,7 +100,51 @@ def reuses_its_buffer() -> dict[str, Any]:
     return {"version": receiver.version}
 
 
+def changes_through_buckets() -> dict[str, Any]:
+    """Three publishes of one worker through verl's sender: all tensors, changes, and all tensors after a loss."""
+    from publish_streams import engine_model, weights
+
+    from qarl.rollout.publish.outbox import Outbox
+    from qarl.verl.plugin import worker_extension
+    from qarl.verl.plugin.publishing import run_identity
+    from qarl.verl.plugin.transport import encode
+
+    model, tensors, outbox = engine_model("llama"), weights("llama"), Outbox()
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
+    runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
+    receiver = MAKE(runner)
+    worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
+    answers: list[str | None] = []
+    result: list[dict[str, Any]] = []
+
+    def ask(fingerprint: str | None) -> None:
+        try:
+            worker.qarl_check_held(fingerprint)
+            answers.append(fingerprint)
+        except RuntimeError:
+            answers.append(None)
+
+    ask("0")
+    for version in (1, 2, 3, 4):
+        if version > 1:
+            worker._qarl_receiver = receiver
+            ask(outbox.kept.fingerprint)
+        stream = list(encode(tensors, version=version, run=run_identity(), outbox=outbox, held=answers[-1:]))
+        if version == 3:  # nothing of it arrives
+            tensors = [(name, tensor + 1) for name, tensor in tensors]
+            continue
+        found = publish(lambda runner: receiver, tensors=stream)
+        state = model.state_dict()
+        equal = all(torch.equal(state[name], tensor) for name, tensor in tensors)
+        result.append({"raised": found["raised"], "equal": equal, "version": receiver.version, **outbox.metrics()})
+        tensors = [(name, tensor + (name == "model.norm.weight")) for name, tensor in tensors]
+    return {"publishes": result, "answers": [answer is not None for answer in answers]}
+
+
+MAKE = importlib.import_module("qarl.verl.plugin.worker_extension").make_receiver  # `publish` replaces it
+
 results = {
+    "changes": changes_through_buckets(),
     "reused": reuses_its_buffer(),
     "well": publish(lambda runner: Receiver()),
     "not made": publish(cannot_be_made),

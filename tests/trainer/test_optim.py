@@ -12,7 +12,7 @@ from muon import SingleDeviceMuonWithAuxAdam
 from same_bytes import same_bytes
 
 from qarl.errors import UserError
-from qarl.trainer.optim import MasterOptimizer, lr_scale, stochastic_round, use_muon
+from qarl.trainer.optim import MasterOptimizer, lr_scale
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 16),
@@ -151,22 +151,6 @@ def test_muon_on_masters_is_the_packages_own() -> None:
         assert torch.equal(parameter, reference[name].bfloat16())
 
 
-def test_muon_takes_the_hidden_matrices_of_a_qwen3() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3Config(vocab_size=40, num_hidden_layers=2, head_dim=16, tie_word_embeddings=False, **sizes)
-    model = Qwen3ForCausalLM(config)
-    chosen = {name for name, p in model.named_parameters() if use_muon(name, p)}
-    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    assert chosen == {f"model.layers.{layer}.{p}.weight" for layer in range(2) for p in projections}
-
-
-def test_muon_takes_stacked_experts_but_no_convolution() -> None:
-    assert use_muon("model.layers.0.mlp.experts.down_proj", torch.empty(4, 8, 8))
-    assert not use_muon("model.layers.0.linear_attn.conv1d.weight", torch.empty(8, 1, 4))
-
-
 @pytest.mark.parametrize("changes", [{}, {"name": "muon"}])
 def test_a_parameter_without_gradient_does_not_stop_the_step(changes: dict[str, str]) -> None:
     parameters = make_parameters()
@@ -178,35 +162,6 @@ def test_a_parameter_without_gradient_does_not_stop_the_step(changes: dict[str, 
     optimizer.accumulate()
     optimizer.step()
     assert torch.equal(parameters[unused], before)
-
-
-def test_stochastic_rounding_is_unbiased() -> None:
-    """200000 draws; each mean within 5 standard errors of the value (a bias of 1% of the gap would be 9 or more)."""
-    draws = 200_000
-    low, high = 1.0, 1.0 + 2.0**-7
-    generator = torch.Generator().manual_seed(0)
-    for sign in (1.0, -1.0):
-        for fraction in (0.0625, 0.3, 0.5, 0.9):
-            value = torch.tensor(sign * (low + fraction * (high - low)))
-            rounded = stochastic_round(value.repeat(draws), generator).double()
-            assert set(rounded.abs().unique().tolist()) == {low, high}
-            standard_error = (high - low) * math.sqrt(fraction * (1 - fraction) / draws)
-            assert abs(rounded.mean() - value.double()) < 5 * standard_error
-
-
-def test_stochastic_rounding_keeps_every_bf16_number() -> None:
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    rounded = stochastic_round(every.float(), torch.Generator().manual_seed(0))
-    numbers = ~every.isnan()
-    assert same_bytes(rounded[numbers], every[numbers])
-    assert rounded[~numbers].isnan().all()
-
-
-def test_stochastic_rounding_never_makes_nan_of_a_number() -> None:
-    extremes = torch.tensor([3.4028e38, -3.4028e38, 1e-45, -1e-45, math.inf, -math.inf]).repeat(1000)
-    rounded = stochastic_round(extremes, torch.Generator().manual_seed(0))
-    assert not rounded.isnan().any()
-    assert torch.equal(rounded.sign()[rounded != 0], extremes.sign()[rounded != 0])
 
 
 def test_small_updates_survive_on_average_only_with_stochastic_rounding() -> None:
@@ -358,6 +313,14 @@ def test_state_of_another_model_or_optimizer_is_refused() -> None:
     del parameters["lm_head.weight"]
     with pytest.raises(UserError, match=r"only here lm_head\.weight"):
         make_optimizer(parameters).load_state_dict(state)
+
+
+def test_the_state_of_torchs_adamw_is_refused() -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, master_dtype="bf16")
+    state = optimizer.state_dict() | {"inner": make_optimizer(make_parameters()).state_dict()["inner"]}
+    with pytest.raises(UserError, match="lack seed, use_muon"):
+        optimizer.load_state_dict(state)
 
 
 def test_state_dict_amid_an_accumulation_is_an_error() -> None:

@@ -191,6 +191,7 @@ MAY_CHANGE = {
     "dry_run": "nothing runs",
     "data.val_files": "validation teaches nothing",
     "rollout.rebuild_on_failure": "a rebuilt engine has the same weights",
+    "publish.delta": "the engine gets the same weights",
     "quant.mismatch_limit": "an error of a run tells to raise it; it teaches nothing",
     "reward.timeout_s": "an error of a run tells to raise it; it teaches nothing",
     "model.trust_remote_code": "an error of a run tells to set it; it teaches nothing",

@@ -115,7 +115,11 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
     "rollout.tensor_model_parallel_size": (
         2,
-        {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{VLLM}.distributed_executor_backend": "mp"},
+        {
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            f"{QUANT}.tensor_model_parallel_size": 2,
+            f"{VLLM}.distributed_executor_backend": "mp",
+        },
     ),
     "quant.scheme": (
         "fp8",
@@ -143,6 +147,21 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
     "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
     "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    "optim.name": (
+        "muon",
+        {
+            f"{OPTIM}.optimizer": "MuonAdamW",
+            f"{OPTIM}.override_optimizer_config": {"eps": 1e-8, "seed": 0, "muon_lr": 0.02, "muon_momentum": 0.95},
+        },
+    ),
+    "optim.master_dtype": (
+        "bf16",
+        {
+            f"{OPTIM}.optimizer_impl": "qarl.optim.optimizer",
+            f"{OPTIM}.override_optimizer_config": {"eps": 1e-8, "seed": 0},
+            f"{ACTOR}.fsdp_config.model_dtype": "bf16",
+        },
+    ),
     "optim.lr": (1e-3, {f"{OPTIM}.lr": 1e-3}),
     "optim.betas": ([0.8, 0.9], {f"{OPTIM}.betas": [0.8, 0.9]}),
     "optim.eps": (1e-6, {f"{OPTIM}.override_optimizer_config": {"eps": 1e-6}}),
@@ -153,6 +172,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
     "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
     "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
+    "publish.delta": ("off", {f"{QUANT}.publish_delta": "off"}),
     "trainer.test_freq": (30, {"trainer.test_freq": 30}),
     "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
     "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
@@ -191,16 +211,14 @@ REFUSED = {
     "rollout.rebuild_on_failure": True,
     "rollout.top_p": 0.8,
     "rollout.top_k": 20,
-    "optim.name": "muon",
-    "optim.master_dtype": "bf16",
 }
 
-ONLY_WITH_MUON = {"optim.muon_lr", "optim.muon_momentum"}
+ONLY_WITH_MUON = {"optim.muon_lr": 3e-3, "optim.muon_momentum": 0.8}
 
 
 def test_no_key_of_ours_is_left_out():
     leaves = {key for key in describe_keys() if not any(other.startswith(f"{key}.") for other in describe_keys())}
-    assert leaves == set(MAPPED) | set(ELSEWHERE) | set(REFUSED) | ONLY_WITH_MUON
+    assert leaves == set(MAPPED) | set(ELSEWHERE) | set(REFUSED) | set(ONLY_WITH_MUON)
 
 
 @pytest.mark.parametrize("key", MAPPED)
@@ -226,6 +244,13 @@ def test_micro_batches_by_tokens_arrive_in_verls_config():
         assert resolved.actor_rollout_ref.model.use_remove_padding is True
     plain = resolved_quickstart()
     assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
+
+
+@pytest.mark.parametrize("key", ONLY_WITH_MUON)
+def test_every_value_of_muon_arrives(key):
+    resolved = verl_config(quickstart(**{"optim.name": "muon", key: ONLY_WITH_MUON[key]}), on_cpu=True)
+    found = selected(resolved, f"{OPTIM}.override_optimizer_config")
+    assert found[key.removeprefix("optim.")] == ONLY_WITH_MUON[key]
 
 
 @lru_cache
@@ -304,8 +329,17 @@ def test_what_verl_lacks_is_refused_by_name(key):
 
 
 def test_a_dry_run_says_what_is_missing():
-    text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
-    assert "# not supported by verl: a value of optim.name" in text and "loss_mode: tbpo" in text
+    text = dry_run(load_config(["config=qwen3_30b_w4a16.yaml", "rollout.rebuild_on_failure=true"]))
+    assert "# not supported by verl: a value of rollout.rebuild_on_failure" in text and "loss_mode: tbpo" in text
+    assert "# not supported" not in dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dry_run_says_that_the_level_falls_back(workers, startable_run):
+    changes = {"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": workers}
+    text = dry_run(quickstart(**{"model.path": str(startable_run / "model"), **changes}))
+    note = "# note: quant.align=model falls back to linears: model: rollout.tensor_model_parallel_size=2: each worker"
+    assert (note in text) == (workers == 2)
 
 
 def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():

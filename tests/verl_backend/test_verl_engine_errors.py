@@ -16,8 +16,9 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from qarl.errors import UserError
 from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl.plugin import engine as plugin_engine
+from qarl.verl.plugin.alive import refuse_dead
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
-from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, refuse_dead, register
+from qarl.verl.plugin.engine import QaRLFSDPEngine, check_engine_config, register
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.routing import RouterReplay
 

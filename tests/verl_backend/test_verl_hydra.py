@@ -48,6 +48,10 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    for workers in (1, 2):  # the actor is told how many workers an engine has
+        rollout.tensor_model_parallel_size = workers
+        assert actor.fsdp_config.quant.tensor_model_parallel_size == workers
+    rollout.tensor_model_parallel_size = 1
     for key in ("calculate_log_probs", "disable_log_stats"):
         assert rollout[key] == named[f"actor_rollout_ref.rollout.{key}"]
     vllm = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)

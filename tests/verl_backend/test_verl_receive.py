@@ -52,6 +52,17 @@ def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
     assert results["reused"] == {"version": 1}
 
 
+def test_changes_come_through_verls_buckets_and_a_lost_publish_is_noticed(results):
+    """The trainer assumes nothing: the worker says what it holds, also after a publish that never came."""
+    first, second, last = results["changes"]["publishes"]
+    assert [one["raised"] for one in (first, second, last)] == [None] * 3
+    assert all(one["equal"] for one in (first, second, last))
+    assert [one["version"] for one in (first, second, last)] == [1, 2, 4]
+    assert [one["publish/delta"] for one in (first, second, last)] == [0, 1, 0]
+    assert second["publish/changed_words"] == 64 and second["publish/mbytes"] < 0.02 * first["publish/mbytes"]
+    assert results["changes"]["answers"] == [False, True, True, False]
+
+
 def test_every_record_survives_a_bucket_which_is_a_dict_by_name():
     tensors = [(f"model.layers.{i}.norm.weight", torch.full((4,), float(i))) for i in range(3)]
     bucket = dict(encode(tensors, version=7, run="host/1/01"))

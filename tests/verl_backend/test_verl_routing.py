@@ -55,3 +55,11 @@ def test_servers_return_the_routing_that_is_replayed(tmp_path, family, align, as
     keys = routing_keys(config, on_cpu)
     assert keys[REPLAY] is expected
     assert keys["+actor_rollout_ref.actor.fsdp_config.quant.router_replay"] == asked
+
+
+def test_servers_of_several_workers_return_the_routing(tmp_path):
+    """With them `model` falls back to linears."""
+    changes = {"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "trainer.n_gpus_per_node": 2}
+    for workers in (1, 2):
+        config = quickstart(**changes, **{"rollout.tensor_model_parallel_size": workers})
+        assert routing_keys(config, True)[REPLAY] is (workers == 2)

@@ -92,7 +92,7 @@ class Arguments:
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure. The list
-        is empty if a dense layer is named."""
+        is empty if the key `layer` is given, because that key names dense weights."""
         if not set(self.operation) & set(EXPERT_OPERATIONS):
             return []
         if self.experts:

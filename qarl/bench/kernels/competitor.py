@@ -21,7 +21,7 @@ Call = Callable[[], torch.Tensor]
 @dataclass(frozen=True)
 class Competitor:
     """One implementation of an operation. `call` is timed; `error` returns the error of its result, which may be at
-    most `allowed`. `bytes_moved` and `flop` are what the operation needs with any implementation."""
+    most `allowed`. `bytes_moved` and `flop`: the minimum for the operation, the same for every implementation."""
 
     scheme: str
     kernel: str
@@ -50,8 +50,8 @@ def ends(rows: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs `call` and compares the first and last rows of the result with `expected`. It returns
-    their relative error, or NaN if any number in the result is not finite."""
+    """Return a function that runs `call` and returns the relative error of the first and last rows of its result, or
+    NaN if any number in the result is not finite. `expected` holds the correct first and last rows."""
 
     def error() -> float:
         y = call()

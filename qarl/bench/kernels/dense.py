@@ -1,4 +1,4 @@
-"""Products with one weight: the competitors for each operation, and the result that each must give.
+"""Products with one weight: for each operation, the competing implementations and the result that they must give.
 
     linear           y = x W^T of a quantized linear, including the quantization of activations
     input_gradient   dX = dY W, from the low-bit weight
@@ -95,8 +95,7 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """Return the exact weight of a product: code times scale. W4A16 rounds it to BF16; the other schemes do not round
-    it, because they multiply codes and scale later."""
+    """Return the dequantized weight: rounded to BF16 for W4A16, exact for 8-bit (there the kernels scale the sums)."""
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
     tensors = quantized.tensors

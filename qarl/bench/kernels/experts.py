@@ -1,4 +1,4 @@
-"""Mixture-of-experts competitors: grouped products (forward and input gradient), and the whole expert layer.
+"""Competing implementations for mixtures of experts: grouped products and their input gradient, and whole layers.
 
     grouped_linear           y = x W_e^T with each row's expert e, from BF16 rows sorted by expert, for gate_up and for
                              down; 8-bit schemes quantize the rows in the same call
@@ -6,8 +6,8 @@
     experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
 
 `m` counts tokens; each has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is
-one product per expert, and vLLM's own operator for BF16 experts is measured, too. The first and last rows or tokens
-are compared with a float64 product of the input as the kernel quantizes it.
+one product per expert, and vLLM's own operator for BF16 experts is measured, too. To check a result, its first and last
+rows (or tokens) are compared with a float64 computation from the same quantized input and weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ExpertLayer:
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights, ids) [T, k]. Balanced routing gives every expert the same number of rows. Skewed routing
-        draws the experts of a token without replacement. The e-th expert has weight 1/e."""
+        draws a token's experts without replacement, the e-th expert with a probability proportional to 1/e."""
         e, k = self.shape.experts, self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
@@ -118,7 +118,7 @@ def grouped_input_gradient(layer: ExpertLayer, part: str, tokens: int, routing: 
 
 
 def experts(layer: ExpertLayer, part: str, tokens: int, routing: str) -> list[Competitor]:
-    """Return the competitors for the whole layer. `part` is not used."""
+    """Return the competitors for the whole layer. `part` is ignored: only single products need it."""
     weights, ids = layer.topk(tokens, routing)
     gate_up, down = layer.weights["gate_up"], layer.weights["down"]
     x, way = random_rows(tokens, layer.shape.hidden, down), route(ids, layer.shape.experts)
@@ -152,7 +152,7 @@ BUILDERS: dict[str, Callable[[ExpertLayer, str, int, str], list[Competitor]]] = 
 
 
 def _ours(scheme: str, device: torch.device) -> type[TritonExperts] | type[ReferenceExperts]:
-    """Return the class whose products `grouped.product` runs on `device`."""
+    """Return TritonExperts if `grouped.product` runs Triton kernels on `device`, else ReferenceExperts."""
     return TritonExperts if triton_unavailable(scheme, device) is None else ReferenceExperts
 
 
@@ -167,8 +167,8 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return the FLOP, and a function that converts bytes of weights to bytes that must move. Experts without rows are
-    not read."""
+    """Return the FLOP, and a function that takes the size of all weights in bytes and returns the bytes that must move:
+    the activations, and the weights of those experts that have rows."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
@@ -194,8 +194,7 @@ def _as_read(kernel: type[ExpertsKernel], scheme: str) -> Rounded:
 
 
 def _exact_weight(tensors: Tensors) -> torch.Tensor:
-    """Return each code multiplied by its scale, [E, N, K]. W4A16 rounds the product to BF16. The 8-bit schemes do not,
-    because they scale the sum."""
+    """Return the dequantized weights [E, N, K]: rounded to BF16 if the kernel multiplies BF16 weights, else exact."""
     if scheme_of(tensors) in ("w4a16", "bf16"):
         return grouped.dequantized(tensors)
     return _exact(tensors["weight"], tensors["weight_scale"])
@@ -206,7 +205,7 @@ def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """Return x W_e^T in float64, where `x` holds the first and last rows and e is each row's expert."""
+    """Return x W_e^T in float64, with each row's expert e. `x`: the first and last rows that `way` sorted."""
     places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
     owners = torch.searchsorted(way.ends, places, right=True).tolist()
     return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])
@@ -224,7 +223,7 @@ def _exact_layer(
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        # One expert at a time: all experts of a large layer would take gigabytes in float64.
+        # One expert at a time, because all experts of a large layer would take gigabytes in float64.
         gate_up, down = ({n: t[expert : expert + 1] for n, t in parts[part].items()} for part in ("gate_up", "down"))
         gate, up = (inputs[token] @ _exact_weight(gate_up)[0].double().t()).bfloat16().chunk(2, 1)
         y = rounded(silu_mul(gate, up)) @ _exact_weight(down)[0].double().t()

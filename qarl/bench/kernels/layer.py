@@ -33,7 +33,7 @@ class Layer:
         return self.weight.shape[0], self.weight.shape[1]
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
-        """Yield the kernels of the registry that can serve this layer and are not too slow."""
+        """Yield the registry's kernels that can serve this layer, except float64 references on GPUs, which are slow."""
         for kernel in LINEAR_KERNELS[scheme]:
             sizes = getattr(kernel, "group_sizes", None)
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes

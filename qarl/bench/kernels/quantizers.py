@@ -28,8 +28,8 @@ QUANTIZERS = {
     ("fp8", False): quantize_fp8,
     ("fp8", True): quantize_fp8_cuda,
 }
-"""(scheme, True for vLLM's arithmetic on CUDA or False for that on CPU) -> quantizer of activations. CUDA and CPU often
-give different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
+"""(scheme, True for vLLM's arithmetic on CUDA, False for CPU) -> quantizer of activations. CUDA and CPU often give
+different codes, because many BF16 activations lie exactly between two codes and are rounded differently."""
 CODES_ERROR = 1e-3
 """Allowed relative error of quantized rows. It is not 0, because a few codes may differ by one."""
 
@@ -40,8 +40,8 @@ def triton_runs(device: torch.device) -> bool:
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize the master. The error is 0 if all bytes equal those made on the CPU, else 1.
-    The reference is not made on CUDA, because PyTorch there multiplies by the reciprocal of a Python divisor."""
+    """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1. The
+    reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -79,7 +79,7 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize BF16 [M, K] to 8 bits. Scales may differ by rounding, and codes by one."""
+    """Return the quantizers of BF16 [M, K] to 8 bits. PyTorch's scales may differ by rounding, codes by one."""
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

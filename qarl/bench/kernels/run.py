@@ -1,9 +1,9 @@
 """`python -m qarl.bench kernels`: measure, print a line per result, and write the file after every group.
 
 All kernels that work on this machine compete with BF16, and with gemlite if it is installed. Their calls take turns
-(`qarl.bench.kernels.timing`). A kernel that fails or gives wrong numbers gets no figure, and the exit code is 1. Each
-product is bound by arithmetic or by memory. So it has two shares: its FLOP/s relative to a large BF16 product on this
-machine, and its needed bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
+(`qarl.bench.kernels.timing`). A kernel that fails or gives wrong numbers gets no figure, and the exit code is 1. A
+product is bound by arithmetic or by memory. So a line shows two shares: its FLOP/s relative to a large BF16 product's
+on this machine, and its necessary bytes/s relative to a copy's. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations

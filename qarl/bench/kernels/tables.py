@@ -25,8 +25,7 @@ def line(place: str, entry: Entry) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a table for each operation and layer. It has a line per kernel and a column per number of rows. Times are
-    relative to the baseline."""
+    """Return a table of times relative to the baseline per operation and layer: a line per kernel, a column per m."""
     tops = document["ceilings"]
     parts = [
         f"{report.head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "

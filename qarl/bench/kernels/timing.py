@@ -20,7 +20,7 @@ FLUSH_BYTES, MOST_ROUNDS = 512 * 2**20, 1000
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call."""
+    """Seconds of one call, from a sample of `calls` calls."""
 
     median: float
     minimum: float
@@ -35,8 +35,8 @@ class Times:
 def measure(
     calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
 ) -> dict[str, Times]:
-    """Return the times of every call after a warm-up. Each round runs all calls once. Rounds are repeated for about
-    `seconds`, and at least `rounds` times."""
+    """Return the times of every call after a warm-up. Each round runs all calls once. Rounds are repeated until
+    `seconds` have passed, but at least `rounds` times."""
     for call in calls.values():
         for _ in range(2):
             call()

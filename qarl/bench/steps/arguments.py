@@ -1,4 +1,4 @@
-"""Arguments of `steps`, `rollout`, `trainer` and `publish`. All four have the same keys. Keys are checked first.
+"""Arguments of `steps`, `rollout`, `trainer` and `publish`, which share all keys. They are checked before any work.
 
 python -m qarl.bench steps                                  all schemes; on a CPU with a model of 135M parameters
 python -m qarl.bench steps model=Qwen3-8B layers=4 schemes=bf16,fp8 json=FILE.json
@@ -39,7 +39,7 @@ class Arguments:
     model            a name from qarl/bench/models, or a folder; by default SmolLM2-135M on a CPU, Qwen3-8B on a GPU
     layers           number of decoder layers to keep; all by default
     schemes          bf16,w8a8,fp8,w4a16; all ratios are relative to bf16
-    levels           off,linears,model by default, and exact; bf16 has no `linears`
+    levels           off,linears,model,exact; all but exact by default; bf16 has no `linears`
     prompts, n       prompts per step, and responses per prompt
     prompt_length    number of random tokens in a prompt
     response_length  exact number of tokens in a response; `rollout` takes several, with commas
@@ -114,8 +114,7 @@ class Arguments:
         return self.group_size or default_group_size(self.source.size)
 
     def cases(self) -> list[Case]:
-        """Return the cases in order, BF16 first. BF16 has no low-bit linears, so `linears` would be the same as
-        `off`."""
+        """Return the cases in order, BF16 first. BF16 has no case `linears`, which would be the same as `off`."""
         schemes = sorted(set(self.schemes), key=ROLLOUT_SCHEMES.index)
         if self.part in ("rollout", "publish"):
             return [Case(scheme, "") for scheme in schemes]

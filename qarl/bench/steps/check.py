@@ -2,8 +2,8 @@
 
 The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
 check finds a weight that was not published, and a kernel that computes something different. It even finds a kernel that
-multiplies in BF16, because int8 rounding alone changes results by 0.6%. Tests check the rest (norms, log-probs,
-alignment). If a mean |δ| is over its limit, the trainer's guard ends the launch.
+multiplies in BF16 instead of int8, because int8 rounding changes results by 0.6%. Tests check the rest (norms,
+log-probs, alignment). If the mismatch (mean |δ|) is over its limit, the trainer's guard ends the launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVES = {part for parts in PARTS.values() for part in parts}
 
 
 class WrongNumbers(Exception):
-    """A launch does not compute the same as the reference, so its case gets no figures."""
+    """A linear differs from the reference, so the case (scheme and level) gets no figures."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def check_linears(policy: Policy, engine: RolloutEngine | None) -> None:
         for fused, parts in PARTS.items():
             names = [f"{block}.{part}" for part in parts]
             linears: list[nn.Linear] = [ours[name] for name in names if name in ours]
-            if not linears:  # attention has no MLP linears, and the MLP no attention linears
+            if not linears:  # `block` is an attention or an MLP, and `fused` belongs to the other
                 continue
             module = theirs.get(f"{block}.{fused}")
             if engine is not None and module is None:
@@ -69,7 +69,7 @@ def _compare(names: list[str], linears: list[nn.Linear], scheme: Scheme, engines
         pairs += [(name, "the engine", y, true) for name, y, true in zip(names, outputs, expected, strict=True)]
     for name, who, y, true in pairs:
         error = float((y.float() - true.float()).norm() / true.float().norm())
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # true for NaN, too
             raise WrongNumbers(f"{name}: {who} differs from the reference by {error:.1e}; {allowed:.1e} is allowed")
 
 

@@ -31,7 +31,7 @@ from qarl.trainer.setup import engine_config
 
 Answer = dict[str, Any]
 Phases = dict[str, float]
-"""Seconds."""
+"""Phase -> seconds."""
 PUBLISH_PARTS = ("quantize", "pack", "prepare", "validate", "transfer", "apply")
 
 
@@ -72,13 +72,13 @@ def _reason(error: Exception) -> str:
 
 
 class Bench:
-    """A measurement. Each launch makes one object."""
+    """Base class of the measurements. Each launch makes one object, of the class for its command."""
 
     policy: Policy
     engine: RolloutEngine | None
 
     def round(self) -> dict[tuple[int, int], Phases]:
-        """Measure once. Return the phases for each (batch, response length), which is (0, 0) except in `rollout`."""
+        """Measure once. Return (batch, response length) -> seconds by phase. The key is (0, 0) except in `rollout`."""
         raise NotImplementedError
 
     def facts(self) -> Answer:
@@ -109,7 +109,7 @@ class StepBench(Bench):
         return {(0, 0): phases | {"step": seconds, "prefill": prefill, "decode": phases["rollout"] - prefill}}
 
     def _prefill(self) -> float:
-        """Return the seconds for a step's prompts with one token per response, which needs no decoding."""
+        """Return the seconds of a step's prefill, measured by generating only one token per response."""
         trainer, rollout = self.trainer, self.trainer.config.rollout
         prompts = [prompt.prompt_token_ids for prompt in trainer.parts.train_prompts for _ in range(rollout.n)]
         trainer.engine.reset_prefix_cache()

@@ -1,8 +1,9 @@
 """Run all launches. A case is a scheme at a level. Each turn launches every case once; there are `launches` turns.
 
-So a change in the machine's speed affects all cases equally. A launch is a process, and only one runs at a time. Each
-turn starts with a different case. If a case fails or has wrong numbers (`qarl.bench.steps.check`) in any launch, it has
-no figures, the reason is printed, and the exit code is 1. The file is written after every launch in case of Ctrl-C.
+Because cases take turns, a change in the machine's speed affects all of them equally. Each turn starts with a different
+case. A launch is a process, and only one runs at a time. If a case fails or has wrong numbers
+(`qarl.bench.steps.check`) in any launch, it has no figures, the reason is printed, and the exit code is 1. The file is
+written after every launch, so Ctrl-C loses only the current launch.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ def run(arguments: Arguments) -> int:
 
 
 class Measured:
-    """`results` holds, for each case, batch and length, the samples of all launches: a list of rounds for each
-    launch."""
+    """`results` holds, for each case, batch and length, the samples of all launches: one list of rounds per launch."""
 
     def __init__(self, arguments: Arguments, parameters: int) -> None:
         self.arguments, self.parameters = arguments, parameters
@@ -130,8 +130,8 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """Run one process and return its answer. Raise LaunchFailed if it sends none. The process has always ended when
-    this function returns or raises, even on Ctrl-C."""
+    """Run one process and return its answer, or raise LaunchFailed if it sends none. When this function returns or
+    raises, even on Ctrl-C, the process has ended."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))

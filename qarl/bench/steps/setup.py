@@ -57,7 +57,7 @@ def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
 
 
 def kv_cache_gib(arguments: Arguments) -> float:
-    """Return 1.5 times the GiB that all sequences need at once."""
+    """Return a size for the KV cache: 1.5 times the GiB for all sequences at once."""
     tokens = max(arguments.batches) * (arguments.prompt_length + max(arguments.response_length) + 32)
     return max(0.125, 1.5 * arguments.source.size.kv_bytes_per_token() * tokens / 2**30)
 

@@ -45,8 +45,8 @@ def summary(samples: Samples) -> dict[str, float]:
 
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
-    """Summarize base / other, launch by launch, so that a slow phase of the machine cancels out. Launches that only one
-    of the two has are left out."""
+    """Summarize base / other, launch by launch, so that slow phases of the machine cancel out. If one of them has more
+    launches, the additional ones are left out."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 
@@ -94,7 +94,7 @@ def _seconds(document: Document) -> str:
 
 
 def _ratios(document: Document) -> str:
-    """Return a table with the speedups over plain BF16 (normalised as in the paper) and a level's cost."""
+    """Return the table of speedups over BF16 at level `off` (as in the paper), and of each level's cost over `off`."""
     phases, results = RATIOS[document["kind"]], document["results"]
     level = document["kind"] in ("steps", "trainer")
     head = [*_label_titles(document), *phases, *(["step / `off`"] if level else [])]

@@ -1,14 +1,14 @@
-"""vLLM's attention on CPU, for the trainer. It gives the engine's bits, because operator and operands are the same.
+"""vLLM's attention on CPU, for the trainer. The same operator on the same operands gives the engine's bits.
 
-The engine writes keys and values into a paged cache and reads them back block by block. Here each row gets such a
-cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the number of
-queries in a request, because its tiles are sized for the L2 cache. So a row is laid out as the engine computed it: the
-prompt is one request, as in a prefill, and every token of the response is a request with one query, as in decoding.
+The engine writes keys and values into a paged cache and reads them back block by block. Here each row (sequence) gets
+such a cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the
+number of queries in a request, because its tiles are sized for the L2 cache. So a row is laid out as the engine
+computed it: the prompt is one request (as in a prefill), and each response token is one (as in decoding).
 
-The function is batch-invariant. The keys of one query are never split among threads (`enable_kv_split`; `qarl.process`
-sets the same for the engine). Each row is a separate call, because on several threads the tiles of a long prompt depend
-on the rest of the call. For the same reason the engine's own prefill is not batch-invariant. Its bits depend on the
-requests that it computes together, and on the pieces into which it cuts a long prompt.
+`causal_attention` is batch-invariant. The keys of one query are never split among threads: `enable_kv_split` is false,
+here and (set by `qarl.process`) in the engine. Each row is a separate call, because on several threads the tiles of a
+long prompt depend on the other rows in the call. The engine prefills several requests in one call, so its prefill is
+not batch-invariant: its bits depend on the other requests, and on the pieces into which it cuts a long prompt.
 
 The operator has no autograd; `qarl.align.attention` wraps it.
 """
@@ -52,10 +52,8 @@ def uses_tiles(device_type: str, head_size: int) -> bool:
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_lengths: Sequence[int]
 ) -> torch.Tensor:
-    """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D].
-
-    `prompt_lengths`: the number of tokens of each row that the engine prefilled; 0 if it decoded all of them.
-    """
+    """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D]. `prompt_lengths`:
+    how many tokens of each row the engine prefilled, 0 if it decoded the whole row."""
     rows = zip(query, key, value, prompt_lengths, strict=True)
     return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])
 
@@ -70,7 +68,7 @@ def _row_attention(
     kv_heads = key.shape[1]
     isa = _get_attn_isa(torch.bfloat16, BLOCK_SIZE, head_size)
     blocks = -(-length // BLOCK_SIZE)
-    # The cache must start as zeros: the operator also multiplies masked places, and NaN times zero is NaN.
+    # The cache must start as zeros, because the operator also multiplies masked places, and NaN times zero is NaN.
     key_cache, value_cache = query.new_zeros(blocks, kv_heads, 2 * BLOCK_SIZE, head_size).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(length), isa)
 

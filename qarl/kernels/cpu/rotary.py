@@ -16,11 +16,8 @@ from qarl.process import configure_vllm_process
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:
-    """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do.
-
-    Raises:
-        ValueError, KeyError: vLLM rejects the config's `rope_parameters`.
-    """
+    """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do. Raise
+    ValueError or KeyError if vLLM rejects the config's `rope_parameters`."""
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -51,7 +48,7 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the cosines and sines, BF16 [positions, D / 2] each. The engine's operator multiplies by them in FP32.
-    Return None if `rotary` is of a class that does not work in this way."""
+    Return None if the class of `rotary` keeps no such tensors."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:

@@ -1,4 +1,4 @@
-"""The rollout engine's CPU operators, callable from the trainer. On the same operands they give the same bits.
+"""The rollout engine's CPU operators, callable from the trainer. They give the engine's bits for the engine's operands.
 
 vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
 
@@ -8,9 +8,9 @@ layers are fused along N. Limits: K and N are multiples of 32, the group size is
 with scales of the same dtype.
 
 W8A8 on CPU is a oneDNN product through a handler that holds the packed weight. vLLM's handler applies the token scales
-in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because its loop over rows
-handles sixteen but advances by only one. Ours is a handler for static activation scales, with FP32 output and a scale
-of one. The token scales are applied here, which gives the same bits in less time.
+in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because each step of its loop
+handles sixteen rows but advances by only one. This module uses a handler for static activation scales, with FP32 output
+and a scale of one. It applies the token scales itself, which gives the same bits in less time.
 
 On CPUs with AMX tiles vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which quantizes activations and scales
 products differently. On these CPUs, too, a row's result does not depend on other rows.
@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_cuda
-from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
+from qarl.kernels.cpu.tiles import to_tiles
+from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
 from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
-_CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
@@ -61,7 +61,7 @@ class PreparedInt8(NamedTuple):
 def cpu_ops_missing(operator: str) -> str | None:
     if missing := vllm_missing():
         return missing
-    if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment its user controls
+    if "vllm" in sys.modules:  # this may be a vLLM worker, whose environment variables the user set
         allow_matrix_tiles()
     else:
         configure_vllm_process()
@@ -76,9 +76,10 @@ def cpu_ops_missing(operator: str) -> str | None:
 
 
 class VllmCpuWNA16Linear(BF16Activations):
-    """`cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
+    """W4A16 by `cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
+    reads_tiles = True
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -90,14 +91,11 @@ class VllmCpuWNA16Linear(BF16Activations):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`."""
-        pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
-        out_features, half = pairs.shape  # a byte holds two values of one output channel, adjacent along K
-        even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
-        packed = pairs.new_empty(out_features // _CHANNELS_PER_BLOCK, half, 2, _CHANNELS_PER_BLOCK // 2)
-        packed[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
-        packed[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
-        weight = packed.view(-1).view(torch.int32).view(-1, 2 * half * _CHANNELS_PER_BLOCK // VALUES_PER_INT32)
+        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`.
+
+        Gathered weights may have the codes already in tiles, as `weight_tiles`.
+        """
+        weight = tensors["weight_tiles"] if "weight_tiles" in tensors else to_tiles(tensors["weight_packed"])
         return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
@@ -113,7 +111,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
 
 class VllmCpuInt8Linear:
-    """Compute the same as vLLM's CPUInt8ScaledMMLinearKernel, with the same operators."""
+    """W8A8 by the oneDNN product of vLLM's CPUInt8ScaledMMLinearKernel, with the same bits as that class."""
 
     name = "vllm_cpu_int8"
 
@@ -134,7 +132,15 @@ class VllmCpuInt8Linear:
         return PreparedInt8(handler, scale)
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
+    def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+        """Return views. `torch._int_mm` reads the weight as it is and has the same integer sums as the handler, which
+        would take longer to pack than a product with 512 rows."""
+        return PreparedScaled(tensors["weight"].t(), tensors["weight_scale"].t())
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(prepared, PreparedScaled):
+            return int8_linear(int_mm(prepared), _quantize_int8(x), prepared.weight.shape[1], bias)
         one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -148,7 +154,7 @@ class VllmCpuInt8Linear:
 
 
 class VllmCpuInt8TilesLinear:
-    """`int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
+    """W8A8 by `int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
 
@@ -182,7 +188,7 @@ class VllmCpuInt8TilesLinear:
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized activations. 1 in 3,000, those near a half, differ from the operator's."""
+        """Return the dequantized activations. About 1 in 3,000 is rounded differently than in the operator."""
         return dequantize(*quantize_int8_cuda(x))
 
 
@@ -195,10 +201,10 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
-    """Return whether vLLM uses AMX for int8 weights [N, K]. Its own `check_cpu_sgl_kernel` is slow to import."""
+    """Return whether vLLM uses AMX for int8 weights [N, K]. (vLLM's `check_cpu_sgl_kernel` is slow to import.)"""
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 
 def isa_hint() -> str:
-    """Return vLLM's choice on x86 for BF16 scales and BF16 experts: matrix tiles if the CPU has them, else vectors."""
+    """Return the instructions ("amx" or "vec") that vLLM uses on x86 for W4A16 linears and for BF16 experts."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

@@ -7,15 +7,15 @@
 
 Each kernel prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel,
 MarlinLinearKernel, CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in
-vllm/model_executor/kernels/linear/). It serves a layer only if vLLM on this machine would use that class. In vLLM
-0.24.0 and 0.29.0 the functions called here take the same arguments. `qarl.vllm_versions` rejects a vLLM release in
-which the arguments differ. In that case, only this file must be changed.
+vllm/model_executor/kernels/linear/). It serves a layer only if vLLM on this machine would use that class. The functions
+called here take the same arguments in vLLM 0.24.0 and 0.29.0. `qarl.vllm_versions` rejects a release in which they
+differ. To support such a release, only this file must be changed.
 
 Engine and trainer can still differ in three ways, which cannot be detected here:
     fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
                      but not for one projection. vLLM's tiles and splits over K depend on N, so rounding may differ.
-    linear_backend   an engine argument of vLLM 0.29 that overrides its choice; QaRL does not set it.
-    compilation      if vLLM uses torch.compile, compiled PyTorch quantizes the activations instead of the operators.
+    linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class; QaRL does not set it.
+    compilation      if vLLM uses torch.compile, it quantizes activations by compiled PyTorch, not by these operators.
 
 The Triton kernels compute dX from the wire tensors, which the layer holds anyway, so no BF16 copy of a weight is kept.
 """
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qarl.kernels.activations import BF16Activations, dequantize
-from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
+from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
 
@@ -60,12 +60,12 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class PreparedPacked(NamedTuple):
-    """`weight` and `scales` are in the operator's layout; `workspace` is Marlin's; dX is computed from `wire`."""
+    """`weight` and `scales` have the operator's layout. `out_features` is N. Only Marlin needs `workspace`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
-    workspace: torch.Tensor | None
-    wire: PackedWeight
+    out_features: int
+    workspace: torch.Tensor | None = None
 
 
 @cache
@@ -93,7 +93,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 @cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """Return None if vLLM uses its class `kernel` for int4 weights [N, K] in such groups, else what vLLM uses."""
+    """Return None if vLLM uses the class `kernel` for int4 weights [N, K], else a text that names its class."""
     try:
         chosen = chosen_int4_kernel(shape, shape, group_size)
     except ValueError as error:
@@ -103,9 +103,7 @@ def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> st
 
 def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], group_size: int) -> str:
     """Return the name of the class that vLLM uses for one GPU's part [N, K] of an int4 weight of `full_shape` [N, K].
-
-    Raise ValueError if no class takes the weight; the message gives the reason for each class.
-    """
+    Raise ValueError if no class supports the weight; the message gives the reason for each class."""
     from vllm.model_executor.kernels import linear as kernels
 
     layer = kernels.MPLinearLayerConfig(
@@ -131,12 +129,12 @@ class _PackedLinear(BF16Activations):
     """Base of the two W4A16 kernels."""
 
     @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
-        return TritonW4A16Linear.backward_input(grad, prepared.wire)
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return TritonW4A16Linear.backward_input(grad, tensors)
 
 
 class VllmMacheteLinear(_PackedLinear):
-    """`machete_prepack_B` and `machete_mm`."""
+    """W4A16 by vLLM's operators `machete_prepack_B` and `machete_mm`."""
 
     name = "vllm_machete"
     group_sizes = (64, 128)
@@ -155,7 +153,7 @@ class VllmMacheteLinear(_PackedLinear):
         weight = ops.machete_prepack_B(
             packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
         )
-        return PreparedPacked(weight, scale.t().contiguous(), None, PackedWeight(packed, scale))
+        return PreparedPacked(weight, scale.t().contiguous(), len(packed))
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
@@ -175,7 +173,7 @@ class VllmMacheteLinear(_PackedLinear):
 
 
 class VllmMarlinLinear(_PackedLinear):
-    """`gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Shapes that do not fit its tiles are padded."""
+    """W4A16 by `gptq_marlin_repack` and `marlin_gemm`, with FP32 reductions. Shapes are padded to Marlin's tiles."""
 
     name = "vllm_marlin"
     group_sizes = (32, 64, 128)
@@ -185,7 +183,7 @@ class VllmMarlinLinear(_PackedLinear):
         if os.environ.get("VLLM_MARLIN_INPUT_DTYPE"):
             return "VLLM_MARLIN_INPUT_DTYPE is set, so vLLM quantizes the activations"
         why_not = why_not_here(device, "marlin_gemm", capability=(8, 0))
-        # Ask for groups of 32, which Machete does not support. For the others vLLM would name Machete, if it can serve.
+        # Ask for groups of 32, which Machete does not support. With other groups vLLM would name Machete if it fits.
         return why_not or _not_the_engines("MarlinLinearKernel", shape, 32)
 
     @staticmethod
@@ -211,14 +209,13 @@ class VllmMarlinLinear(_PackedLinear):
             size_n=padded_n,
             group_size=group,
         )
-        workspace = marlin.marlin_make_workspace_new(packed.device)
-        return PreparedPacked(weight, scales, workspace, PackedWeight(packed, scale))
+        return PreparedPacked(weight, scales, n, marlin.marlin_make_workspace_new(packed.device))
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16; the bias is added in the epilogue."""
         marlin = importlib.import_module(_MARLIN)
-        n, k = prepared.wire.packed.shape[0], x.shape[1]
+        n, k = prepared.out_features, x.shape[1]
         if not len(x):
             return x.new_empty(0, n)
         nothing = _nothing(x.device)
@@ -242,7 +239,7 @@ class VllmMarlinLinear(_PackedLinear):
 
 
 class _CutlassLinear:
-    """Base of the two 8-bit kernels: (sum * token scale) * weight scale in `cutlass_scaled_mm`."""
+    """Base of the two 8-bit kernels. `cutlass_scaled_mm` computes (sum * token scale) * weight scale."""
 
     backward_input = staticmethod(TritonW8A8Linear.backward_input)
 
@@ -274,7 +271,7 @@ class _CutlassLinear:
 
 
 class VllmCutlassInt8Linear(_CutlassLinear):
-    """The operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
+    """W8A8 by the operators of vLLM's CutlassInt8ScaledMMLinearKernel."""
 
     name = "vllm_cutlass_int8"
 
@@ -295,7 +292,7 @@ class VllmCutlassInt8Linear(_CutlassLinear):
 
 
 class VllmCutlassFP8Linear(_CutlassLinear):
-    """The operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
+    """FP8 by the operators of vLLM's CutlassFP8ScaledMMLinearKernel, for weights with a scale per channel."""
 
     name = "vllm_cutlass_fp8"
 
@@ -315,7 +312,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
-    """Return why CUTLASS cannot serve [N, K]. vLLM pads such FP8 weights, and uses a different kernel for int8."""
+    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM pads such FP8 weights; int8 gets another kernel."""
     return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
 
 

@@ -2,16 +2,17 @@
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
 engine's kernel if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), else our grouped products,
-one after the other. The backward is straight-through and the same for all kernels:
+one after the other. The backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized
+weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
-    da  = (dy Ŵd)                                      w * da is passed on; da · â is the gradient of router weight w
+    da  = (dy Ŵd)                                      w * da is the gradient of a; da · â that of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
 Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
-products, so the values computed again can differ in the last BF16 bit. Schemes have the names of `quant.scheme`; W4A8
-is not supported for experts. A token's experts must all be different. Routers guarantee that.
+products, so the values that the backward recomputes can differ from it in the last BF16 bit. Schemes have the names of
+`quant.scheme`; W4A8 is not supported for experts. A token's experts must all be different. Routers guarantee that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _EIGHT_BIT = ("w8a8", "fp8")
 
 
 class ExpertsKernel(NamedKernel, Protocol):
-    """`prepare` runs once per optimizer step, `forward` on every forward."""
+    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward. The attributes
+    `prepare_gathered` and `reads_tiles` are optional, as for a `LinearKernel`."""
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -54,7 +56,7 @@ class ExpertsKernel(NamedKernel, Protocol):
 
 
 class _GroupedExperts:
-    """Run our products one after the other. Each row is rounded to BF16 before and after it is weighted."""
+    """Run our products one after the other. Output rows are rounded to BF16, weighted, and rounded again."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -74,7 +76,7 @@ class _GroupedExperts:
 
 
 class TritonExperts(_GroupedExperts):
-    """The products of qarl.kernels.triton.grouped."""
+    """Experts computed by the Triton kernels of qarl.kernels.triton.grouped."""
 
     name = "triton"
 
@@ -90,7 +92,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Exact PyTorch, one expert after the other; on GPUs the Triton kernels are preferred."""
+    """Experts computed in exact PyTorch, one after the other. On GPUs the Triton kernels are preferred."""
 
     name = "reference"
 
@@ -121,7 +123,7 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: the only kernel to try."""
+    """Return the first kernel that can serve these experts, or raise UserError. `force`: try only this kernel."""
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
@@ -131,8 +133,22 @@ def choose_experts_kernel(
     )
 
 
+class ExpertsWeights(Protocol):
+    """One layer's experts. `prepared` is read once in a forward, the other two are the stacked wire tensors and read
+    once in a backward. Implementations may make them only then."""
+
+    @property
+    def kernel(self) -> type[ExpertsKernel]: ...
+    @property
+    def prepared(self) -> Any: ...
+    @property
+    def gate_up(self) -> Tensors: ...
+    @property
+    def down(self) -> Tensors: ...
+
+
 class LowBitExperts(NamedTuple):
-    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, which has the kernel's layout."""
+    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -154,14 +170,11 @@ def fused_experts(
     topk_ids: torch.Tensor,
     gate_up_weight: torch.Tensor | None,
     down_weight: torch.Tensor | None,
-    experts: LowBitExperts,
+    experts: ExpertsWeights,
 ) -> torch.Tensor:
-    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable.
-
-    Args:
-        gate_up_weight, down_weight: the BF16 masters [E, 2I, H] and [E, H, I]. They only receive the gradients; the
-            forward reads `experts`. They are None if no gradient is needed.
-    """
+    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable. The forward reads
+    `experts`. `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I], the BF16 masters, only receive gradients;
+    they are None if no gradient is needed."""
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
 
@@ -175,7 +188,7 @@ class _FusedExperts(torch.autograd.Function):
         gate_up_weight: torch.Tensor | None,
         down_weight: torch.Tensor | None,
         topk_ids: torch.Tensor,
-        experts: LowBitExperts,
+        experts: ExpertsWeights,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, topk_weights, topk_ids)
         ctx.experts = experts
@@ -188,15 +201,15 @@ class _FusedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        experts: LowBitExperts = ctx.experts
+        kernel, gate_up, down = ctx.experts.kernel, ctx.experts.gate_up, ctx.experts.down
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         if not len(x):
-            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, experts)
-        routing = route(topk_ids, sizes_of(experts.gate_up)[0])
-        state = _products(experts.kernel, x, experts.gate_up, routing)
+            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
+        routing = route(topk_ids, sizes_of(gate_up)[0])
+        state = _products(kernel, x, gate_up, routing)
         a = _dequantized(state.a, state.a_scale)
         grad = grad_outputs[0][routing.token]
-        grad_a = grouped.input_gradient(grad, experts.down, routing.ends)
+        grad_a = grouped.input_gradient(grad, down, routing.ends)
         weight = topk_weights.flatten().float()[routing.order, None]
         grad_router = grad_down = grad_gate_up = grad_x = None
         if need_router:
@@ -208,7 +221,7 @@ class _FusedExperts(torch.autograd.Function):
         if need_x or need_gate_up:
             grad_h = _silu_mul_backward(grad_a.float() * weight, state.gate, state.up)
             if need_x:
-                rows = grouped.input_gradient(grad_h, experts.gate_up, routing.ends)
+                rows = grouped.input_gradient(grad_h, gate_up, routing.ends)
                 grad_x = combine(rows, routing, topk_ids.shape[1])
             if need_gate_up:
                 grad_gate_up = grouped.weight_gradient(grad_h, _dequantized(state.x, state.x_scale), routing.ends)
@@ -216,10 +229,10 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _zeros(
-    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
+    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return zero gradients for an input without tokens, because the engine's quantizers cannot run on zero rows."""
-    (count, rows), hidden = sizes_of(experts.gate_up), x.shape[1]
+    (count, rows), hidden = sizes, x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
     made = (
@@ -230,7 +243,8 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """For rows sorted by expert: the input `x`, `gate`, `up`, and `a` (input of down). 8-bit values have scales."""
+    """The forward's values for rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj. The
+    scales are None if the values are not 8-bit."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

@@ -4,7 +4,7 @@ Rows are sorted by expert (`route`), each expert multiplies its own rows, and no
 tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
 int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
 
-On GPUs the code never reads how many rows an expert has, so it does not wait for the device. On CPUs it reads that.
+On GPUs the host never reads how many rows an expert has, so it does not wait for the device.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def route(topk_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts. The sum is in FP32, in the
-    order in which the router listed the experts."""
+    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts, in FP32 and in the
+    router's order."""
     restored = torch.empty_like(rows)
     restored[routing.order] = rows
     return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
 
 
 def scheme_of(tensors: Tensors) -> str:
-    """Return the scheme that these wire tensors belong to."""
-    if "weight_packed" in tensors:
+    """Return the scheme that these wire tensors belong to. Gathered int4 codes may be in tiles."""
+    if "weight_packed" in tensors or "weight_tiles" in tensors:
         return "w4a16"
     return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
 
@@ -78,7 +78,7 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 
 
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad W_e, BF16 [M, K], from grad BF16 [M, N]. W_e is the weight of `product`, dequantized to BF16."""
+    """Return dX = grad @ W_e, BF16 [M, K]. grad is BF16 [M, N], and W_e the weight of `product` dequantized to BF16."""
     scheme = scheme_of(tensors)
     if scheme == "bf16":
         return _bf16_product(grad, tensors["weight"].mT, ends)
@@ -98,13 +98,13 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad_e^T x_e per expert, BF16 [E, N, K], from BF16 [M, N] and [M, K]. An expert without rows gets 0."""
+    """Return grad_e^T @ x_e for each expert, BF16 [E, N, K], from BF16 grad [M, N] and x [M, K]; 0 without rows."""
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]
         return torch.stack([grad[part].t() @ x[part] for part in parts])
     made: torch.Tensor = F.grouped_mm(grad.t(), x, offs=ends)
-    # PyTorch does not promise zeros for a product over no rows.
+    # PyTorch does not promise zeros for an expert without rows.
     counts = ends.diff(prepend=ends.new_zeros(1))
     return made.masked_fill_((counts == 0)[:, None, None], 0.0)
 

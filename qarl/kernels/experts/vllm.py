@@ -2,7 +2,7 @@
 
     vllm_marlin_experts    W4A16: `fused_marlin_moe`, as MarlinExperts runs it
     vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 runs it
-    vllm_triton_experts    W8A8, FP8 on capability 8.9: `fused_experts`, the kernels and tile tables of TritonExperts
+    vllm_triton_experts    W8A8; FP8 on capability 8.9: `fused_experts`, with the kernels and tiles of TritonExperts
 
 vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. That function is called
 here for a layer of the same sizes. A kernel serves only if the function chooses the kernel's class. The classes
@@ -80,7 +80,7 @@ class Experts(NamedTuple):
 
 @cache
 def _unusable() -> str | None:
-    """Return why the functions cannot be called, or None. Call `why_not_here` first: it checks for vLLM and `_C`."""
+    """Return why vLLM's functions cannot be called, or None. Call `why_not_here` first, to import the operators."""
     if missing := [name for name in ("moe_wna16_marlin_gemm", "moe_sum") if not hasattr(torch.ops._moe_C, name)]:
         return f"this vLLM build has no {', '.join(missing)}"
     return why_unusable(FUNCTIONS)
@@ -89,7 +89,7 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Return why vLLM would run none of `classes`, or why they cannot be called. Return None if they can serve."""
+    """Return why the functions behind `classes` cannot be called or are not vLLM's choice, or None if they are."""
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:
         return why_not
@@ -100,9 +100,7 @@ def _why_not(
 @cache
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
     """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
-
-    If vLLM has no such class, return a text that begins with "nothing" and gives the reason.
-    """
+    If there is no such class, return a text that begins with "nothing" and gives the reason."""
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
     methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")
@@ -120,7 +118,7 @@ def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> 
         moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=torch.bfloat16,
     )
-    layer.hidden_size, layer.apply_router_weight_on_input = shape.hidden, False  # 0.24 reads them
+    layer.hidden_size, layer.apply_router_weight_on_input = shape.hidden, False  # vLLM 0.24 reads these two
     given = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
     try:
         method = methods.CompressedTensorsMoEMethod.get_moe_method(given, layer, "experts")
@@ -130,7 +128,7 @@ def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> 
 
 
 def _quantization_config(scheme: str, group_size: int | None) -> dict[str, Any]:
-    """Return a `quantization_config` as in config.json, which covers every layer."""
+    """Return a `quantization_config`, as in config.json, that quantizes every layer."""
     kind = "float" if scheme == "fp8" else "int"
     rows = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
     groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
@@ -156,7 +154,7 @@ def _silu() -> Any:
 
 
 class VllmMarlinExperts:
-    """int4 weights. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
+    """W4A16 by `fused_marlin_moe`. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
 
     name = "vllm_marlin_experts"
 
@@ -192,7 +190,7 @@ class VllmMarlinExperts:
                 size_n=n,
                 num_bits=4,
             )
-            # vLLM passes the intermediate size for both. The function only checks whether there are several groups.
+            # As in vLLM, `size_k` is I for down and for gate_up: only whether it exceeds the group size matters.
             scales = marlin.marlin_moe_permute_scales(
                 s=scale.transpose(1, 2).contiguous(), size_k=intermediate, size_n=n, group_size=k // scale.shape[2]
             )
@@ -231,7 +229,7 @@ class VllmMarlinExperts:
 
 
 def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """Sum over a token's experts. vLLM 0.29 also passes `ids`, which matter only if some rows are on other ranks."""
+    """Write each token's sum over its experts to `output`. vLLM 0.29 also passes `ids`, which are not needed here."""
     from vllm import _custom_ops as ops
 
     ops.moe_sum(rows, output)
@@ -267,7 +265,7 @@ class _EightBitExperts:
 
 
 class VllmTritonExperts(_EightBitExperts):
-    """int8 or e4m3 weights with vLLM's Triton kernel."""
+    """W8A8 and FP8 by vLLM's Triton kernel."""
 
     name = "vllm_triton_experts"
 
@@ -297,7 +295,7 @@ class VllmTritonExperts(_EightBitExperts):
 
 
 class VllmCutlassExperts(_EightBitExperts):
-    """e4m3 weights with CUTLASS's grouped product. On capability 10.0 vLLM uses Triton for up to 8 tokens."""
+    """FP8 by CUTLASS's grouped product. Not on capability 10.0, because vLLM uses Triton there for up to 8 tokens."""
 
     name = "vllm_cutlass_experts"
 
@@ -354,5 +352,5 @@ class VllmCutlassExperts(_EightBitExperts):
 
 @cache
 def _filled(experts: int, value: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [E] filled with `value`: the same stride for every expert."""
+    """Return int64 [E] filled with `value`, the stride that CUTLASS reads for each expert."""
     return torch.full((experts,), value, dtype=torch.int64, device=device)

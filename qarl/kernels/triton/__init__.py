@@ -2,5 +2,4 @@
 
 A kernel file holds `@triton.jit` functions and the wrappers that check shapes and launch them.
 `scripts/triton_kernels.py` lists the types and configurations of each launch, for compilation without a GPU.
-`_compat.py` hides the differences between Triton's interpreter and a GPU.
-"""
+`_compat.py` hides the differences between Triton's interpreter and a GPU."""

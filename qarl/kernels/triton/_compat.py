@@ -61,10 +61,9 @@ def to_fp32(x):
 def e4m3_bits(x, HARDWARE: tl.constexpr):
     """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
 
-    `HARDWARE`: use the conversion instruction (`has_e4m3(device)`). GPUs before capability 8.9 do not have it, and the
-    interpreter's version rounds differently. Without the instruction, normal numbers are rounded as integers that lose
-    20 bits. Numbers below 2**-6 are added to 2**14, whose unit in the last place is 2**-9, so the sum has the code in
-    its low bits.
+    `HARDWARE`: use the conversion instruction; allowed only if `has_e4m3(device)`. Otherwise normal numbers are rounded
+    by integer arithmetic that drops the low 20 bits. Numbers below 2**-6 are added to 2**14: the sum is a multiple of
+    2**-9, so its low bits are the code.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -79,7 +78,7 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_value(code, HARDWARE: tl.constexpr):
-    """The bits of a float8_e4m3fn, as uint8 -> FP32, exact. Shifted into an FP32 they give the value times 2**-120."""
+    """float8_e4m3fn bits, as uint8 -> FP32, exact. Shifted into an FP32, the bits are the value times 2**-120."""
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.uint32)
@@ -96,7 +95,8 @@ def dot(a, b, acc):
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on `device` may convert to and from float8_e4m3fn in hardware."""
+    """Return whether kernels on `device` may use the float8_e4m3fn conversion instruction. GPUs before capability 8.9
+    do not have it, and the interpreter's version rounds differently."""
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

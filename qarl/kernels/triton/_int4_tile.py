@@ -53,9 +53,7 @@ _ASSEMBLY_3 = tl.constexpr(_assembly(3))
 @triton.jit
 def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
     """Return the BF16 weights of the codes at POSITION (0..3) in `packed` int16; `scale` is BF16 of the same shape.
-
-    PTX: use NVIDIA's instructions (sm_80 and later); else compute the same values with Triton's arithmetic.
-    """
+    `PTX`: use NVIDIA's instructions (sm_80 and later), else Triton's arithmetic, which gives the same values."""
     if not PTX:
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
         return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
@@ -86,9 +84,7 @@ def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexp
 @triton.jit
 def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
     """Load the BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
-
-    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero.
-    """
+    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero."""
     if BK <= GROUP:
         scale = tl.load(scale_ptr + rows + step * BK // GROUP)
     else:
@@ -103,7 +99,8 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Load scales first..first+COUNT-1 of the channels `rows` [BN]: [BN] or [BN, COUNT]. Beyond K, repeat the last."""
+    """Load [BN] or [BN, COUNT]: the scales of groups first..first+COUNT-1 of the channels `rows` [BN]. Groups beyond K
+    get the scale of the last group."""
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -129,10 +126,9 @@ def forward_tile(
 ):  # fmt: skip
     """Return the transposed product over the blocks first..last-1 of K, FP32 [BN, BM].
 
-    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM] holds offsets of
-    rows of x in elements; `channels` [BN] are the numbers of the weight's rows, counted from the tile's first row. All
-    these rows must exist.
-    """
+    `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM]: offsets of rows of
+    x, in elements. `channels` [BN]: rows of the weight, counted from the tile's first row. All of these rows must
+    exist."""
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP
@@ -141,7 +137,7 @@ def forward_tile(
     packed_rows = channels * (groups * (GROUP // 4))  # K / 4, written so that the compiler knows its alignment
     scale_rows = channels * groups
     acc = tl.zeros((BN, BM), tl.float32)
-    # Scales are too narrow for asynchronous copies. So they are loaded a step ahead, and arrive while a step computes.
+    # Scales are too narrow for asynchronous copies. So each step loads the scales of the next one before it computes.
     scale = load_scales(scale_ptr, scale_rows, first, groups, BK, GROUP, EVEN_K)
     for step in range(first, last):
         offsets = packed_rows[:, None] + (step * BH + halves)[None, :]
@@ -167,10 +163,8 @@ def backward_tile(
     grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return four FP32 [BH, BM]: the columns start + 4h + j of dX = dY W, summed over the blocks first..last-1 of N.
-
-    `grad_ptr` points to the first row of this tile. `grad_rows` [BM] holds offsets of rows of dY, which must exist.
-    """
+    """Return four FP32 [BH, BM]. Number j has the columns start + 4h + j of dX = dY W, summed over blocks first..last-1
+    of N. `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY; all must exist."""
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP

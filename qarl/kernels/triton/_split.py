@@ -16,7 +16,7 @@ from qarl.kernels.triton.tables import Tile, parts
 
 @triton.jit
 def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Write part `part` of tile `tile`. Return True in the program that must add the parts."""
+    """Write part `part` of tile `tile`. Return True in the program that arrives last, which must call `sum_parts`."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     tl.store(workspace_ptr + (part * tiles + tile).to(tl.int64) * (ROWS * COLS) + offsets, acc)
     tl.debug_barrier()  # the whole tile must be written before one thread releases it
@@ -38,7 +38,8 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 def split(
     tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`, or (1, None, None)."""
+    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`. Without a split, return
+    (1, None, None)."""
     count = parts(tile, tiles, blocks, device)
     if count == 1:
         return 1, None, None
@@ -49,9 +50,8 @@ _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return int32 zeros [>= count], which every launch resets to zero. Each stream has one tensor, because launches on
-    a stream do not overlap. While a CUDA graph is captured, make a new tensor, so that the graph replays the zeroing.
-    """
+    """Return int32 zeros [>= count], which every launch resets to zero. A stream's launches share one tensor, because
+    they do not overlap. During the capture of a CUDA graph, make a new tensor, which each replay zeroes."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)

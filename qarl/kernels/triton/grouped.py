@@ -2,14 +2,14 @@
 
 Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`.
 Nothing is padded to the largest expert: an expert with c rows has ceil(c / BM) tiles, and an empty one has none. Only
-the device knows the number of tiles, and reading it would wait for the device. So the grid has as many programs as any
-routing of M rows to E experts could need, at most min(M, E) row tiles more than are used. A program finds its expert by
-a cumulative sum over the E counts, and exits if no expert has rows for it.
+the device knows the number of tiles, and the host would have to wait to read it. So the grid has as many programs as
+any routing of M rows to E experts could need, at most min(M, E) row tiles more than are used. A program finds its
+expert by a cumulative sum over the E counts, and exits if no expert has rows for it.
 
 Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), except that weights of experts
 without rows are not read. Sums are not split, because the experts fill the GPU. For W4A16 with many rows per expert,
 the table has no tile. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
-multiplies. The choice depends on the mean M / E, which follows from the shapes, so routing cannot change it.
+multiplies. The choice depends only on M / E, the mean number of rows, so routing cannot change it.
 """
 
 from __future__ import annotations
@@ -106,9 +106,8 @@ def grouped_w4a16_linear(
     x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
     """x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E] -> x W_e^T
-    with each row's expert e, BF16 [M, N]. `ends` must ascend (repeats are allowed) and end with M. Raise ValueError as
-    `w4a16_linear` does.
-    """
+    with each row's expert e, BF16 [M, N]. `ends` must ascend (repeats are allowed) and end with M. Raise ValueError in
+    the cases of `w4a16_linear`."""
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(x, k, packed)
     tile = tile or choose("grouped_w4a16", x.device, -(-m // experts), n, k, group)
@@ -128,7 +127,7 @@ def grouped_w4a16_linear(
 def grouped_w4a16_backward_input(
     grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert -> grad W_e, BF16 [M, K]. All else is as in `grouped_w4a16_linear`."""
+    """grad [M, N] BF16 sorted by expert -> dX = grad @ W_e, BF16 [M, K]. The rest is as in `grouped_w4a16_linear`."""
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(grad, n, packed)
     tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
@@ -156,8 +155,7 @@ def grouped_scaled_mm(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
-    `ends` as in `grouped_w4a16_linear` -> BF16 [M, N]. Raise ValueError as `scaled_mm` does.
-    """
+    `ends` as in `grouped_w4a16_linear` -> BF16 [M, N]. Raise ValueError in the cases of `scaled_mm`."""
     require(weight.ndim == 3, "the weight of the experts must be [E, N, K]")
     kind = check_8bit(x, x_scale, weight, weight_scale)
     (m, k), (experts, n, _), device = x.shape, weight.shape, x.device
@@ -184,7 +182,7 @@ def grouped_scaled_mm(
 def grouped_scaled_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad W_e, BF16 [M, K].
+    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad @ W_e, BF16 [M, K].
     All experts are dequantized to a transient BF16 buffer, and PyTorch's grouped product multiplies."""
     check_rows(grad, weight.shape[1], weight)
     _check_ends(ends, weight.shape[0], weight)
@@ -207,7 +205,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def _check_experts(packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[int, tuple[int, int, int]]:
-    """Check the tensors of experts, and return (group size, (E, N, K))."""
+    """Return (group size, (E, N, K)). Raise ValueError if the experts' tensors do not fit together."""
     require(packed.ndim == 3 and packed.shape[0] > 0, "weight_packed of experts must be int32 [E, N, K/8]")
     group = check_weight(packed, scale)
     _check_ends(ends, packed.shape[0], packed)

@@ -4,8 +4,8 @@
 environment of the process decides whether they are compiled or interpreted. Under the interpreter (TRITON_INTERPRET=1)
 they also serve the CPU, for tests.
 
-For dX of 8-bit weights, the weight is dequantized to a transient BF16 buffer (3 bytes of traffic per weight), and
-cuBLAS multiplies. The gradients are BF16, so a compute-bound product would gain nothing from 8-bit weights.
+To compute dX, 8-bit weights are dequantized to a transient BF16 buffer (3 bytes of traffic per weight), and cuBLAS
+multiplies. The gradients are BF16, so a compute-bound product would gain nothing from 8-bit weights.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class TritonW4A16Linear(_TritonLinear, BF16Activations):
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 
     @classmethod
-    def backward_input(cls, grad: torch.Tensor, prepared: PackedWeight) -> torch.Tensor:
+    def backward_input(cls, grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
-        return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        return w4a16_backward_input(grad, packed, scale, batch_invariant=cls.batch_invariant)
 
 
 class TritonW8A8Linear(_TritonLinear):
@@ -97,7 +98,7 @@ class TritonW8A8Linear(_TritonLinear):
 
     @classmethod
     def linear(cls, x: torch.Tensor, prepared: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16. FP8 sums stay in the tensor cores, as the rollout engine's do."""
+        """x [M, K] BF16 -> [M, N] BF16. FP8 uses `fast_accumulation`, like the rollout engine."""
         from qarl.kernels.triton.activations import quantize_tokens
         from qarl.kernels.triton.scaled_mm import scaled_mm
 
@@ -105,10 +106,10 @@ class TritonW8A8Linear(_TritonLinear):
         return scaled_mm(values, scale, *prepared, bias, fast_accumulation=True, batch_invariant=cls.batch_invariant)
 
     @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from qarl.kernels.triton.quantize import dequantize_rows
 
-        return grad @ dequantize_rows(*prepared)
+        return grad @ dequantize_rows(tensors["weight"], tensors["weight_scale"])
 
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ class TritonW8A8Linear(_TritonLinear):
 
 
 class TritonFP8Linear(TritonW8A8Linear):
-    """float8_e4m3fn weights and activations."""
+    """Like TritonW8A8Linear, with float8_e4m3fn weights and activations."""
 
     dtype = torch.float8_e4m3fn
 
@@ -132,14 +133,14 @@ class TritonInvariantW4A16Linear(TritonW4A16Linear):
 
 
 class TritonInvariantW8A8Linear(TritonW8A8Linear):
-    """Like TritonInvariantW4A16Linear, but dX comes from cuBLAS, whose order of summation may depend on the rows."""
+    """Like TritonInvariantW4A16Linear, but cuBLAS computes dX, so its sums may depend on the number of rows."""
 
     name = "triton_batch_invariant"
     batch_invariant = True
 
 
 class TritonInvariantFP8Linear(TritonFP8Linear):
-    """Do the same as TritonInvariantW8A8Linear, for FP8."""
+    """Like TritonInvariantW8A8Linear, for FP8."""
 
     name = "triton_batch_invariant"
     batch_invariant = True

@@ -1,10 +1,10 @@
-"""Quantize weights in one pass over the master, and dequantize them to BF16, with the bits of qarl.quant.quantize.
+"""Quantize weights in one pass over the master, and dequantize them to BF16, bit for bit like qarl.quant.quantize.
 
-The bits are equal because every step is rounded to the grid's dtype, as in that module. The BF16 grid needs no
-division. The quotient of two 8-bit significands is never nearer than 2**-17 (relative) to the middle of two BF16
-numbers. So a product with the reciprocal, whose error is at most 2**-21, rounds to the same BF16 number. A division
-costs ten instructions, and an H200 has time for eighteen while it moves the 2.5 bytes of an element. On the FP32 grid
-every quotient is an IEEE division.
+The bits are equal because every step is rounded to the same dtype, `grid`, as in that module. With `grid` FP32 every
+quotient is an IEEE division. With BF16 no division is needed. The quotient of two 8-bit significands is never nearer
+than 2**-17 (relative) to the middle of two BF16 numbers. So a product with the reciprocal, whose error is at most
+2**-21, rounds to the same BF16 number. A division costs ten instructions. An H200 has time for eighteen while it moves
+the 2.5 bytes of an element.
 
 A kernel that finds a NaN or an Inf does not stop. It stores 1 to a flag, which the caller reads once for all weights.
 
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
-    """Return absmax / half range on the grid, FP32. A scale of zero becomes the eps of the grid's dtype."""
+    """Return absmax / HALF_RANGE in FP32, rounded to the dtype `grid`. A scale of zero becomes the eps of `grid`."""
     if BF16_GRID:
         scale = round_bf16(absmax * (1.0 / HALF_RANGE))
         scale = tl.where(scale == 0.0, 0.0078125, scale)
@@ -63,7 +63,7 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """Return (p, r) such that w / scale is (w * p) * r on the BF16 grid. p keeps r finite if the scale is tiny."""
+    """Return (p, r) such that (w * p) * r rounds to BF16 as w / scale does. p keeps r finite if the scale is tiny."""
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)
 
@@ -76,11 +76,10 @@ def quantize_int4_kernel(
 ):  # fmt: skip
     """A program quantizes `GROUPS` whole groups, as [GROUPS, WORDS, 8]. A thread holds the eight codes of an int32, so
     packing needs no exchange. The maximum of a group of 128 is taken over 16 threads. `WORDS` is GROUP / 8, rounded up
-    to a power of two. `CONTIGUOUS` saves a division for each group.
+    to a power of two. If `CONTIGUOUS`, no program divides to find a group's row.
 
-    Bytes per element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. Roofline on H200: N * K times that
-    / 4.3e12 seconds. [12288, 4096] from an FP32 master with the copy moves 328 MB and takes 76 us.
-    """
+    Bytes per element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. [12288, 4096] from an FP32 master
+    with the copy moves 328 MB, which takes 76 us at 4.3e12 B/s on H200."""
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     group = index.to(tl.int64)
     word = tl.arange(0, WORDS)
@@ -151,11 +150,8 @@ def quantize_rows_kernel(
     HALF_RANGE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr,
     DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """A program quantizes one row. A row of one block (`SINGLE`) stays in registers; a longer one is read twice, the
-    second time from cache.
-
-    Bytes per element: w (2 or 4) + 1, + 2 with the dequantized copy, at 4.3e12 B/s on H200.
-    """
+    """Quantize one row. A row of one block (`SINGLE`) stays in registers; a longer one is read again, from cache.
+    Bytes per element: w (2 or 4) + 1, + 2 with the dequantized copy, at 4.3e12 B/s on H200."""
     row = tl.program_id(0).to(tl.int64)
     w_ptr += row * row_stride
     column = tl.arange(0, BLOCK)
@@ -187,9 +183,7 @@ def quantize_rows_kernel(
 @triton.jit
 def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """A program dequantizes `BLOCK` int32. A thread reads 4 bytes and writes 16, coalesced; scales come from cache.
-
-    Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200: 30 us for [12288, 4096].
-    """
+    Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200; [12288, 4096] takes 30 us."""
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, 8)
     exists = word < words
@@ -217,10 +211,9 @@ def quantize_int4(
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
-    `grid`: the dtype of the arithmetic, to which an FP32 weight is cast first. With torch.bfloat16, the weight that a
-    BF16 forward uses is quantized; with torch.float32, the FP32 weight itself is quantized. `dequantize`: also return
-    the dequantized weight in BF16. Raise ValueError for any other dtype or shape.
-    """
+    `grid`: the dtype of the arithmetic, to which `weight` is cast first: torch.bfloat16, as in a BF16 forward, or
+    torch.float32. `dequantize`: also return the dequantized weight in BF16. Raise ValueError for any other dtype or
+    shape."""
     weight = _checked(weight, grid)
     rows, cols = weight.shape
     require(group_size > 0 and group_size % 8 == 0, f"group_size {group_size} is not a positive multiple of 8")
@@ -281,10 +274,8 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
-
-    It serves weights and activations, and equals `qarl.kernels.activations.dequantize`.
-    """
+    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once. It
+    is used for weights and activations, and equals `qarl.kernels.activations.dequantize`."""
     rows, cols = values.shape
     require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")
     require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales must be FP32 [{rows}, 1]")

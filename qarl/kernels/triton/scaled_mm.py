@@ -7,12 +7,12 @@ is the order of vLLM's CUTLASS epilogue (csrc/quantization/w8a8/cutlass) and of 
 Hopper's e4m3 instructions keep about 14 bits of a sum. Therefore the sum of every BK products is added to FP32
 registers, as in `torch._scaled_mm`. `fast_accumulation` leaves it in the tensor core, as vLLM's CUTLASS kernels do.
 
-Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of it, and the second
-operand may have few tokens. A product takes 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s, 1580
-TFLOP/s) it is bound by memory below M = 184. There the weight is read once, and K is split over programs if there are
-few tiles. Above M = 184, the L2 cache is the next limit: a 128 by 256 tile loads 48 KiB per step. That is 12 TB/s in
-total if all tensor cores run at their peak. So tiles are as large as the registers allow. M = 8192, K = 4096, N = 12288
-takes 0.52 ms. Loads use the tensor memory accelerator if the GPU has one (`TMA`).
+Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of the first operand,
+but can take few of the second (tokens). A product takes 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200
+(4.3 TB/s, 1580 TFLOP/s) it is bound by memory below M = 184. There the weight is read once, and K is split over
+programs if there are few tiles. Above M = 184, the L2 cache is the next limit: a 128 by 256 tile loads 48 KiB per step.
+That is 12 TB/s in total if all tensor cores run at their peak. So tiles are as large as the registers allow. M = 8192,
+K = 4096, N = 12288 takes 0.52 ms. Loads use the tensor memory accelerator if the GPU has one (`TMA`).
 """
 
 from __future__ import annotations
@@ -146,11 +146,8 @@ def scaled_mm(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
-    BF16 [N] -> BF16 [M, N].
-
-    Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant` matters only for e4m3.
-    Raise ValueError for any other shape, dtype or stride.
-    """
+    BF16 [N] -> BF16 [M, N]. Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant`
+    matters only for e4m3. Raise ValueError for any other shape, dtype or stride."""
     operation = check_8bit(x, x_scale, weight, weight_scale, bias)
     (m, k), n, device = x.shape, weight.shape[0], x.device
     if operation == "fp8":
@@ -181,7 +178,7 @@ def scaled_mm(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the tensor memory accelerator can load both. It needs Hopper or later and 16-byte alignment."""
+    """Return whether the tensor memory accelerator can load x and weight: on Hopper or later, if 16-byte aligned."""
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])

@@ -28,9 +28,8 @@ PATH = Path(__file__).with_name("tables.json")
 class Tile(NamedTuple):
     """BM rows by BN output channels, with BK input channels per step.
 
-    `per_sm`: programs per SM. If there are fewer tiles than programs, sums are split. If there are more tiles than
-    programs, the 8-bit kernels run persistent programs, each of which computes several tiles. 0 means one program per
-    tile.
+    `per_sm`: programs per SM, or 0 for one program per tile. If there are fewer tiles than programs, sums are split.
+    If there are more, the 8-bit kernels run persistent programs, each of which computes several tiles.
     """
 
     BM: int
@@ -42,7 +41,7 @@ class Tile(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """Launch options for Triton, which are not arguments of the kernel."""
+        """Launch options for Triton (not arguments of the kernel)."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def persistent(self, tiles: int, device: torch.device) -> bool:
@@ -103,7 +102,7 @@ def processors(device: torch.device) -> int:
 
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
-    """Return the number of programs that share the `blocks` of a sum. If several, each gets at least four blocks."""
+    """Return the number of programs that share the `blocks` of a sum. If several share, each gets at least 4 blocks."""
     wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
     count = max(1, min(wanted, blocks // 4))
     return -(-blocks // -(-blocks // count))  # every program must get a block

@@ -1,6 +1,6 @@
 """W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
 
-Both products have two paths. The tables (`tables.py`) give the largest number of rows for the first one:
+Both products have two paths. The first serves up to a number of rows given in the tables (`tables.py`):
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
   and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory for M
@@ -121,9 +121,8 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """x [M, K] BF16, `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N] -> x W^T + b, BF16 [M, N].
 
-    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (tests and tuning).
-    Raise ValueError for any other shape, dtype or stride.
-    """
+    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (for tests and tuning). Raise
+    ValueError for any other shape, dtype or stride."""
     group = check_weight(packed, scale)
     (n, _), (m, k) = packed.shape, check_rows(x, packed.shape[1] * 8, packed)
     if bias is not None:

@@ -1,11 +1,11 @@
 """A 64-bit checksum of a tensor's bytes. It is fast, and every device computes the same value.
 
-The bytes are read as 64-bit words. Each word is mixed (its upper half into its lower half), multiplied by an odd weight
-that depends on its position, and mixed again. The results are added modulo 2**64. With several blocks, the sums of the
-blocks are treated in the same way. Each step is one-to-one, so damage within one word, such as a flipped bit, is always
-found. Damage to several words is missed with a probability of about 2**-32. Without the mixing, two flipped signs at
-the top of their words would cancel. The checksum detects accidents, not attacks. `tensor_digest` of
-`qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
+The bytes are read as 64-bit words. Each word is mixed (its upper half is XORed into its lower half), multiplied by an
+odd weight that depends on its position, and mixed again. The results are added modulo 2**64. A long tensor is split
+into blocks of words, and the sums of the blocks are treated like words. For one word each step is one-to-one, so damage
+within one word is always found. Damage to several words is missed with a probability of about 2**-32. Without the
+mixing, flips of the top bits of two words would cancel. The checksum detects accidents, not attacks.
+`tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import lru_cache
 
 import torch
 
-_BLOCK = 4096  # words that share the weights of `_weights(1, ...)`
+_BLOCK = 4096  # words in a block; every block is multiplied by `_weights(1, ...)`
 _CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _LOWER = 0xFFFFFFFF
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the checksum of each tensor (any dtype, shape, strides and device), with one transfer per device."""
+    """Return the checksum of each tensor (any dtype, shape, strides and device). Copy results once per device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(sums):
@@ -34,7 +34,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the checksum as 0-d int64. It includes the number of bytes, so trailing zeros change it."""
+    """Return the checksum as 0-d int64. It depends on the number of bytes, so trailing zeros change it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
     whole = size // 8 * 8
@@ -68,7 +68,7 @@ def _words(words: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Apply a one-to-one function to each word. A mask makes torch's arithmetic shifts logical."""
+    """Mix each word, multiply it by its weight, and mix it again. `_LOWER` clears the sign bits that `>>` copies in."""
     mixed = words >> 32
     mixed = mixed.bitwise_and_(_LOWER).bitwise_xor_(words).mul_(weights)
     return (mixed >> 32).bitwise_and_(_LOWER).bitwise_xor_(mixed)

@@ -2,9 +2,9 @@
 
 A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
 one module, `mlp.experts.routed_experts`. For each expert, `w13_*` holds gate_proj above up_proj, and `w2_*` holds
-down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) `weight_shape` of experts is checked but not
-passed to vLLM, because `w13` would get two of them per expert, and vLLM's layerwise reload would count the second as an
-additional weight.
+down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) An expert's tensors `weight_shape` are checked
+but not passed to vLLM. `w13` would get one from gate_proj and one from up_proj, and vLLM's layerwise reload would count
+the second as an additional weight.
 
 The writers are for the classes of QaRL's plugin. Without the plugin, vLLM on a CPU cannot serve low-bit experts, and
 returns wrong outputs for BF16 experts (`qarl.rollout.vllm_plugin`). On other devices, experts go through vLLM's
@@ -75,32 +75,25 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
-            f"a publish would not write exactly the experts in {name}",
+            f"the trainer and the engine have different experts in {name}",
             where=f"only the engine: {sorted(theirs - ours)[:4]}; only the trainer: {sorted(ours - theirs)[:4]}",
             why="experts that are not written would keep the random numbers that the engine starts with",
-            fix="none: QaRL cannot publish to this model family yet; please report it",
+            fix="use a different model, and report this one: QaRL cannot publish to its family yet",
         )
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the writer for experts on a CPU, or None for vLLM's layerwise reload.
-
-    Raises:
-        UserError: the engine runs without QaRL's plugin.
-    """
-    layer: Any = module
+    """Return the function that writes these experts, or None if vLLM's layerwise reload does it. Raise UserError if
+    the engine runs without QaRL's plugin."""
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()
-    parallel = layer.moe_config.moe_parallel_config
-    return _WRITERS[method] if direct and parallel.tp_size == 1 and not parallel.use_ep else None
+    return _WRITERS[method] if direct else None
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it.
-
-    Classes are compared by name, because vLLM's modules are slow to import and may not be installed.
-    """
+    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it. Classes are
+    compared by name, because vLLM's modules are slow to import and may not be installed."""
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
@@ -111,7 +104,7 @@ def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
 
 
 def write_bf16(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM's own code pack them as it does at its start."""
+    """Write BF16 weights, and let vLLM's own code pack them, as when the engine starts."""
     layer: Any = module
     for stack, tensors in zip(("w13", "w2"), _stacked(parts), strict=True):
         getattr(layer, f"{stack}_weight").data = tensors["weight"]

@@ -1,8 +1,8 @@
 """The manifest of a complete set of weights: name, dtype and shape of every tensor on the wire.
 
-The expected manifest is built from the engine's own model config, not from the trainer's tensors. So this check finds a
-layer that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape
-even the next correct reload fails. So everything is compared here, before the engine is touched.
+The expected manifest is built from the engine's own model config. Comparing it with the trainer's tensors finds a layer
+that is missing on one side. vLLM itself accepts a missing scale and then returns NaN, and after a wrong shape even the
+next correct reload fails. So everything is compared here, before the engine is touched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.meta import meta_model
 from qarl.quant.quantize import FLOAT_BITS
-from qarl.quant.scheme import Scheme
+from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.stacks import unstacked
 from qarl.rollout.publish.experts import quantized_experts
 
@@ -53,8 +53,10 @@ Manifest = dict[str, TensorSpec]
 class PublishReport:
     """Sizes and times of one publish.
 
-    `bytes`: all bytes on the wire. `quantized_bytes`: those of quantized layers. `quantized_bf16_bytes`: the size of
-    the same layers in BF16. `seconds`: duration of each phase."""
+    `bytes`: size of all published tensors. `quantized_bytes`: that of quantized layers. `quantized_bf16_bytes`: the
+    size of the same layers in BF16. `seconds`: duration of each phase. `sent_bytes`: bytes on the wire, records
+    included; a delta publish sends fewer than `bytes`. `is_delta`: whether it sent only changes. `changed`: metrics of
+    the changed words, if they are known."""
 
     version: int
     tensors: int
@@ -62,19 +64,21 @@ class PublishReport:
     quantized_bytes: int
     quantized_bf16_bytes: int
     seconds: dict[str, float]
+    sent_bytes: int = 0
+    is_delta: bool = False
+    changed: dict[str, float] = field(default_factory=dict)
 
     @property
     def quantized_ratio(self) -> float:
-        """Bytes of the quantized layers as a share of their BF16 bytes (1 when nothing is quantized)."""
+        """Bytes of the quantized layers as a share of their BF16 bytes (1 if nothing is quantized)."""
         return self.quantized_bytes / self.quantized_bf16_bytes if self.quantized_bf16_bytes else 1.0
 
 
 def expected_manifest(
     hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
 ) -> Manifest:
-    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config.
-
-    The linear layers that `ignore` does not name are quantized with `scheme`."""
+    """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config, if all linear
+    layers except those in `ignore` are quantized with `scheme`."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -92,18 +96,29 @@ def expected_manifest(
     return manifest
 
 
+def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
+    """Return the manifest of an engine that runs by itself, from its own quantization config.
+
+    Raises:
+        UserError: trainer and engine would quantize different layers.
+    """
+    quantization: Any = getattr(hf_config, "quantization_config", None)
+    scheme, ignore = get_scheme("bf16"), []
+    if quantization is not None:
+        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
+    expected = expected_manifest(hf_config, scheme, ignore)
+    check_same_layers(vllm_model, expected)
+    return expected
+
+
 def quantized_layers(manifest: Manifest) -> set[str]:
     """Return the names of the quantized layers. In every scheme these are the layers that have scales."""
     return {name.removesuffix(".weight_scale") for name in manifest if name.endswith(".weight_scale")}
 
 
 def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
-    """Check that vLLM has quantized the same layers as the manifest. A fused layer counts as its parts.
-
-    Raises:
-        UserError: only one side quantizes some layers, because the two sides read the ignore list differently. The
-            message names the layers.
-    """
+    """Raise UserError unless vLLM has quantized the same layers as the manifest. The two sides may read the ignore list
+    differently. A layer fused by vLLM counts as its parts. The message names layers that only one side quantizes."""
     fused: dict[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", {})
     engine = quantized_experts(vllm_model)
     for name, module in vllm_model.named_modules():
@@ -125,12 +140,8 @@ def check_same_layers(vllm_model: Any, expected: Manifest) -> None:
 
 
 def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manifest) -> None:
-    """Check names, dtypes and shapes, and that the values of floating-point tensors are finite.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or Inf. The
-            message names the first eight such tensors.
-    """
+    """Raise UserError if a tensor is missing, unexpected or sent twice, has the wrong dtype or shape, or holds NaN or
+    Inf. The message names the first eight such tensors."""
     named = list(tensors)
     bad = {name for name, tensor in named if name in expected and not is_finite(tensor)}
     check_specs([(name, TensorSpec.of(tensor)) for name, tensor in named], expected, not_finite=bad)
@@ -139,9 +150,8 @@ def check_complete(tensors: Iterable[tuple[str, torch.Tensor]], expected: Manife
 def check_specs(
     specs: Iterable[tuple[str, TensorSpec]], expected: Manifest, *, not_finite: Collection[str] = ()
 ) -> None:
-    """Make the checks of `check_complete` from names, dtypes and shapes, without the tensors.
-
-    `not_finite`: names of tensors that hold NaN or Inf."""
+    """Make the checks of `check_complete` without the tensors, from names, dtypes and shapes. `not_finite`: names of
+    tensors that hold NaN or Inf."""
     problems: list[str] = []
     seen: set[str] = set()
     for name, found in specs:
@@ -167,11 +177,8 @@ def check_specs(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite, which means neither NaN nor Inf. Integer tensors are always finite.
-
-    The bit patterns of float magnitudes sort like the magnitudes, so one integer maximum is enough. This is ten times
-    as fast as `isfinite`.
-    """
+    """Return whether no value is NaN or Inf; true for integers. Read as integers, the bits of float magnitudes
+    have the order of the magnitudes, so checking the maximum is enough. This is ten times as fast as `isfinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     bits = FLOAT_BITS.get(tensor.dtype)

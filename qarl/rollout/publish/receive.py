@@ -1,12 +1,15 @@
 """The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
-A publish is a transaction. Between `qarl.begin` and `qarl.commit` the receiver is `stale`. It stays stale if anything
-goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale engine must not
-generate, because it may hold weights of two versions. The next complete publish repairs it. After `ReloadFailed` the
-receiver is `broken`, and only a new engine helps.
+A publish is a transaction. From its first record (`qarl.begin`) to its last (`qarl.commit`) the receiver is `stale`. It
+stays stale if anything goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale
+engine must not generate, because it may hold weights of two versions. The next complete publish repairs it. After
+`ReloadFailed` the receiver is `broken`, and only a new engine helps.
 
 The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if these tensors are views
-of a buffer that the transport reuses, as in verl.
+of a buffer that the transport reuses, as in verl. If the sender asks for it, the receiver also keeps a copy of all
+tensors for delta publishes (`qarl.rollout.publish.kept`). After a delta it writes all tensors of a unit, changed or
+not, because an engine that slept may have lost them. It may skip unchanged modules if nothing else touches the engine's
+weights (`skip_unchanged`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.rollout.publish import wire
 from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.kept import KeptTensors
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_layers
 
@@ -28,10 +32,9 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: that of the last complete publish, or None while the engine is stale. `stale_because`: why it is stale.
-    `broken`: whether only a new engine helps. `seconds`: time of the last publish in `transfer` (taking and checking)
-    and `apply`.
-    """
+    `version`: the version of the last complete publish, or None while the engine is stale. `stale_because`: why it is
+    stale. `broken`: whether only a new engine helps. `seconds`: seconds that the last publish spent in `transfer`
+    (taking and checking tensors) and `apply` (writing them)."""
 
     def __init__(
         self,
@@ -42,10 +45,11 @@ class WeightReceiver:
         kv_caches: Callable[[], Iterable[torch.Tensor]],
         clone: bool = False,
         direct: bool = True,
+        skip_unchanged: bool = False,
     ) -> None:
-        """`expected`: the manifest, built from the engine's own config. `kv_caches`: returns vLLM's KV caches, which
-        are set to zero after the engine returned NaN. `direct`: write directly into vLLM's storage if possible, not
-        through its reload."""
+        """`expected`: the manifest, built from the engine's own config. `kv_caches`: a function that returns vLLM's KV
+        caches. They are set to zero if the engine has returned NaN. `direct`: write directly into vLLM's storage if
+        possible, not through its reload."""
         self.model, self.expected = model, expected
         self.plan = WritePlan(model, vllm_config, expected, direct=direct)
         self.kv_caches, self.clone = kv_caches, clone
@@ -54,6 +58,12 @@ class WeightReceiver:
         self.broken = False
         self.kv_cache_spoilt = False
         self.seconds = {"transfer": 0.0, "apply": 0.0}
+        self.skip_unchanged = skip_unchanged
+        self.kept: KeptTensors | None = None
+        self._is_delta = False
+        self._units: dict[str, list[str]] = {}
+        for name in expected:
+            self._units.setdefault(wire.unit_of(name), []).append(name)
         self._applied = 0.0
         self._open: int | None = None
         self._seen: set[str] = set()
@@ -61,7 +71,7 @@ class WeightReceiver:
 
     @classmethod
     def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
-        """Return the receiver for vLLM's model runner of one worker. `options`: `clone`, `direct`."""
+        """Return the receiver for the model of `runner`, one worker's model runner. `options`: as in `__init__`."""
         return cls(
             runner.get_model(), runner.vllm_config, expected, kv_caches=lambda: _flat(runner.kv_caches), **options
         )
@@ -70,9 +80,18 @@ class WeightReceiver:
     def stale(self) -> bool:
         return self.version is None
 
-    def mark_stale(self, reason: str) -> None:
-        """Make the receiver stale, with `reason`, until the next complete publish."""
+    @property
+    def held(self) -> str | None:
+        """The fingerprint of the tensors that this receiver has kept, or None. Delta publishes change those tensors."""
+        return self.kept.fingerprint if self.kept else None
+
+    def mark_stale(self, reason: str, *, doubt: bool = True) -> None:
+        """Make the receiver stale, with `reason`, until the next complete publish.
+
+        `doubt`: whether the next publish must have all tensors."""
         self.version, self.stale_because = None, reason
+        if doubt:
+            self.kept = None
 
     def feed(self, weights: Iterable[wire.NamedTensor]) -> None:
         """Take the next tensors and records of a publish. The transport may split a publish into any number of calls.
@@ -100,7 +119,7 @@ class WeightReceiver:
             self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
 
     def abort(self, reason: str) -> None:
-        """End a publish that cannot be completed."""
+        """End a publish that cannot be completed; the receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen = None, [], set()
@@ -128,9 +147,23 @@ class WeightReceiver:
     def _begin(self, record: dict[str, Any]) -> None:
         if self.broken:
             raise ReloadFailed("this engine is broken and takes no more publishes", why=self.stale_because)
+        base, held = record.get("base"), self.held
         self._open, self._seen, self._unit = int(record["version"]), set(), []
         self.seconds = {"transfer": 0.0, "apply": 0.0}
-        self.mark_stale(f"the publish of version {self._open} did not complete")
+        self.mark_stale(f"the publish of version {self._open} did not complete", doubt=False)
+        self._is_delta = base is not None
+        if self._is_delta and base != held:
+            raise wire.TransferFailed(
+                f"the changes of version {self._open} are for other tensors than the engine has",
+                where=f"for {base}, the engine has {held}",
+                why="the engine was restarted, or a publish in between was lost",
+                fix="publish again, with all tensors",
+            )
+        if record.get("keep"):
+            self.kept = self.kept or KeptTensors()
+            self.kept.begin(changes=self._is_delta)
+        else:
+            self.kept = None
         announced = wire.read_specs(record["tensors"])
         if announced is not None:
             check_specs(announced.items(), self.expected)
@@ -146,16 +179,19 @@ class WeightReceiver:
                 why="the transport dropped, added or reordered tensors",
                 fix="publish again; if the error comes back, check the transport",
             )
-        if doubled := [name for name in names if name in self._seen]:
+        whole = self._whole_unit(record)
+        if doubled := [name for name, _ in whole if name in self._seen]:
             raise wire.TransferFailed(
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
                 fix="publish again; if the error comes back, check the transport",
             )
-        known = {name: self.expected[name] for name in names if name in self.expected}
-        check_specs([(name, TensorSpec.of(tensor)) for name, tensor in self._unit], known)
-        for name, found in zip(names, checksums(tensor for _, tensor in self._unit), strict=True):
+        known = {name: self.expected[name] for name, _ in whole if name in self.expected}
+        check_specs([(name, TensorSpec.of(tensor)) for name, tensor in whole], known)
+        if self._is_delta and self.kept:
+            digests = self.kept.digests
+        for (name, _), found in zip(whole, checksums(tensor for _, tensor in whole), strict=True):
             if found != digests[name]:
                 raise wire.TransferFailed(
                     f"{name} was damaged on the way to the engine",
@@ -164,10 +200,37 @@ class WeightReceiver:
                     fix="publish again; if the error comes back, check the transport and the memory of this machine",
                 )
         start = time.perf_counter()
-        self.plan.write(dict(self._unit))
+        chosen = self.plan.whole_modules(set(names)) if self._is_delta and self.skip_unchanged else None
+        self.plan.write({name: tensor for name, tensor in whole if chosen is None or name.rpartition(".")[0] in chosen})
         self._applied += time.perf_counter() - start
-        self._seen.update(names)
+        if self.kept and not self._is_delta:
+            for name, tensor in whole:
+                self.kept.put(name, tensor, digests[name])
+        self._seen.update(name for name, _ in whole)
         self._unit = []
+
+    def _whole_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
+        """Return all tensors of the unit that has arrived, whole and on the engine's device."""
+        if not self._is_delta or self.kept is None:
+            return self._unit
+        deltas = set(record["deltas"])
+        names = self._units.get(record["unit"], [])
+        for name, tensor in self._unit:
+            try:
+                if name not in names:
+                    raise ValueError(f"it is not a tensor of {record['unit']}")
+                if name in deltas:
+                    self.kept.change(name, tensor, record["digests"][name])
+                else:
+                    self.kept.put(name, tensor, record["digests"][name])
+            except ValueError as error:
+                raise wire.TransferFailed(
+                    f"the changes of {name} cannot be applied",
+                    why=str(error),
+                    fix="publish again; if the error comes back, check the transport",
+                ) from error
+        device = next(self.model.parameters()).device
+        return [(name, self.kept.tensors[name].to(device)) for name in names]
 
     def _commit(self, record: dict[str, Any]) -> None:
         missing = [name for name in self.expected if name not in self._seen]
@@ -178,6 +241,12 @@ class WeightReceiver:
                 if missing
                 else f"the last record has version {record['version']}",
                 fix="publish every tensor of packed_state_dict(model)",
+            )
+        if self.kept and self.kept.commit(self._open) != record.get("fingerprint"):
+            raise wire.TransferFailed(
+                f"the engine has other tensors than version {self._open} of the trainer",
+                why="their checksums differ in a tensor that was not sent",
+                fix="publish again, with all tensors",
             )
         start = time.perf_counter()
         refresh_tied_layers(self.model)
@@ -191,7 +260,7 @@ class WeightReceiver:
 
 
 def _flat(kv_caches: Any) -> list[torch.Tensor]:
-    """Return the tensors in vLLM's `model_runner.kv_caches`. Their nesting depends on the attention backend."""
+    """Return all tensors of vLLM's `model_runner.kv_caches`, which each attention backend nests differently."""
     if isinstance(kv_caches, torch.Tensor):
         return [kv_caches]
     if isinstance(kv_caches, dict):
@@ -200,7 +269,7 @@ def _flat(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what went wrong and why, but not the fix. A later error quotes this text and has its own fix."""
+    """Return the message of `error` without its fix, for a later error that quotes it and has its own fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
 from qarl.rollout.publish.wire import NamedTensor, TransferFailed, encode_publish
 
@@ -35,18 +37,26 @@ class Engine(Protocol):
 
 
 def publish_weights(
-    engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int
+    engine: Engine, receiver: WeightReceiver, stream: Iterable[NamedTensor], *, version: int, delta: bool = False
 ) -> PublishReport:
     """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
-    holds them anyway, so this needs no extra memory."""
-    start = time.perf_counter()
+    holds them anyway, so this needs no extra memory.
+
+    `delta`: send only changes if the receiver has kept the tensors of the last complete publish. It keeps them, and
+    they are the only copy: the changes are found by a comparison with them, one unit before it is changed."""
+    start, sent, tally = time.perf_counter(), Sent(), Tally()
     try:
         tensors = list(stream)
         check_complete(tensors, engine.expected)
         digests = dict(zip((name for name, _ in tensors), checksums(t for _, t in tensors), strict=True))
         manifest = {name: TensorSpec.of(tensor) for name, tensor in tensors}
         validated = time.perf_counter()
-        receiver.feed(engine.transport(encode_publish(tensors, version=version, manifest=manifest, digests=digests)))
+        kept = receiver.kept
+        base = kept if delta and kept is not None and kept.fingerprint is not None and _fits(kept, manifest) else None
+        encoded = encode_publish(
+            tensors, version=version, manifest=manifest, digests=digests, keep=delta, base=base, tally=tally
+        )
+        receiver.feed(engine.transport(sent.count(encoded)))
         if receiver.version != version:
             raise TransferFailed("the publish ended before its last record", fix="publish again")
         if not engine.reset_prefix_cache():
@@ -57,7 +67,15 @@ def publish_weights(
             engine.mark_stale(f"the publish of version {version} did not complete: {type(error).__name__}: {reason}")
         raise
     seconds = {"validate": validated - start, **receiver.seconds}
-    return _report(tensors, engine.expected, version, seconds)
+    report = _report(tensors, engine.expected, version, seconds)
+    return replace(report, sent_bytes=sent.bytes, is_delta=tally.known, changed=tally.metrics())
+
+
+def _fits(kept: KeptTensors, manifest: Manifest) -> bool:
+    """Return whether exactly the tensors of `manifest` are kept."""
+    return kept.tensors.keys() == manifest.keys() and all(
+        TensorSpec.of(tensor) == manifest[name] for name, tensor in kept.tensors.items()
+    )
 
 
 def _report(

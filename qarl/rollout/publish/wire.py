@@ -8,7 +8,11 @@
 
 Records are tensors too (JSON in uint8). So any transport that carries named tensors in order can carry them, for
 example verl's buckets or a list in one process. The engine's side is `qarl.rollout.publish.receive`. Both sides hold
-one unit in memory at a time. A unit is never split inside a layer that the engine fuses (q/k/v, gate/up).
+one unit in memory at a time. All parts of a layer that the engine fuses (q/k/v, gate/up) are in the same unit.
+
+A delta publish changes the tensors of the publish before (`qarl.rollout.publish.kept`). Its begin has the fingerprint
+of that publish, `base`, and no list of tensors. A unit has only the tensors that changed. Those that its record lists
+under `deltas` are sent as payloads of `qarl.rollout.publish.delta`. The checksums are always those of whole tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +27,11 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import checksums
+from qarl.rollout.publish.kept import KeptTensors, NamedTensor, Tally, changed_members, fingerprint_of
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, is_finite
 
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 class TransferFailed(UserError):
@@ -51,21 +54,32 @@ def encode_publish(
     manifest: Manifest | None = None,
     digests: Mapping[str, int] | None = None,
     run: str | None = None,
+    keep: bool = False,
+    base: KeptTensors | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
     Args:
         manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
             changes any weight. Without it, the engine notices the mistake only when it reaches that tensor.
-        digests: the checksums by name, if `check_complete` has already checked the values. If None, the checksums are
-            made here, and every unit is checked for NaN and Inf.
+        digests: the checksum of each tensor by name. Pass it only if `check_complete` has accepted the tensors. If
+            None, the checksums are made here, and every unit is checked for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
+        keep: whether the receiver keeps the tensors, so that the next publish can be a delta.
+        base: the tensors that the receiver has kept. Then the publish is a delta, and `keep` must be true.
+        tally: counts the changed words, if there is a `base`.
 
     Raises:
         UserError: a tensor holds NaN or Inf. The message names it.
     """
-    specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None else None
-    yield _record(BEGIN, {"version": version, "tensors": specs} | ({} if run is None else {"run": run}))
+    specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None and base is None else None
+    begin: dict[str, Any] = {"version": version, "tensors": specs} | ({} if run is None else {"run": run})
+    if keep:
+        begin |= {"keep": True, "base": base and base.fingerprint}
+    tally, all_digests = tally or Tally(), dict[str, int]()
+    tally.known = base is not None
+    yield record(BEGIN, begin)
     for unit, group in groupby(tensors, key=lambda item: unit_of(item[0])):
         members = list(group)
         if digests is None:
@@ -73,9 +87,20 @@ def encode_publish(
             found = dict(zip((name for name, _ in members), checksums(t for _, t in members), strict=True))
         else:
             found = {name: digests[name] for name, _ in members}
-        yield from members
-        yield _record(UNIT, {"unit": unit, "digests": found})
-    yield _record(COMMIT, {"version": version})
+        all_digests |= found
+        if base is None:
+            yield from members
+            yield record(UNIT, {"unit": unit, "digests": found})
+            continue
+        sent: dict[str, int] = {}
+        deltas = []
+        for name, tensor, is_delta in changed_members(members, base, tally):
+            sent[name] = found[name]
+            deltas += [name] * is_delta
+            yield name, tensor
+        yield record(UNIT, {"unit": unit, "digests": sent, "deltas": deltas})
+    proof = {"fingerprint": fingerprint_of(version, all_digests)} if keep else {}
+    yield record(COMMIT, {"version": version, **proof})
 
 
 def is_record(name: str) -> bool:
@@ -103,7 +128,8 @@ def read_specs(content: Mapping[str, str] | None) -> Manifest | None:
     return {name: TensorSpec.parse(text) for name, text in content.items()}
 
 
-def _record(name: str, content: Mapping[str, Any]) -> NamedTensor:
+def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
+    """Return a record as a tensor."""
     data = bytearray(json.dumps(content, separators=(",", ":")).encode())
     return name, torch.frombuffer(data, dtype=torch.uint8)
 

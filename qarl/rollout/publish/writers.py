@@ -2,19 +2,20 @@
 
 - Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
   This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
-  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated.
-- Layerwise reload: all other cases (every GPU kernel, tensor parallelism) use vLLM's reload, called only for the
-  modules whose tensors have arrived. It moves a module's parameters to the meta device and back. So an exception during
-  reload breaks the engine permanently (`ReloadFailed`).
+  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
+  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.shards`).
+- Layerwise reload: all other cases (every GPU kernel) use vLLM's reload, called only for the modules whose tensors have
+  arrived. It moves a module's parameters to the meta device and back. So an exception during reload breaks the engine
+  permanently (`ReloadFailed`).
 
 Layerwise reload of W8A8 on CPU gives NaN. The oneDNN handler keeps the raw address of the scales (csrc/cpu/
 dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler with scales that are not freed (vLLM
-0.29 and 0.32).
+0.29 and 0.32). So a layer with such a handler is written directly or refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.quant.meta import default_dtype_kept
-from qarl.rollout.publish import experts
+from qarl.rollout.publish import experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
@@ -34,8 +35,7 @@ Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload raised an exception. The module that it was loading is lost, so only a new engine
-    helps."""
+    """vLLM's layerwise reload failed. The module that it was loading is lost, so only a new engine helps."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
@@ -48,13 +48,19 @@ class ReloadFailed(UserError):
 
 @dataclass
 class Target:
-    """One vLLM module. `writer`: the function that writes it; None means layerwise reload. `parts`: the checkpoint
-    modules that it holds, in order; there are several if vLLM fuses them."""
+    """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
+    that returns this worker's part of whole tensors. `parts`: the checkpoint modules that `module` holds, in order.
+    There are several if vLLM fuses them."""
 
     name: str
     module: nn.Module
-    writer: Writer | None
+    writer: Writer | None = None
+    cut: shards.Cut | None = None
     parts: list[str] = field(default_factory=list)
+
+    def write(self, parts: list[Part]) -> None:
+        assert self.writer is not None and self.cut is not None
+        self.writer(self.module, self.cut(self.module, parts))
 
 
 DERIVED = {
@@ -77,12 +83,9 @@ DERIVED = {
 class WritePlan:
     """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for every module that it writes correctly.
-
-    Raises:
-        UserError: a tensor has no place in the engine's model, a parameter or buffer of the engine gets no tensor, or
-            the engine does not compute the scheme that it was asked for.
-    """
+    `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt. Raise UserError if a
+    tensor has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine
+    does not compute the scheme that it was asked for."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
@@ -100,13 +103,14 @@ class WritePlan:
                     f"{name} has no place in the engine's model",
                     where=type(model).__name__,
                     why=f"the engine's model has neither a module {owner} nor a fused layer that contains it",
-                    fix="none: QaRL cannot publish to this model family yet; please report it",
+                    fix="use a different model, and report this one: QaRL cannot publish to its family yet",
                 )
-            module = modules[place]
-            target = targets.setdefault(place, Target(place, module, _choose_writer(module, direct)))
+            target = targets.setdefault(place, Target(place, modules[place]))
             target.parts.append(owner)
             self.by_owner[owner] = target
         for target in targets.values():
+            target.cut = shards.cut_of(target.module, len(target.parts))
+            target.writer = _choose_writer(target, direct)
             if experts.holds_experts(target.module):
                 experts.check_all_there(target.name, target.module, target.parts)
                 target.parts.sort(key=experts.place_in_layer)
@@ -148,11 +152,8 @@ class WritePlan:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors of whole modules.
-
-        Raises:
-            ReloadFailed: the engine is broken. After any other exception the same write can be repeated.
-        """
+        """Write the tensors of whole modules. After ReloadFailed the engine is broken. After any other exception the
+        same write can be repeated."""
         parts: dict[str, Part] = {}
         for name, tensor in tensors.items():
             owner, _, leaf = name.rpartition(".")
@@ -170,14 +171,18 @@ class WritePlan:
             if target.writer is None:
                 reloaded.append(target)
             else:
-                target.writer(target.module, [parts[owner] for owner in target.parts])
+                target.write([parts[owner] for owner in target.parts])
         if reloaded:
             owners = {owner for target in reloaded for owner in target.parts}
             chosen = {n: t for n, t in tensors.items() if n.rpartition(".")[0] in owners and not self._is_implied(n)}
             _reload(self.model, self.vllm_config, [target.module for target in reloaded], chosen)
 
+    def whole_modules(self, names: Iterable[str]) -> set[str]:
+        """Return the checkpoint modules that must be written together if the tensors `names` change."""
+        return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
+
     def _is_implied(self, name: str) -> bool:
-        """Return whether vLLM knows the tensor from its config. Such a tensor must not be passed to the reload."""
+        """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -188,9 +193,8 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
-    """Return the engine's module for the checkpoint module `owner`, or None.
-
-    It is the experts' module, the fused layer, the module of the same name, or its nearest parent, in this order."""
+    """Return the engine's module for the checkpoint module `owner`. It is the experts' module, the fused layer, the
+    module of the same name, or its nearest parent, in this order. Return None if the engine has no such module."""
     if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
@@ -199,21 +203,26 @@ def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str
         return fused
     while owner and owner not in modules:
         owner = owner.rpartition(".")[0]
-    # A decoder layer or the whole model does not count, because it would not load the tensor itself.
+    # A decoder layer or the whole model does not count as a parent, because it would not load the tensor itself.
     return owner if owner and (modules[owner]._parameters or hasattr(modules[owner], "quant_method")) else None
 
 
-def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
-    """Return the writer for `module`, or None for vLLM's layerwise reload."""
-    if getattr(module, "tp_size", 1) != 1 or any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
+def _choose_writer(target: Target, direct: bool) -> Writer | None:
+    """Return the function that writes the module of `target`, or None if vLLM's layerwise reload does it."""
+    module, known = target.module, target.cut is not None
+    if any(p.device.type != "cpu" for p in module.parameters(recurse=False)):
         return None
     if experts.holds_experts(module):
-        return experts.writer_of(module, direct)
+        return experts.writer_of(module, direct and known)
     scheme: Any = getattr(module, "scheme", None)
     kernel: Any = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
     writer = _WRITERS.get(type(kernel).__name__)
+    if writer is _write_int8 and hasattr(kernel, "dnnl_handler"):
+        if not known:
+            raise _cannot_be_cut(target)
+        return writer
     if writer is _write_int8:
-        return writer if hasattr(kernel, "dnnl_handler") else None
+        return None
     if getattr(module, "use_w4a8", False):
         raise UserError(
             "vLLM would multiply W4A16 weights by int8 activations",
@@ -221,11 +230,22 @@ def _choose_writer(module: nn.Module, direct: bool) -> Writer | None:
             why="it is on by default on CPUs with AMX, such as this one, but the trainer uses BF16 activations",
             fix="set VLLM_CPU_INT4_W4A8=0 in the process that starts the engine",
         )
-    if not direct:
+    if not (direct and known):
         return None
     if scheme is None and not hasattr(module, "quant_method") and not list(module.children()):
         return _write_plain
     return writer or _WRITERS.get(type(getattr(module, "quant_method", None)).__name__)
+
+
+def _cannot_be_cut(target: Target) -> UserError:
+    layer: Any = target.module
+    return UserError(
+        f"QaRL cannot write W8A8 weights into {target.name}, of which each worker holds a part",
+        where=f"rollout.tensor_model_parallel_size={layer.tp_size}",
+        why=f"it does not know how a {type(layer).__name__} splits {len(target.parts)} matrices, and after vLLM's own "
+        "reload this layer would return NaN on a CPU",
+        fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
+    )
 
 
 def _write_plain(module: nn.Module, parts: list[Part]) -> None:
@@ -236,9 +256,8 @@ def _write_plain(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again.
-
-    After packing, vLLM drops the plain weight of some linear layers. An embedding may be padded."""
+    """Write BF16 weights, and let vLLM pack them again. (vLLM drops the plain weight of some linear layers after
+    packing, and may pad an embedding.)"""
     layer: Any = module
     weight = _stacked(parts, "weight")
     if layer.weight.numel():
@@ -250,8 +269,7 @@ def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
-    """Write int4 weights in blocks of 16 output channels. The parts of a fused layer follow each other. The scales are
-    transposed."""
+    """Concatenate int4 parts along N. Write the weights in blocks of 16 output channels, and the scales transposed."""
     layer: Any = module
     prepared = VllmCpuWNA16Linear.prepare({name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
     layer.weight_packed.data.copy_(prepared.weight)
@@ -260,7 +278,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights. They are stored only in the oneDNN handler, which also points to the layer's scales."""
+    """Write int8 weights into a new oneDNN handler, their only copy, which also points to the layer's scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
@@ -305,16 +323,15 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run vLLM's layerwise reload for `modules` only.
-
-    It moves their parameters to the meta device, loads them, and writes the processed ones into the old storage."""
+    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads the
+    `tensors`, processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     loader: Any = model
     model_config = vllm_config.model_config
     with set_current_vllm_config(vllm_config), default_dtype_kept():
-        # vLLM's model loader sets it, too, because layers read it in their processing after loading.
+        # vLLM's model loader does the same, because layers read the default dtype when they process loaded weights.
         torch.set_default_dtype(model_config.dtype)
         for module in modules:
             initialize_layerwise_reload(module)
@@ -328,11 +345,9 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
 
 def refresh_tied_layers(model: nn.Module) -> None:
-    """Let layers that share one weight pack it again for their kernel.
-
-    On CPU vLLM packs each weight for its matrix product once, at load. A publish has no tensor for a tied lm_head.
-    Without this function, lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own
-    reload).
+    """Let layers that share one weight pack it again for their kernel. On CPU vLLM packs each weight for its matrix
+    product once, at load. A publish has no tensor for a tied lm_head, so without this function lm_head would keep
+    multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

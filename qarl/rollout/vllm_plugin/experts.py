@@ -6,7 +6,7 @@
 
 The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
 `w2_*` [E, H, ...], in checkpoint format. They are emptied after loading, because the kernel keeps its own packed copy
-and multiplies with that. vLLM's layerwise reload restores their shapes first; `write` does not need the shapes.
+and multiplies with that. Before a new load, vLLM's layerwise reload restores their shapes. `write` needs no shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register() -> str | None:
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, which also report their routing. The routing is in Python, so it can be captured."""
+    """vLLM's experts on a CPU, which also report the experts that vLLM's `_select_experts` chooses for each token."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True
@@ -69,12 +69,12 @@ class _ShowsRouting(CPUUnquantizedExperts):
 
 
 class LowBitExperts(_ShowsRouting):
-    """Experts whose tokens are routed by vLLM and whose outputs are computed by QaRL's function."""
+    """Low-bit experts: vLLM routes the tokens, and QaRL's function computes the outputs."""
 
     prepared: PreparedExperts | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Copy the layer's routing settings."""
+        """Copy the layer's routing settings, which `_select_experts` reads."""
         self.use_grouped_topk, self.renormalize = layer.use_grouped_topk, layer.renormalize
         self.scoring_func, self.custom_routing_function = layer.scoring_func, layer.custom_routing_function
 
@@ -137,8 +137,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{stack}_{name}", parameter)
                 set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": kind, "is_transposed": False})
             if self.scheme == "w4a16":
-                # Two of these tensors arrive per expert of w13. vLLM's layerwise reload would count the second as an
-                # additional weight.
+                # `weight_shape` arrives twice per expert of w13. vLLM's reload would count the second as a new weight.
                 unused = nn.Parameter(torch.empty(0, dtype=torch.int64), requires_grad=False)
                 layer.register_parameter(f"{stack}_weight_shape", unused)
                 set_weight_attrs(unused, {"weight_loader": _ignore_weight})
@@ -223,7 +222,7 @@ def _ignore_weight(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Do nothing. This is the weight loader of `weight_shape`, because that tensor is known from the config."""
+    """Do nothing. This is the weight loader of `weight_shape`, whose content is known from the config."""
     return True if return_success else None
 
 
@@ -265,8 +264,7 @@ class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
     """BF16 experts whose routing can be captured, and whose outputs are right after a reload.
 
     vLLM 0.29 packs the weights for its CPU operator only the first time that it processes them. After any later load
-    the operator multiplies unpacked weights as if they were packed. The outputs are wrong, but there is no error.
-    """
+    the operator multiplies unpacked weights as if they were packed. The outputs are wrong, but there is no error."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe)

@@ -1,8 +1,8 @@
 """All internals of vLLM that the plugin uses. No other file of the plugin imports vLLM's layers.
 
-The list below was checked against the source of vLLM 0.29.0 and run with it. For vLLM 0.24.0, which serves on GPUs,
-only the source was read. Version 0.24.0 has the same RoutedExperts, but it lacks the class CPUUnquantizedExperts. So
-`register` refuses vLLM 0.24.0 on a CPU.
+The list below was checked against the source of vLLM 0.29.0, and the plugin was run with that version. Of vLLM 0.24.0,
+which serves on GPUs, only the source was read. That version has the same RoutedExperts, but no class
+CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name replaces vLLM's

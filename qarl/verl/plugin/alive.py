@@ -18,7 +18,7 @@ OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 
 
 class Watch:
-    """Remembers the actors that it has seen, because Ray no longer lists the name of a dead actor.
+    """Asks actors whether they are alive. Remembers all that it has seen, because Ray does not list dead actors.
 
     `only_servers`: whether to leave out the workers of agent loops and rewards.
     """
@@ -29,10 +29,9 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Ask each actor whether it is alive, unless an earlier question to it has no answer yet. Drop earlier good
-        answers, because the actor may have died since then.
+        """Ask each actor whether it is alive, but not while it owes an answer. Drop earlier answers without an error.
 
-        `again`: ask even if an earlier question has no answer. If an engine dies, it never answers.
+        `again`: also ask actors that owe an answer, because an engine that has died never answers.
         """
         import ray
 
@@ -63,10 +62,10 @@ class Watch:
 
 
 def engine_servers() -> dict[str, Any]:
-    """Return a dict by name of the Ray actors that own an engine. Each replica has one such actor."""
+    """Return the Ray actors that own an engine, by name. Each replica has one such actor."""
     import ray
 
-    if not ray.is_initialized():  # asking would start a Ray
+    if not ray.is_initialized():  # otherwise the call below would start Ray
         return {}
     return {name: ray.get_actor(name) for name in ray.util.list_named_actors() if _has_engine(name)}
 
@@ -79,6 +78,13 @@ def has_stopped(what: str, dead: dict[str, str]) -> UserError:
         why="something killed them, for example lack of memory (see the kernel's log and Ray's log of the worker)",
         fix=RESUME,
     )
+
+
+def refuse_dead(servers: dict[str, str]) -> None:
+    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
+    if servers:
+        names = ", ".join(sorted(servers)[:8])
+        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
 
 
 def _has_engine(name: str) -> bool:

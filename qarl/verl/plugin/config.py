@@ -19,11 +19,13 @@ from qarl.errors import UserError
 from qarl.tbpo import TBPOConfig
 
 _TBPO = TBPOConfig()
+PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
+"""The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
 
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys and the keys of `qarl.tbpo.TBPOConfig`, which explains its keys. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
 
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
@@ -40,7 +42,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """Keys of `qarl.config`. `router_replay` is from the section `rollout`. All others are from the section `quant`."""
+    """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
+    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -48,11 +51,13 @@ class QuantSettings(BaseConfig):
     align: str = "model"
     mismatch_limit: float | None = None
     router_replay: str = "auto"
+    tensor_model_parallel_size: int = 1
+    publish_delta: str = "auto"
 
 
 @dataclass
 class QuantFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP keys and `quant`. With `quant`, the actor's forward uses the same tensors as the rollout engine."""
+    """verl's FSDP keys and `quant`. If `quant` is set, the actor's forward uses the rollout engine's tensors."""
 
     quant: Any = field(default_factory=QuantSettings)
 
@@ -74,14 +79,19 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("publish_delta", "auto") not in ("auto", "off"):
+        raise UserError(
+            f"publish_delta={values['publish_delta']} is not known",
+            where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
+            fix="use auto or off",
+        )
     return QuantSettings(**values)
 
 
 def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
     """Return TBPO's config from verl's `actor.policy_loss`. Missing keys get the paper's values.
 
-    Raises:
-        UserError: a value is out of range, or `loss_agg_mode` aggregates over tokens.
+    Raise UserError if a value is out of range or `loss_agg_mode` aggregates over tokens.
     """
     names = {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"}
     given = {name: getattr(policy_loss, name) for name in names if hasattr(policy_loss, name)}
@@ -95,3 +105,30 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
             "and give each band as a positive distance from 1",
         ) from error
+
+
+def check_engine_config(model_config: Any, engine_config: Any) -> None:
+    """Raise UserError for verl settings that the quantized forward does not support."""
+    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
+    precision = engine_config.mixed_precision or {}
+    param_dtype = precision.get("param_dtype", "bf16")
+    unknown = set(precision) - PRECISION_KEYS
+    problems = [
+        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
+        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
+        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(PRECISION_KEYS))}"),
+        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
+        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
+        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
+        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
+        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
+        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
+        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
+    ]
+    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
+    if wrong:
+        raise UserError(
+            "QaRL's quantized actor does not support these verl settings",
+            where=", ".join(key for key, _ in wrong),
+            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
+        )

@@ -3,7 +3,7 @@
 A trainer imports this module before it makes its process group. verl would ask torch for one group over two devices,
 "cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU both are the same device, and torch refuses
 that. If a group already exists, verl uses it, so this module makes one. A worker of agent loops imports this module
-before it looks up a loop.
+before it looks up a loop, so this module also registers QaRL's loop.
 """
 
 import importlib

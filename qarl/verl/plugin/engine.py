@@ -4,13 +4,15 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
+    _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
     prepare_model_inputs   tells attention the rows of the forward, which verl packs or pads (`qarl.verl.plugin.rows`)
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
-                           from FP32 logits. If verl has flash-attn's kernel, uses that kernel, which computes in FP32
+                           from FP32 logits: of packed rows in blocks (`qarl.verl.plugin.head`), and of padded rows with
+                           flash-attn's kernel if verl has it, which computes in FP32
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
-    optimizer_step, load_checkpoint   discard the quantized tensors. The next forward quantizes again, once
+    forward_backward_batch   quantizes the shards that have changed, which FSDP2 then gathers in low bits
     save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
                            an unquantized actor, because verl's receiver cannot load weights into vLLM's linears on CPU
@@ -40,13 +42,16 @@ from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
-from qarl.quant.convert import invalidate_quantized
-from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
+from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
-from qarl.verl.plugin.alive import Watch, has_stopped
-from qarl.verl.plugin.config import QuantFSDPEngineConfig, QuantSettings
+from qarl.rollout.publish.outbox import Outbox
+from qarl.verl.plugin.alive import Watch, refuse_dead
+from qarl.verl.plugin.config import PRECISION_KEYS, QuantFSDPEngineConfig, QuantSettings, check_engine_config
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
+from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
+from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
@@ -58,18 +63,19 @@ from qarl.verl.plugin.transport import encode
 _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
-_PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 _NO_LOGIT = -1e30
-"""Replaces logits beyond the tokenizer's vocabulary. Finite, because the entropy multiplies probabilities by logits."""
+"""Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 
 
 class QaRLFSDPEngine(FSDPEngineWithLMHead):
-    """`quant`: the settings, or None if the config has no `quant` section. `align`: the level that was applied."""
+    """The engine. `quant`: its settings, or None without a section `quant`. `align`: the alignment level in use."""
 
     quant: QuantSettings | None = None
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _head: LogProbHead | None = None
+    _outbox: Outbox | None = None
     _responses: int | None = None
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
@@ -88,6 +94,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
+        self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> Any:
@@ -100,9 +107,13 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         report: Any = "linears: BF16 in the forward"
         if self.scheme.quantized and self.quant.align != "off":
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
-        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True)
+        workers = self.quant.tensor_model_parallel_size
+        aligned = align_model(
+            module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
+        )
         self.align = aligned.level
         check_rows(module.config, packed=self.use_remove_padding)
+        self._head = replace_head(module, len(self.model_config.tokenizer))
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module
@@ -121,7 +132,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 why="FSDP1 has no device `cpu`",
                 fix="set actor_rollout_ref.actor.strategy=fsdp2 (the group +qarl_machine=cpu does)",
             )
-        if config.strategy != "fsdp2" or set(precision) - _PRECISION_KEYS:
+        if config.strategy != "fsdp2" or set(precision) - PRECISION_KEYS:
             return super()._build_fsdp_module(module)
         from verl.utils.torch_dtypes import PrecisionType
 
@@ -138,15 +149,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         full_state = module.state_dict()
         apply_fsdp2(module, fsdp_kwargs, config)
         fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
-        # Parameters arrive in BF16. Autocast to BF16 would change only what alignment computes in FP32.
+        # Parameters arrive in BF16, so autocast to BF16 would change only what alignment computes in FP32.
         self._autocast_dtype = param_dtype if self.quant is None else torch.float32
         self.scaler = None
         return module
 
-    def optimizer_step(self) -> float:
-        norm: float = super().optimizer_step()
-        self._weights_changed()
-        return norm
+    def _build_optimizer(self, module: Any) -> Any:
+        if is_ours(self.optimizer_config):
+            return build_optimizer(module, self.optimizer_config)
+        return super()._build_optimizer(module)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -159,12 +170,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             check_files(self, local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
-            self._weights_changed()
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
 
-    def _weights_changed(self) -> None:
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
-            invalidate_quantized(self.module)
+            quantize_shards(self.module, torch.device(get_device_name()))
+        return super().forward_backward_batch(data, loss_function, forward_only)
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.quant is not None and micro_batch["position_ids"].dim() == 3:
@@ -177,17 +188,21 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:
             inputs |= row_inputs(inputs, micro_batch, exact=self.align == "exact", split=self.use_ulysses_sp)
+        ask(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         self._routing.end()
+        found = take(self._head, output, micro_batch, output_args, self._gather_and_unpad_packed)
+        if found is not None:
+            return found
         if self.quant is not None and getattr(output, "logits", None) is not None:
             # verl divides by the temperature, if it is not 1, in the logits' own dtype.
             in_fp32 = flash_cross_entropy() and output_args.get("temperature_is_one", False)
             logits = output.logits if in_fp32 else output.logits.float()
-            # verl masks these in the rollout (monkey_patch_compute_logits in vllm_rollout/utils.py).
+            # verl masks these logits in the rollout, too (monkey_patch_compute_logits in vllm_rollout/utils.py).
             logits[..., len(self.model_config.tokenizer) :] = _NO_LOGIT
             output.logits = logits
             if not flash_cross_entropy():
@@ -199,7 +214,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_only", default=False):
             return super().prepare_model_outputs(output, output_args, micro_batch, processor)
         log_probs = chosen_log_probs(output.logits, output_args, micro_batch, self._gather_and_unpad_packed)
-        # With this flag verl does not compute log-probs.
+        # With `distillation_only` verl does not compute log-probs.
         others = micro_batch.copy()
         tu.assign_non_tensor(others, distillation_only=True)
         found = super().prepare_model_outputs(output, output_args, others, processor)
@@ -239,14 +254,17 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             if "mismatch/abs_mean" in found:
                 over = self._check_mismatch(found["mismatch/abs_mean"], lengths)
                 found["mismatch/over_limit"] = float(over)
+            found |= muon_metrics(self.optimizer)
+            if self._outbox:
+                found |= self._outbox.metrics()
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
-        """Return whether a mean |δ| is over the actor's limit. If it is, warn, or before the first update raise.
+        """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
 
-        `length`: mean tokens of the responses.
+        `abs_mean`: mean |trainer's - rollout's log-prob| per token. `length`: mean number of tokens per response.
         """
         if abs_mean is None:
             return False
@@ -282,25 +300,31 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        self._refuse_dead_servers()
+        held = self._ask_servers()
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        return guarded(encode(self._wire_tensors(), version=version, run=run_identity())), None
+        run, outbox = run_identity(), self._outbox
+        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
 
-    def _refuse_dead_servers(self) -> None:
-        """Raise UserError on all ranks if a rollout server is dead.
+    def _ask_servers(self) -> str | None:
+        """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
+        that the first rank sent last. Raise UserError on all ranks if a rollout server is dead.
 
-        Only the first rank asks the servers, and the other ranks wait for the result. If another rank began to publish
-        earlier, its engine would be receiving tensors and could not answer the first rank. But that rank cannot send
-        its tensors without the first rank.
+        Only the first rank asks the servers, and all other ranks wait for the result before they publish. Otherwise a
+        deadlock is possible. A rank that publishes early waits for the first rank, because all ranks gather each tensor
+        together, and the first rank waits for that rank's engine, which waits for tensors and does not answer.
         """
-        found: list[dict[str, str]] = [{}]
+        found: list[Any] = [{}, None]
         if self.rank == 0:
             self._servers.ask()
-            found = [self._servers.dead(publish_timeout())]
+            found[0] = self._servers.dead(publish_timeout())
+            mine = self._outbox.kept.fingerprint if self._outbox else None
+            found[1] = mine if mine and not found[0] and all_hold(mine, publish_timeout()) else None
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(found, src=0)
         refuse_dead(found[0])
+        held: str | None = found[1]
+        return held
 
     def _wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = get_device_id()
@@ -312,11 +336,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                     entry = entry.to(torch.bfloat16)
                 return entry.full_tensor() if isinstance(entry, DTensor) else entry
 
-        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore)
+        here = torch.device(get_device_name())
+        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)
 
 
 def _tokens_of(batch: Any) -> Any:
-    """Return the mask and the known log-probs of a batch's responses. Each is padded to [B, T]."""
+    """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
 
@@ -327,44 +352,10 @@ def flash_cross_entropy() -> bool:
     return bool(available) and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
 
 
-def refuse_dead(servers: dict[str, str]) -> None:
-    """Raise UserError if a rollout server is dead, because verl would wait for it forever."""
-    if servers:
-        names = ", ".join(sorted(servers)[:8])
-        raise has_stopped(f"rollout servers have stopped and cannot be published to: {names}", servers)
-
-
 def loss_mode(loss_function: Any) -> str | None:
     """Return the `policy_loss.loss_mode` that verl has bound to its PPO loss, or None."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return getattr(getattr(config, "policy_loss", None), "loss_mode", None)
-
-
-def check_engine_config(model_config: Any, engine_config: Any) -> None:
-    """Raise UserError for verl settings that the quantized forward does not support."""
-    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
-    precision = engine_config.mixed_precision or {}
-    param_dtype = precision.get("param_dtype", "bf16")
-    unknown = set(precision) - _PRECISION_KEYS
-    problems = [
-        (engine_config.strategy != "fsdp2", "actor_rollout_ref.actor.strategy", "fsdp2"),
-        (str(param_dtype) not in ("bf16", "bfloat16"), f"{where}.mixed_precision.param_dtype", "bf16"),
-        (bool(unknown), f"{where}.mixed_precision", f"only keys of {', '.join(sorted(_PRECISION_KEYS))}"),
-        (engine_config.offload_policy, f"{where}.offload_policy", "False (param_offload may be True)"),
-        (engine_config.forward_only, reference, "verl.workers.config.FSDPEngineConfig"),
-        (engine_config.qat.enable, f"{where}.qat.enable", "False (it is verl's own quantization)"),
-        (model_config.lora_rank > 0, "actor_rollout_ref.model.lora_rank", "0"),
-        (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
-        (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
-        (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
-    ]
-    wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
-    if wrong:
-        raise UserError(
-            "QaRL's quantized actor does not support these verl settings",
-            where=", ".join(key for key, _ in wrong),
-            fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
-        )
 
 
 def register() -> None:

@@ -53,10 +53,8 @@ def tbpo_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Compute the TBPO loss. The signature is that of verl's policy losses. All tensors are [B, T].
 
-    The returned dict is empty, because the engine reports the metrics.
-
-    Raises:
-        UserError: there are no rollout log-probs, verl adds its own correction weights, or the configuration is bad.
+    The returned dict is empty, because the engine reports the metrics. Raise UserError if there are no rollout
+    log-probs, if verl adds its own correction weights, or if the configuration is bad.
     """
     if rollout_is_weights is not None:
         raise UserError(
@@ -76,7 +74,7 @@ def tbpo_policy_loss(
         raise UserError(
             "TBPO needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
             where="actor_rollout_ref.rollout.calculate_log_probs",
-            why="the trainer's own log-probs cannot replace them: that would hide every mismatch",
+            why="the trainer's own log-probs cannot replace them, because that would hide every mismatch",
             fix="set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
     loss, statistics = tbpo_loss(

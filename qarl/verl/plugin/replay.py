@@ -1,13 +1,13 @@
 """verl's replay buffer for synchronous training, which polls more often and refuses incomplete batches.
 
 The trainer polls the rollout's progress. verl 0.9.1 sleeps two seconds between polls, and no key changes that, so a
-step of a small model was mostly sleep. `trainer.v1.sampler.custom_sampler` names this class, which polls more often.
+step of a small model would be mostly sleep. `trainer.v1.sampler.custom_sampler` names this class to poll more often.
 
 If the generation of a group fails, verl treats the group as finished, with the responses that it has so far. If an
 engine dies, those are mostly short responses, and the update would use only them. Here a failed group is an error. If a
 process dies while the sampler waits for its responses, that is an error too.
 
-The sampler also counts preemptions, because verl logs the metrics that a sampler returns with those of the step.
+The sampler also counts preemptions, because verl adds the metrics that a sampler returns to those of the step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class PromptReplayBuffer(ReplayBuffer):
 
     verl's filter of groups and its refill of failed groups work only in verl's own samplers.
     `trainer.v1.sampler.sampler_kwargs` tells this sampler whether the config asks for them: `filter_groups` and
-    `sync_refill_failed_groups`.
-
-    Raises:
-        UserError: the trainer mode is not sync, or the config asks for filter or refill. They would be ignored.
+    `sync_refill_failed_groups`. Raise UserError if the config asks for either, or if the trainer mode is not sync.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -56,7 +53,7 @@ class PromptReplayBuffer(ReplayBuffer):
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Return verl's batch and metrics. For training batches, add `rollout/preemptions` if servers report it."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
-        found = self._preemptions.since_last()  # also for evaluations: the next batch must not include theirs
+        found = self._preemptions.since_last()  # also in evaluations, so that the next batch counts only its own
         if partition_id == "val" or found is None:
             return batch, metrics
         if found:

@@ -31,12 +31,10 @@ def score(
     timeout_s: float | None,
     **more: Any,
 ) -> float | dict[str, Any]:
-    """Score one response with the function named `function`. If it returns a dict, return that with the key `score`.
+    """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
 
-    `more`: arguments that verl adds for rewards that call a reward model.
-
-    Raises:
-        UserError: see `qarl.data.rewards.score_responses`.
+    `more`: arguments that verl adds for rewards that call a reward model. Raise the UserErrors of
+    `qarl.data.rewards.score_responses`.
     """
     with _LOADING:
         fn = _load(function)

@@ -40,7 +40,7 @@ class RouterReplay:
             self._given, self._record = given, self._held.enter_context(recorded_routing(module))
 
     def end(self) -> None:
-        """Call after a forward. If it ran without gradients, update `other` and `known`."""
+        """Call after a forward. If it ran without gradients (to compute log-probs), update the counts for `take`."""
         if self._record is None or self._given is None:
             return
         self.other += int(differing_tokens(self._record.experts(), self._given).sum())
@@ -48,7 +48,7 @@ class RouterReplay:
         self._record = None
 
     def take(self) -> tuple[int, int]:
-        """Return `other` and `known`, and set both to 0."""
+        """Return `other` and `known`, the token counts since the last call, and set both to 0."""
         found, self.other, self.known = (self.other, self.known), 0, 0
         return found
 

@@ -80,8 +80,7 @@ def check_files(engine: Any, folder: str) -> None:
 def check_record(engine: Any, folder: str) -> str:
     """Compare the state loaded from `folder` with its record. Return one line that says what was compared.
 
-    Raises:
-        UserError: something differs. The error names up to eight tensors.
+    If something differs, raise a UserError that names up to eight tensors.
     """
     path = _record(engine, folder)
     if not path.is_file():

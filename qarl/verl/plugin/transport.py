@@ -2,23 +2,37 @@
 
 verl puts the tensors of a bucket into a dict by name (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py),
 but several records of `qarl.rollout.publish.wire` have the same name. So each record gets a number in its name while it
-is sent. The first record names the run.
+is sent. The first record names the run. With an `Outbox`, only changes are sent, if all engines hold what it sent last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import count
 
 import torch
 
+from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.wire import BEGIN, NamedTensor, TransferFailed, encode_publish, is_record, read_record
 
 
-def encode(tensors: Iterable[NamedTensor], *, version: int, run: str) -> Iterator[NamedTensor]:
-    """Yield the stream of a publish by the run `run`. All records in it have unique names."""
+def encode(
+    tensors: Iterable[NamedTensor],
+    *,
+    version: int,
+    run: str,
+    outbox: Outbox | None = None,
+    held: Collection[str | None] = (),
+) -> Iterator[NamedTensor]:
+    """Yield the stream of a publish by the run `run`. All records in it have unique names.
+
+    `held`: what the engines hold (see `Outbox.stream`)."""
     numbers = count()
-    for name, tensor in encode_publish(tensors, version=version, run=run):
+    if outbox is None:
+        stream = encode_publish(tensors, version=version, run=run)
+    else:
+        stream = outbox.stream(tensors, version=version, held=held, run=run)
+    for name, tensor in stream:
         yield (f"{name}#{next(numbers)}" if is_record(name) else name), tensor
 
 

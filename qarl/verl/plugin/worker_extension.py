@@ -22,8 +22,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
-from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl.plugin.transport import NamedTensor, decode
@@ -38,6 +37,12 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
     def __new__(cls, **kwargs: Any) -> Any:
         allow_matrix_tiles()  # before vLLM loads and warms up the model
         return super().__new__(cls, **kwargs)
+
+    def qarl_check_held(self, fingerprint: str) -> None:
+        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`)."""
+        held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
+        if held != fingerprint:
+            raise RuntimeError(f"this worker holds {held}, so the trainer sends all tensors instead of changes")
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -62,7 +67,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
             if not hasattr(self, "_qarl_receiver"):
                 self._qarl_receiver = make_receiver(self.model_runner)
             if not self._qarl_receiver.stale:  # otherwise an empty publish would leave the last version in use
-                self._qarl_receiver.mark_stale("the publish ended before its first record")
+                self._qarl_receiver.mark_stale("the publish ended before its first record", doubt=False)
 
         def take(weights: list[NamedTensor], is_last: bool) -> None:
             unless_failed(lambda: self._qarl_receiver.feed(decode(weights, run=run)))
@@ -87,8 +92,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note, and drop its frames. Their variables would keep the bucket
-    alive. Then its shared memory could not be closed, and verl's receiver would fail before its last reply."""
+    """Keep the traceback of `error` as text in a note, and drop its frames. Variables in the frames would keep the
+    bucket alive. Then verl's receiver could not close its shared memory, and would fail before its last reply."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:
@@ -98,12 +103,6 @@ def _traceback_as_text(error: BaseException) -> None:
 
 def make_receiver(model_runner: Any) -> WeightReceiver:
     """Return the receiver for one worker's model. Raise UserError if trainer and engine quantize different layers."""
-    hf_config = model_runner.vllm_config.model_config.hf_config
-    quantization: Any = getattr(hf_config, "quantization_config", None)
-    scheme, ignore = get_scheme("bf16"), []
-    if quantization is not None:
-        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
-    expected = expected_manifest(hf_config, scheme, ignore)
-    check_same_layers(model_runner.get_model(), expected)
-    # Buckets are views of a buffer that the next one overwrites.
+    expected = engines_manifest(model_runner.vllm_config.model_config.hf_config, model_runner.get_model())
+    # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

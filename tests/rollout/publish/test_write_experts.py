@@ -11,7 +11,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.manifest import TensorSpec, check_same_layers
+from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import TransferFailed, encode_publish
 from qarl.rollout.publish.writers import WritePlan
 
 EXPERTS, HIDDEN, WIDTH = 11, 8, 4
@@ -22,10 +24,10 @@ SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj":
 class RoutedExperts(nn.Module):
     """vLLM's, in what the plan reads; BF16 as its CPU backend has it, or emptied as the plugin leaves low-bit ones."""
 
-    def __init__(self, method: Any, *, tp_size: int = 1) -> None:
+    def __init__(self, method: Any, *, use_ep: bool = False) -> None:
         super().__init__()
         self.quant_method, self.global_num_experts = method, EXPERTS
-        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=tp_size, use_ep=False))
+        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_rank=0, tp_size=1, use_ep=use_ep))
         for name, shape in (("w13_weight", (2 * WIDTH, HIDDEN)), ("w2_weight", (HIDDEN, WIDTH))):
             self.register_parameter(name, nn.Parameter(torch.zeros(EXPERTS, *shape), requires_grad=False))
 
@@ -111,7 +113,7 @@ def test_a_layer_is_written_whole_or_not_at_all() -> None:
 def test_another_number_of_experts_is_refused(experts: int, side: str) -> None:
     number = min(experts, EXPERTS)
     with pytest.raises(
-        UserError, match=rf"(?s)would not write exactly the experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
+        UserError, match=rf"(?s)have different experts.*only the {side}: \['{PREFIX}\.{number}\.down_proj'"
     ):
         plan_of(engine_model(LowBitExpertsMethod()), matrices(experts=experts))
 
@@ -134,7 +136,7 @@ def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "sizes", "arguments"),
     [
-        (LowBitExpertsMethod(), {"tp_size": 2}, {}),
+        (RepairedUnquantizedMethod(), {"use_ep": True}, {}),
         (LowBitExpertsMethod(), {}, {"direct": False}),
         (CompressedTensorsWNA16MoEMethod(), {"device": "meta"}, {}),
     ],
@@ -142,7 +144,7 @@ def test_an_engine_on_a_cpu_without_the_plugin_is_refused(method: Any) -> None:
 def test_other_experts_are_reloaded_without_weight_shape(
     method: Any, sizes: dict[str, Any], arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensor parallelism, other devices, and where direct writes are not wanted."""
+    """Expert parallelism, other devices, and where direct writes are not wanted."""
     device = sizes.pop("device", "cpu")
     model, tensors = engine_model(method, **sizes).to(device), matrices(scales=True)
     found: list[Any] = []
@@ -151,6 +153,36 @@ def test_other_experts_are_reloaded_without_weight_shape(
     ((_, _, modules, sent),) = found
     assert modules == [model.get_submodule(f"{PREFIX}.routed_experts")]
     assert sent.keys() == {name for name in tensors if not name.endswith("weight_shape")}
+
+
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
+@pytest.mark.parametrize("matrix", SHAPES)
+def test_an_experts_tensor_is_checked_like_any_other(expert: int, matrix: str) -> None:
+    """Where the checksums are made on the way, as in verl: NaN in it, and a bit that flips behind them."""
+    method, tensors = LowBitExpertsMethod(), matrices(scales=True)
+    expected = {name: TensorSpec.of(t) for name, t in tensors.items()}
+    receiver = WeightReceiver(engine_model(method), None, expected, kv_caches=list)
+    for leaf in ("weight", "weight_scale"):
+        name = f"{PREFIX}.{expert}.{matrix}.{leaf}"
+        spoilt = {**tensors, name: tensors[name].clone()}
+        spoilt[name].view(-1)[-1] = torch.nan
+        with pytest.raises(UserError, match=rf"1 tensors to publish hold NaN(?s:.*){name}"):
+            receiver.feed(encode_publish(spoilt.items(), version=1))
+        with pytest.raises(UserError, match=f"{name}: holds NaN"):
+            check_complete(spoilt.items(), expected)
+        stream = list(encode_publish(tensors.items(), version=1))
+        flipped = [(n, _flipped(t) if n == name else t) for n, t in stream]
+        with pytest.raises(TransferFailed, match=f"{name} was damaged"):
+            receiver.feed(flipped)
+        assert receiver.stale and not hasattr(method, "written")
+    receiver.feed(stream)
+    assert receiver.version == 1 and hasattr(method, "written")
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    flipped = tensor.clone()
+    flipped.view(torch.uint8).view(-1)[0] ^= 1
+    return flipped
 
 
 def test_the_layers_that_are_quantized_are_compared_by_matrix() -> None:

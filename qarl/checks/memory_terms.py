@@ -1,0 +1,226 @@
+"""The terms of the memory estimate (`qarl.checks.memory`): one function for each, with its arithmetic.
+
+P is the number of weights, R the number of trainer processes over which FSDP2 shards, T the tokens of a micro-batch at
+full length, V the vocabulary and H the hidden size.
+
+    states        masters P * 4 (FP32) or 2 (BF16); moments P * 8 (AdamW) or P * 4 (Muon's matrices); FP32 gradients
+                  P * 4. With verl all are divided by R. A step also needs 16 bytes for each weight of one parameter.
+    gathered      verl only. Two decoder blocks at a time as they travel: (4 + 16 / g) / 16 of BF16's bytes for int4,
+                  half for 8 bits. Embeddings and lm_head in BF16. A block's gradient waits in BF16 and is copied to
+                  FP32 before it is scattered; that of lm_head waits in BF16 until the backward ends.
+    low_bit       the quantized weights that stay between steps: all of them locally, P / R of them with verl; their
+                  copies in a kernel's layout; and the dequantized weights of the backward.
+    activations   what autograd saves, for each token: of all blocks, or with recomputation H numbers of each block and
+                  all of one block.
+    logits        10 bytes for each of T * V in the forward (18 with verl, which also wants entropies), 12 if a backward
+                  follows. In blocks of `LOGITS_AT_A_TIME`: as much for each logit of a block, 18 bytes in the
+                  backward, and 4 bytes for each weight of lm_head.
+    engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qarl.checks.model_size import ModelSize, Shape, prepared_bytes, wire_bytes
+from qarl.config.ignore import is_ignored
+
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+GIB = 2**30
+ENGINE_WORKSPACE_BYTES = GIB
+"""A rough allowance for vLLM's forward, in addition to weights and KV cache."""
+ENGINE_ASLEEP_BYTES = GIB
+"""A rough allowance for what a sleeping engine keeps on its GPU: CUDA context, graphs, workspaces of libraries."""
+LOGITS_AT_A_TIME = 2**27
+"""The largest number of logits that `qarl.kernels.logprob` holds at once."""
+PHASES = ("rollout", "old_log_prob", "update", "step")
+"""`update` is the forward and backward of a micro-batch. `step` is the optimizer's step."""
+MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
+"""Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
+STEP_BYTES = 16
+"""Bytes per weight of the parameter that a step is updating: direction or bias-corrected moments, and the results of
+Newton-Schulz or of the division. `torch.optim.AdamW` in its fused form needs none."""
+
+OWN_INPUT_GRADIENT = frozenset(
+    {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
+)
+"""Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the memory: `name` takes `bytes` on one GPU during `phases`."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...] = PHASES
+
+
+def ranks(config: Config) -> int:
+    """Return the number of trainer processes. FSDP2 shards over them."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def optimizer_state(size: ModelSize, config: Config) -> int:
+    """Return the bytes of the moments of the whole model."""
+    matrices = size.matrix_parameters
+    return MATRIX_OPTIMIZER_BYTES[config.optim.name] * matrices + 8 * (size.parameters - matrices)
+
+
+def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
+    """Masters, moments and gradients."""
+    verl, fp32 = config.backend == "verl", config.optim.master_dtype == "fp32"
+    shards, parameters = ranks(config) if verl else 1, size.parameters
+    # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
+    used = ("update", "step") if offload else PHASES
+    state = Part(f"{config.optim.name} state, FP32", optimizer_state(size, config) // shards, used)
+    fused = not verl and fp32 and config.optim.name == "adamw"
+    one = Part("update of one parameter", 0 if fused else STEP_BYTES * size.largest_parameter // shards, ("step",))
+    if verl:
+        masters = (4 if fp32 else 2) * parameters // shards
+        return [
+            Part(f"{'FP32' if fp32 else 'BF16'} masters, sharded", masters, PHASES[1:] if offload else PHASES),
+            state,
+            Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
+            one,
+        ]
+    row = config.data.max_prompt_length + config.data.max_response_length
+    several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
+    return [
+        Part("weights, BF16", 2 * parameters),
+        Part("FP32 masters", 4 * parameters if fp32 else 0),
+        state,
+        Part("FP32 gradient sums", 4 * parameters, ("update", "step") if several else ("step",)),
+        Part("BF16 gradients of a micro-batch", 2 * parameters, ("update",)),
+        one,
+    ]
+
+
+def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """What FSDP2 gathers, and gradients before they are scattered. Nothing for the local backend."""
+    if config.backend != "verl":
+        return []
+    scheme, group = config.quant.scheme, config.quant.group_size
+    low_bit = quantized_linears(size, config) if align != "off" else {}
+    blocks = [
+        sum(wire_bytes(scheme if name in low_bit else "bf16", group, shape) for name, shape in linears.items())
+        for linears in map(size.block_linears, range(size.layers))
+    ]
+    head = size.vocab * size.hidden
+    return [
+        Part("gathered blocks (two)", 2 * max(blocks), ("old_log_prob", "update")),
+        Part("embeddings and lm_head, gathered in BF16", 2 * size.embedding_parameters, ("old_log_prob", "update")),
+        Part("gradients before they are scattered", 6 * size.largest_block + 2 * head, ("update",)),
+    ]
+
+
+def quantized_linears(size: ModelSize, config: Config) -> dict[str, Shape]:
+    if config.quant.scheme == "bf16":
+        return {}
+    return {name: shape for name, shape in size.linears().items() if not is_ignored(name, config.quant.ignore)}
+
+
+def published(size: ModelSize, config: Config) -> dict[str, int]:
+    """Return the number of published bytes. Quantized layers are low-bit tensors, and everything else is BF16."""
+    quantized = quantized_linears(size, config)
+    scheme, group = config.quant.scheme, config.quant.group_size
+    low_bit = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
+    rest = size.parameters - size.embedding_parameters - sum(n * k for n, k in quantized.values())
+    return {"low-bit": low_bit, "other": 2 * rest, "embeddings": 2 * size.embedding_parameters}
+
+
+def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
+    """Quantized weights that stay, their copies in the kernels' layout, and dequantized weights."""
+    quantized = quantized_linears(size, config) if align != "off" else {}
+    if not quantized:
+        return []
+    scheme, group = config.quant.scheme, config.quant.group_size
+
+    def prepared(names: Mapping[str, Shape]) -> int:
+        return sum(prepared_bytes(scheme, kernels.get(shape), group, shape) for shape in names.values())
+
+    wire = sum(wire_bytes(scheme, group, shape) for shape in quantized.values())
+    # Experts are dequantized for each backward, one layer's stack at a time, and not kept.
+    linears = [shape for name, shape in quantized.items() if ".experts." not in name]
+    experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(quantized) else 0
+    own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
+    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT]
+    if config.backend == "verl":
+        blocks = [size.block_linears(i) for i in range(size.layers)]
+        block = max(prepared({name: s for name, s in one.items() if name in quantized}) for one in blocks)
+        return [
+            Part("low-bit tensors, sharded", wire // ranks(config)),
+            Part("a gathered block in the kernels' layout", block, ("old_log_prob", "update")),
+            Part("dequantized weight of one layer, BF16", max([*own, *other]), ("update",)),
+        ]
+    return [
+        Part("low-bit tensors", wire),
+        Part("low-bit tensors in the kernels' layout", prepared(quantized)),
+        Part("dequantized weights for the backward, BF16", sum(other) + max(own, default=0), ("update",)),
+    ]
+
+
+def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
+    """What autograd saves for the backward of one micro-batch, outside lm_head."""
+    layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
+    kept = sum(layer_bytes)
+    if config.model.gradient_checkpointing:
+        kept = size.layers * size.hidden * (4 if align in ("model", "exact") else 2) + max(layer_bytes)
+    forward, backward = micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)
+    return [
+        Part("activations, log-probs", forward * max(layer_bytes), ("old_log_prob",)),
+        Part("activations, update", backward * kept, ("update",)),
+    ]
+
+
+def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
+    """Return the largest number of tokens in a micro-batch of the update, or of the pass for old log-probs."""
+    actor, data = config.actor, config.data
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu or 0
+        return (actor.log_prob_max_token_len_per_gpu or limit) if log_probs else limit
+    size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+    return (size or 0) * (data.max_prompt_length + data.max_response_length)
+
+
+def logits(size: ModelSize, config: Config) -> list[Part]:
+    """Logits of one micro-batch and what their softmax needs. verl computes those of prompts, too. A limit on tokens is
+    taken as filled by responses."""
+    data = config.data
+    tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
+    if config.backend == "local" and not config.actor.use_dynamic_bsz:
+        length = data.max_prompt_length + data.max_response_length
+        tokens = [count // length * data.max_response_length for count in tokens]
+    forward, backward = (count * size.vocab for count in tokens)
+    update = 12 * backward
+    if backward > LOGITS_AT_A_TIME:
+        update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden
+    each = 18 if config.backend == "verl" else 10
+    return [
+        Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
+        Part("logits, update", update, ("update",)),
+    ]
+
+
+def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
+    """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
+    parallel = config.rollout.tensor_model_parallel_size
+    weights = sum(published(size, config).values()) // parallel
+    sleeps = config.backend == "verl" and device == "cuda"
+    phases = ("rollout",) if sleeps else PHASES
+    if device == "cuda":
+        budget = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)
+        kv_cache = budget - weights - ENGINE_WORKSPACE_BYTES
+    else:
+        kv_cache = int(config.rollout.cpu_kvcache_space_gib * GIB)
+    parts = [
+        Part("vLLM: weights", weights, phases),
+        Part("vLLM: KV cache", max(kv_cache, 0), phases),
+        Part("vLLM: workspace (allowance)", ENGINE_WORKSPACE_BYTES, phases),
+        Part("vLLM asleep (allowance)", ENGINE_ASLEEP_BYTES if sleeps else 0, PHASES[1:]),
+    ]
+    return parts, kv_cache, weights

@@ -1,0 +1,167 @@
+"""Sizes of a model, from its config alone: shapes of the linears, numbers of weights, and bytes of one weight in the
+layouts that travel and that kernels read. Pure arithmetic without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes that a Llama-like or Qwen3-MoE model has in its config. `sparse_layers`: layers with experts."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate: int = 0
+    sparse_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelSize:
+        """Read a transformers config or the content of a config.json. Raise KeyError if it lacks a required number."""
+        given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        heads, kind = given["num_attention_heads"], given.get("model_type", "")
+        layers = given["num_hidden_layers"]
+        experts = given.get("num_experts") or given.get("num_local_experts") or 0
+        every, dense = given.get("decoder_sparse_step") or 1, given.get("mlp_only_layers") or ()
+        sparse = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % every == 0)
+        attention_bias = bool(given.get("attention_bias"))
+        return cls(
+            layers=layers,
+            hidden=given["hidden_size"],
+            intermediate=given["intermediate_size"],
+            heads=heads,
+            kv_heads=given.get("num_key_value_heads") or heads,
+            head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+            vocab=given["vocab_size"],
+            tied=bool(given.get("tie_word_embeddings")),
+            qkv_bias=kind in ("qwen2", "qwen2_moe") or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=bool(given.get("mlp_bias")),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            experts=experts,
+            experts_per_token=given.get("num_experts_per_tok") or 0,
+            moe_intermediate=given.get("moe_intermediate_size") or 0,
+            sparse_layers=sparse,
+        )
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def block_linears(self, layer: int) -> dict[str, Shape]:
+        """Return name -> [N, K] for all linears of a decoder block, including those of experts, except the router."""
+        prefix = f"model.layers.{layer}."
+        attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
+        linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
+        linears[f"{prefix}self_attn.o_proj"] = (self.hidden, self.query_width)
+        if layer not in self.sparse_layers:
+            return linears | _mlp(f"{prefix}mlp.", self.hidden, self.intermediate)
+        for expert in range(self.experts):
+            linears |= _mlp(f"{prefix}mlp.experts.{expert}.", self.hidden, self.moe_intermediate)
+        return linears
+
+    def linears(self) -> dict[str, Shape]:
+        """[N, K] of every linear in all blocks. lm_head is not included."""
+        return {name: shape for layer in range(self.layers) for name, shape in self.block_linears(layer).items()}
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of weights in the input and output embeddings, which are counted once if they are tied."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Number of weights in the linears of all blocks, including experts and routers. Muon updates these weights."""
+        routers = len(self.sparse_layers) * self.experts * self.hidden
+        return sum(n * k for n, k in self.linears().values()) + routers
+
+    @property
+    def parameters(self) -> int:
+        norms = (2 * self.layers + 1) * self.hidden + (2 * self.head_dim * self.layers if self.qk_norm else 0)
+        biases = self.layers * (
+            (self.query_width + 2 * self.kv_width if self.qkv_bias else 0) + (self.hidden if self.o_bias else 0)
+        )
+        if self.mlp_bias:
+            biases += (self.layers - len(self.sparse_layers)) * (2 * self.intermediate + self.hidden)
+        return self.embedding_parameters + self.matrix_parameters + norms + biases
+
+    @property
+    def largest_parameter(self) -> int:
+        """Number of weights in the largest single tensor: an embedding, a linear or a stack of experts."""
+        linears = max(n * k for n, k in self.linears().values())
+        stack = 2 * self.experts * self.moe_intermediate * self.hidden
+        return max(self.vocab * self.hidden, linears, stack)
+
+    @property
+    def largest_block(self) -> int:
+        """Number of weights in the linears of the largest block."""
+        return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
+
+    def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
+        """Return the bytes of a token's BF16 keys and values on a GPU, which has one KV head per layer or more."""
+        return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
+
+    def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
+        """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32."""
+        fp32_attention = align == "model"
+        norms = 2 * (4 + 2 + 2) * self.hidden + 8
+        qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)
+        output = (6 if fp32_attention else 2) * self.query_width + 4 * self.heads
+        rotary = 8 * self.head_dim if align in ("model", "exact") else 0
+        qk_norm = 6 * (self.query_width + self.kv_width) + 4 * (self.heads + self.kv_heads) if self.qk_norm else 0
+        if layer in self.sparse_layers:
+            mlp = self.experts_per_token * (8 * self.moe_intermediate + 4 * self.hidden)
+        else:
+            mlp = 8 * self.intermediate
+        return norms + qkv + output + rotary + qk_norm + mlp
+
+
+def _mlp(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj": (intermediate, hidden),
+        f"{prefix}up_proj": (intermediate, hidden),
+        f"{prefix}down_proj": (hidden, intermediate),
+    }
+
+
+def wire_bytes(scheme: str, group_size: int, shape: Shape) -> int:
+    """Return the bytes of one published [N, K] weight, which is sent as `Scheme.wire_tensors`."""
+    n, k = shape
+    if scheme == "bf16":
+        return 2 * n * k
+    if scheme in ("w4a16", "w4a8"):
+        return n * k // 2 + 2 * n * (k // group_size) + 16
+    return n * k + 4 * n
+
+
+def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shape) -> int:
+    """Return the bytes of a weight's copy in the layout of `kernel`, or 0 if the kernel reads the published tensors."""
+    n, k = shape
+    if kernel == "reference":
+        return 2 * n * k if scheme == "w4a16" else 0
+    if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin"):
+        return n * k // 2 + 2 * n * (k // group_size)
+    return {"vllm_cpu_int8": n * k + 4 * n, "torch_int8": n * k + 4 * n, "vllm_cpu_fp8": 4 * n * k + 4 * n}.get(
+        kernel or "", 0
+    )

@@ -1,0 +1,54 @@
+"""Muon's update of a matrix, as the `muon-optimizer` package defines it, in two parts that can run on different ranks.
+
+    direction        Nesterov momentum. Each element depends only on itself, so a rank computes it on its shard.
+    orthogonalized   five Newton-Schulz steps by the package's `zeropower_via_newtonschulz5`. They need a whole matrix.
+
+The package's `muon_update` does both, but it overwrites the gradient. Its distributed class wants whole parameters on
+every rank.
+
+A matrix has N rows (outputs) and K columns (inputs). Newton-Schulz brings the singular values near 1: the largest ends
+between 1.05 and 1.2, and all but the smallest few above 0.67. The package then multiplies by sqrt(max(1, N / K)). So
+one update with learning rate lr
+
+    has the spectral norm lr * sqrt(max(1, N / K)) * (1.05 to 1.2). For a [384, 128] matrix that is 1.97 lr: sqrt(3)
+    times 1.14. Only for wide and square matrices is lr about the spectral norm itself.
+    changes an element by lr / sqrt(K) * (0.8 to 0.95), root mean square, whatever N is.
+
+QaRL keeps the package's factor, because the second line then holds for every shape: lr says how far the elements of a
+matrix move. `optim.muon_lr` is this lr. docs/configs.md says what the paper's 1e-6 means in this unit.
+"""
+
+from __future__ import annotations
+
+import torch
+from muon import zeropower_via_newtonschulz5
+
+_STEPS = 5
+
+
+def use_muon(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether Muon updates this parameter. It updates matrices, except embeddings and lm_head.
+
+    Stacked expert weights [experts, out, in] count as matrices, because Muon orthogonalizes the last two dimensions.
+    """
+    if "embed" in name or "lm_head" in name:
+        return False
+    return parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
+
+
+def direction(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> torch.Tensor:
+    """Add `gradient` to `momentum` in place, and return Nesterov's look-ahead. All FP32 and of one shape.
+
+    `gradient` is not changed.
+    """
+    momentum.lerp_(gradient, 1 - beta)
+    return gradient.lerp(momentum, beta)
+
+
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """Return Muon's update for directions [..., N, K], in BF16: U S V^T with S near 1, times sqrt(max(1, N / K))."""
+    rows, columns = matrices.shape[-2:]
+    if not matrices.numel():
+        return matrices.to(torch.bfloat16)
+    update: torch.Tensor = zeropower_via_newtonschulz5(matrices, steps=_STEPS)
+    return update.mul_(max(1, rows / columns) ** 0.5)

@@ -1,0 +1,107 @@
+"""Stochastic rounding from FP32 to BF16 with random bits that depend only on seed, tensor, update and element.
+
+A stream of random numbers (`torch.Generator`) would give an element different bits on one rank and on four, and its
+state would have to be saved for each rank. Here the bits of an element are a hash of its position in the whole tensor
+and a key (SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). So the result
+does not depend on how many ranks share the tensor, nor on the device. A resumed run needs only the number of updates.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_AT_A_TIME = 2**24
+"""Elements that are rounded at a time. The hash of one needs about 24 bytes."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The elements that a rank holds: indices `start` to `stop` along dimension `dim` of a tensor of shape `shape`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        return cls(shape, 0, 0, shape[0] if shape else 1)
+
+    def positions(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """Return the positions in the flattened whole tensor of the region's elements `first` to `last`, int64."""
+        inner = 1
+        for size in self.shape[self.dim + 1 :]:
+            inner *= size
+        places = torch.arange(first, last, device=device)
+        ours = (self.stop - self.start) * inner
+        if self.dim == 0 or not ours:
+            return places + self.start * inner
+        before = places.div(ours, rounding_mode="floor")
+        return before * (self.shape[self.dim] * inner) + self.start * inner + (places - before * ours)
+
+
+def rounding_key(seed: int, name: str, update: int) -> int:
+    """Return the key of one update of one parameter."""
+    key = 0
+    for part in (seed, zlib.crc32(name.encode()), update):
+        key = _mix(key ^ _mix((part + 1) * _GAMMA))
+    return key
+
+
+def stochastic_round(source: torch.Tensor, key: int, region: Region | None = None) -> torch.Tensor:
+    """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
+
+    For example, a value may lie a quarter of the way from one BF16 neighbour to the next. It is rounded to the farther
+    neighbour with probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16
+    number the upper neighbour is Inf, as in round to nearest.
+
+    Args:
+        source: FP32, any shape.
+        key: from `rounding_key`.
+        region: the part of the whole tensor that `source` holds; by default all of it.
+
+    Returns:
+        BF16 of the same shape.
+    """
+    region = region or Region.whole(tuple(source.shape))
+    flat = source.reshape(-1)
+    rounded = torch.empty_like(flat, dtype=torch.bfloat16)
+    for first in range(0, len(flat), _AT_A_TIME):
+        exact = flat[first : first + _AT_A_TIME]
+        noise = random_bits(key, region.positions(first, first + len(exact), source.device))
+        # BF16 is the upper half of FP32, so neighbours are 2**16 bit patterns apart, for both signs.
+        up = (exact.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+        rounded[first : first + len(exact)] = torch.where(exact.isfinite(), up, exact)
+    return rounded.view(source.shape)
+
+
+def random_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each of `positions` (int64), as int32. Equal arguments give equal bits."""
+    bits = positions.mul(_signed(_GAMMA)).add_(_signed(key))
+    bits = _shifted(bits, 30).mul_(_signed(_FIRST))
+    bits = _shifted(bits, 27).mul_(_signed(_SECOND))
+    return (_shifted(bits, 31) >> 48).bitwise_and_(0xFFFF).to(torch.int32)
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """bits ^ (bits >> by), with zeros shifted in; torch shifts in the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1).bitwise_xor_(bits)
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a number below 2**64."""
+    number %= 1 << 64
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _mix(number: int) -> int:
+    """SplitMix64's finalizer on a Python integer."""
+    number %= 1 << 64
+    number = (number ^ (number >> 30)) * _FIRST % (1 << 64)
+    number = (number ^ (number >> 27)) * _SECOND % (1 << 64)
+    return number ^ (number >> 31)

@@ -1,0 +1,130 @@
+"""The tensors of the last complete publish, which the next publish changes in a few words.
+
+Both sides keep them in host memory, in the format of the wire. The receiver needs them because vLLM stores weights in
+the layout of its kernels, where one published word may be spread over several places, or summed into another tensor.
+So the receiver changes words here and writes whole tensors with the writers that it has anyway. The cost is one set of
+published tensors per receiver in host memory, and one more per sender in another process. If sender and receiver share
+a process, the sender compares with the receiver's tensors and keeps none.
+
+The fingerprint says which tensors are kept. It is a hash of the version and of the checksums of all tensors. A delta
+publish names the fingerprint that it changes. A receiver with another one, or with none, refuses it before it writes
+anything. While a publish is under way there is no fingerprint, and if the publish fails, there is none afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from qarl.rollout.publish.delta import apply_changes, find_changes
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def fingerprint_of(version: int, digests: Mapping[str, int]) -> str:
+    """Return a text that identifies a complete set of tensors by its version and the checksums of all tensors."""
+    text = "\n".join([str(version), *(f"{name} {digests[name]}" for name in sorted(digests))])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class KeptTensors:
+    """Tensors and their checksums by name. `fingerprint`: that of the complete publish that they are from, or None."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.digests: dict[str, int] = {}
+        self.fingerprint: str | None = None
+
+    def begin(self, *, changes: bool) -> None:
+        """Begin a publish. `changes`: whether it changes the kept tensors. If not, all of them are replaced."""
+        self.fingerprint = None
+        if not changes:
+            self.digests = {}
+
+    def put(self, name: str, tensor: torch.Tensor, digest: int) -> None:
+        """Keep a copy of `tensor`. It uses the memory of the earlier tensor of this name, if dtype and shape fit."""
+        tensor = tensor.detach()
+        kept = self.tensors.get(name)
+        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            kept.copy_(tensor)
+        else:
+            self.tensors[name] = tensor.to("cpu", copy=True).contiguous()
+        self.digests[name] = digest
+
+    def change(self, name: str, payload: torch.Tensor, digest: int) -> None:
+        """Change words of the kept tensor `name` in place.
+
+        Raises:
+            ValueError: the payload is damaged, or there is no tensor of that name.
+        """
+        if name not in self.digests:
+            raise ValueError(f"no tensor {name} is kept")
+        apply_changes(self.tensors[name], payload.cpu())
+        self.digests[name] = digest
+
+    def commit(self, version: int) -> str:
+        """End a complete publish. Return the fingerprint."""
+        for name in self.tensors.keys() - self.digests.keys():
+            del self.tensors[name]
+        self.fingerprint = fingerprint_of(version, self.digests)
+        return self.fingerprint
+
+
+@dataclass
+class Tally:
+    """The changed words of one publish, by kind: `codes` (quantized weights), `scales`, `other`. `known`: whether the
+    publish could be compared with the one before."""
+
+    known: bool = False
+    changed: dict[str, int] = field(default_factory=dict)
+    words: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor, changed: int) -> None:
+        leaf = name.rpartition(".")[2]
+        kind = "scales" if leaf == "weight_scale" else "codes" if tensor.dtype in _LOW_BIT else "other"
+        if leaf != "weight_shape":
+            self.changed[kind] = self.changed.get(kind, 0) + changed
+            self.words[kind] = self.words.get(kind, 0) + tensor.numel()
+
+    def metrics(self) -> dict[str, float]:
+        """Return `publish/changed_words` and shares of words, or nothing if the changes are not known."""
+        words = sum(self.words.values())
+        if not self.known or not words:
+            return {}
+        changed = sum(self.changed.values())
+        names = {"codes": "publish/changed_codes_frac", "scales": "publish/changed_scales_frac"}
+        shares = {name: self.changed[kind] / self.words[kind] for kind, name in names.items() if self.words.get(kind)}
+        return {"publish/changed_words": float(changed), "publish/changed_frac": changed / words} | shares
+
+
+_LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
+
+
+class Sent:
+    """`bytes`: the bytes of a stream, records included."""
+
+    bytes = 0
+
+    def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Pass `stream` on, and count its bytes."""
+        for name, tensor in stream:
+            self.bytes += tensor.nbytes
+            yield name, tensor
+
+
+def changed_members(
+    members: Iterable[NamedTensor], base: KeptTensors, tally: Tally
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield each tensor that differs from the kept one: name, what to send, and whether that is a payload."""
+    for name, tensor in members:
+        now = tensor.detach().contiguous()
+        if name not in base.tensors or base.tensors[name].shape != now.shape or base.tensors[name].dtype != now.dtype:
+            yield name, tensor, False
+            continue
+        found = find_changes(base.tensors[name].to(now.device), now)
+        tally.add(name, now, found.changed)
+        if found.changed:
+            yield name, tensor if found.payload is None else found.payload, found.payload is not None

@@ -1,0 +1,57 @@
+"""The sender's side of delta publishes to receivers in other processes.
+
+The sender keeps the tensors that it sent last, as the receivers do. It never assumes that they arrived. Before each
+publish it is told what every receiver holds, and sends changes only if all of them hold exactly what it has kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_publish, read_record
+
+
+class Outbox:
+    """What one sender has sent last. `kept`: the tensors. `tally`, `sent`: changed words and bytes of the last time."""
+
+    def __init__(self) -> None:
+        self.kept = KeptTensors()
+        self.tally = Tally()
+        self.sent = Sent()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and its changed words."""
+        if not self.sent.bytes:
+            return {}
+        sent = {"publish/delta": float(self.tally.known), "publish/mbytes": self.sent.bytes / 1e6}
+        return sent | self.tally.metrics()
+
+    def stream(
+        self, tensors: Iterable[NamedTensor], *, version: int, held: Collection[str | None], **options: Any
+    ) -> Iterator[NamedTensor]:
+        """Yield the stream of a publish, as `qarl.rollout.publish.wire.encode_publish` does with `options`.
+
+        `held`: the fingerprint that each receiver holds, or None for a receiver that holds none."""
+        mine = self.kept.fingerprint
+        base = self.kept if mine is not None and held and all(one == mine for one in held) else None
+        self.tally, self.sent = Tally(), Sent()
+        encoded = encode_publish(tensors, version=version, keep=True, base=base, tally=self.tally, **options)
+        unit: dict[str, Any] = {}
+        for name, tensor in self.sent.count(encoded):
+            if name == BEGIN:
+                self.kept.begin(changes=base is not None)
+            elif name == UNIT:
+                self._apply(unit, read_record(name, tensor))
+                unit = {}
+            elif name == COMMIT:
+                self.kept.commit(version)
+            else:
+                unit[name] = tensor
+            yield name, tensor
+
+    def _apply(self, unit: dict[str, Any], content: dict[str, Any]) -> None:
+        for name, digest in content["digests"].items():
+            keep = self.kept.change if name in content.get("deltas", ()) else self.kept.put
+            keep(name, unit[name], digest)

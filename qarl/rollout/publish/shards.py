@@ -1,0 +1,135 @@
+"""The part of each published tensor that one worker of an engine holds under tensor parallelism.
+
+A publish sends whole tensors to every worker. The writers write what a worker holds, so here each tensor is cut as
+vLLM's own weight loaders cut it (vllm 0.29.0: model_executor/layers/linear.py, vocab_parallel_embedding.py,
+fused_moe/routed_experts.py):
+
+    column-parallel    the worker's share of the output channels, for weight, scale and bias
+    q/k/v              the same by heads; workers share a key-value head if there are fewer heads than workers
+    row-parallel       the worker's share of the inputs, for weights and the scales of groups. Scales per output channel
+                       and biases stay whole
+    vocabulary         the worker's rows, without vLLM's padding
+    experts            gate and up as column-parallel, down as row-parallel, each expert on every worker
+    replicated         everything
+
+Tensors are cut only for the vLLM classes in `_CUTS` and for experts. A subclass may cut differently, so it is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from qarl.errors import UserError
+from qarl.rollout.publish import experts
+
+Part = dict[str, torch.Tensor]
+Cut = Callable[[nn.Module, list[Part]], list[Part]]
+"""Takes a module and the whole tensors of its checkpoint modules, and returns the worker's part of them."""
+
+
+def cut_of(module: nn.Module, parts: int) -> Cut | None:
+    """Return the function that cuts tensors for `module`, or None if it is not known how vLLM cuts them.
+
+    `parts`: number of checkpoint modules that `module` holds."""
+    if experts.holds_experts(module):
+        return None if _parallel_of_experts(module).use_ep else _cut_experts
+    if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
+        return _whole
+    cut = _CUTS.get(type(module).__name__)
+    if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
+        return None  # a matrix that is fused in the checkpoint: a share of it is not a share of each part
+    return cut
+
+
+def _whole(module: nn.Module, parts: list[Part]) -> list[Part]:
+    return parts
+
+
+def _cut_columns(module: nn.Module, parts: list[Part]) -> list[Part]:
+    layer: Any = module
+    sizes = layer.output_partition_sizes
+    return [_rows(part, layer.tp_rank, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _cut_heads(module: nn.Module, parts: list[Part]) -> list[Part]:
+    layer: Any = module
+    ranks = (layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2)
+    cuts = zip(parts, ranks, layer.output_partition_sizes, strict=True)
+    return [_rows(part, rank, size) for part, rank, size in cuts]
+
+
+def _cut_inputs(module: nn.Module, parts: list[Part]) -> list[Part]:
+    layer: Any = module
+    return [_columns(part, layer.tp_rank, layer.tp_size) for part in parts]
+
+
+def _cut_vocabulary(module: nn.Module, parts: list[Part]) -> list[Part]:
+    layer: Any = module
+    rows = slice(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
+    return [{name: tensor[rows] for name, tensor in part.items()} for part in parts]
+
+
+def _cut_experts(module: nn.Module, parts: list[Part]) -> list[Part]:
+    """`parts` are in the order of `experts.place_in_layer`: gate, up and down of each expert."""
+    parallel = _parallel_of_experts(module)
+    rank, size = parallel.tp_rank, parallel.tp_size
+    if size == 1:
+        return parts
+    return [
+        _columns(part, rank, size) if number % 3 == 2 else _rows(part, rank, len(_weight(part)) // size)
+        for number, part in enumerate(parts)
+    ]
+
+
+_CUTS: dict[str, Cut] = {
+    "ColumnParallelLinear": _cut_columns,
+    "MergedColumnParallelLinear": _cut_columns,
+    "QKVParallelLinear": _cut_heads,
+    "RowParallelLinear": _cut_inputs,
+    "VocabParallelEmbedding": _cut_vocabulary,
+    "ParallelLMHead": _cut_vocabulary,
+}
+
+
+def _parallel_of_experts(module: nn.Module) -> Any:
+    layer: Any = module
+    return layer.moe_config.moe_parallel_config
+
+
+def _rows(part: Part, rank: int, size: int) -> Part:
+    """Return `size` output channels of each tensor; the format of a packed weight does not depend on their number."""
+    return {
+        name: tensor if name == "weight_shape" else tensor[rank * size : (rank + 1) * size]
+        for name, tensor in part.items()
+    }
+
+
+def _columns(part: Part, rank: int, count: int) -> Part:
+    """Return one of `count` equal shares of the inputs.
+
+    Raises:
+        UserError: the share would end inside a group of weights that have one scale.
+    """
+    split = {"weight", "weight_packed"} | ({"weight_scale"} if "weight_packed" in part else set())
+    found = dict(part)
+    for name in split & part.keys():
+        tensor = part[name]
+        if tensor.shape[1] % count:
+            raise UserError(
+                f"{tensor.shape[1]} {'groups' if name == 'weight_scale' else 'columns'} of a weight cannot be split "
+                f"over {count} workers",
+                where=f"rollout.tensor_model_parallel_size={count}",
+                why="a worker needs whole groups, because the weights of a group share one scale",
+                fix="lower rollout.tensor_model_parallel_size or quant.group_size",
+            )
+        size = tensor.shape[1] // count
+        found[name] = tensor[:, rank * size : (rank + 1) * size].contiguous()
+    return found
+
+
+def _weight(part: Part) -> torch.Tensor:
+    return part["weight_packed"] if "weight_packed" in part else part["weight"]

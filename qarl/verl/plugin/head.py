@@ -1,0 +1,105 @@
+"""Log-probs and entropies inside lm_head's forward, in blocks of tokens. verl would hold all logits of a micro-batch.
+
+For Qwen3 at the paper's 22528 tokens those are 38 GiB in the update (12 bytes for each of 22528 x 151936). verl's own
+fused kernels avoid them, too, but `qarl.kernels.logprob` says why their numbers are not the engine's.
+
+The model's forward calls lm_head, and FSDP2 has gathered lm_head's weight only there. So `LogProbHead` replaces the
+linear and returns log-probs [1, tokens, 1] instead of logits if it was told the tokens before the forward. It was not
+told (and returns logits) for padded rows, for models whose logits are scaled or capped, for gradients of entropies, and
+for verl's distillation and sums of squared probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from verl.utils import tensordict_utils as tu
+
+from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies
+
+PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Families whose logits are lm_head's unchanged output."""
+_OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
+
+
+@dataclass
+class Request:
+    """What the next forward shall compute: log-probs of `tokens`, int64 [tokens], and entropies if `entropy`."""
+
+    tokens: torch.Tensor
+    temperature: float
+    entropy: bool
+    entropies: torch.Tensor | None = None
+
+
+class LogProbHead(nn.Linear):
+    """lm_head without bias. `vocabulary`: entries of the tokenizer; later rows of the weight have no probability."""
+
+    vocabulary: int
+    request: Request | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        request = self.request
+        if request is None:
+            return super().forward(input)
+        hidden, weight = input[0], self.weight[: self.vocabulary]
+        temperature = request.temperature
+        if request.entropy:
+            log_probs, request.entropies = log_probs_and_entropies(
+                hidden, weight, request.tokens, temperature=temperature
+            )
+        else:
+            log_probs, _ = chosen_log_probs(hidden, weight, request.tokens, temperature=temperature)
+        return log_probs[None, :, None]
+
+
+def replace_head(module: Any, vocabulary: int) -> LogProbHead | None:
+    """Replace the model's lm_head, before FSDP wraps it. Return the new one, or None if the model's is of another kind.
+
+    Parameters and their names stay the same.
+    """
+    head = module.get_output_embeddings()
+    if module.config.model_type not in PLAIN_HEADS or type(head) is not nn.Linear or head.bias is not None:
+        return None
+    with torch.device("meta"):
+        found = LogProbHead(head.in_features, head.out_features, bias=False)
+    found.weight, found.vocabulary = head.weight, min(vocabulary, head.out_features)
+    module.set_output_embeddings(found)
+    return found
+
+
+def ask(head: LogProbHead | None, micro_batch: Any, output_args: Any) -> None:
+    """Tell `head` what the forward of a micro-batch shall compute. `output_args`: from verl's prepare_model_inputs."""
+    if head is None:
+        return
+    head.request = None
+    temperature = micro_batch.get("temperature", 1.0)
+    number = getattr(temperature, "data", temperature) if not isinstance(temperature, torch.Tensor) else None
+    entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+    others = any(tu.get_non_tensor_data(data=micro_batch, key=key, default=False) for key in _OTHER_OUTPUTS)
+    packed = "temperature_rmpad" in output_args
+    if number is not None and packed and not others and not (entropy and torch.is_grad_enabled()):
+        head.request = Request(output_args["input_ids_rmpad_rolled"], max(float(number), 1e-8), entropy)
+
+
+def take(
+    head: LogProbHead | None, output: Any, micro_batch: Any, output_args: Any, gather: Any
+) -> dict[str, torch.Tensor] | None:
+    """Return verl's model outputs of the forward that has just run, jagged like `input_ids`; None if it made logits.
+
+    `output`: the model's. FSDP2 has put its hooks for the backward on these tensors. `gather`: verl's function that
+    joins the parts of a packed sequence and removes padding.
+    """
+    if head is None or head.request is None:
+        return None
+    request, head.request = head.request, None
+    offsets = micro_batch["input_ids"].offsets()
+    found = {"log_probs": output.logits[0, :, 0], "entropy": request.entropies}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(gather(values, output_args["pad_size"]), offsets)
+        for name, values in found.items()
+        if values is not None
+    }

@@ -1,0 +1,303 @@
+"""The memory plan (`qarl.checks.memory`) against the peak of real ranks: verl's FSDP2 engine on CPU with gloo.
+
+    OMP_NUM_THREADS=1 python scripts/memory_plan.py --output result.json
+
+Each row is a random model of the given size on two ranks. In a process of its own each rank builds the engine, computes
+old log-probs, and makes an update with Muon, as a run does. A rank's peak is the largest resident memory during a phase
+(Linux' VmHWM, which the script resets) minus what was resident before the model was built: Python, torch, verl and the
+process group. The prediction is the estimate without vLLM and without the allowance for libraries. `ratio` is measured
+by predicted.
+
+Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RANKS, PROMPT, RESPONSE, ROWS = 2, 64, 448, 2
+SIZES: dict[str, dict[str, Any]] = {
+    "80M": {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 12, "vocab_size": 16384},
+    "220M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 16384},
+    "moe": {
+        "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 16384,
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+GROUP = 64
+
+
+def run_config(master: str, scheme: str) -> Any:
+    """The run that the measured steps are: one mini-batch of `ROWS` responses a rank, one micro-batch."""
+    from qarl.config import build_config
+
+    return build_config(
+        {
+            "name": "memory",
+            "backend": "verl",
+            "model": {"path": "random", "gradient_checkpointing": True},
+            "data": {
+                "train_files": "train.jsonl",
+                "train_batch_size": RANKS * ROWS,
+                "max_prompt_length": PROMPT,
+                "max_response_length": RESPONSE,
+            },
+            "rollout": {"n": 2},
+            "quant": {"scheme": scheme, "group_size": GROUP, "align": "linears"},
+            "actor": {
+                "ppo_mini_batch_size": RANKS * ROWS,
+                "ppo_micro_batch_size_per_gpu": ROWS,
+                "log_prob_micro_batch_size_per_gpu": ROWS,
+            },
+            "optim": {"name": "muon", "muon_lr": 1e-5, "master_dtype": master},
+            "trainer": {"n_gpus_per_node": RANKS, "total_training_steps": 1, "val_before_train": False},
+        }
+    )
+
+
+def make_model(folder: Path, sizes: dict[str, Any]) -> Path:
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    kind: Any = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    heads = sizes["hidden_size"] // 64
+    config = kind(
+        **sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=False
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t2").save_pretrained(folder)
+    return folder
+
+
+def predict(folder: Path, master: str, scheme: str) -> dict[str, Any]:
+    from qarl.checks.memory import estimate
+    from qarl.checks.memory_terms import Part
+    from qarl.checks.model_size import ModelSize
+
+    size = ModelSize.from_config(json.loads((folder / "config.json").read_text()))
+    config = run_config(master, scheme)
+    kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16" if scheme == "w4a16" else "")
+    found = estimate(size, config, device="cpu", align="linears", kernels=kernels)
+    counted: list[Part] = [p for p in found.parts if not p.name.startswith(("vLLM", "libraries"))]
+    phases = ("old_log_prob", "update", "step")
+    return {
+        "parameters": size.parameters,
+        "parts": {part.name: part.bytes for part in counted},
+        "predicted": {phase: sum(p.bytes for p in counted if phase in p.phases) for phase in phases},
+    }
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+class Phases:
+    """Peaks of resident memory by phase, over the memory at the start."""
+
+    def __init__(self) -> None:
+        self.start, self.peaks = resident("VmRSS"), dict[str, int]()
+        self.begin()
+
+    def begin(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def end(self, name: str) -> None:
+        self.peaks[name] = max(self.peaks.get(name, 0), resident("VmHWM") - self.start)
+        self.begin()
+
+
+def measure_rank(rank: int, port: str, folder: Path, master: str, scheme: str, output: Path) -> None:
+    """One rank's program. Rank 0 writes the peaks of all ranks."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"VERL_PLATFORM": "cpu", "LOCAL_RANK": "0", "RAY_RAYLET_PID": port, "RAY_JOB_ID": "01000000"}
+    import torch
+    import verl  # noqa: F401  registers its platform
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    torch.distributed.init_process_group("cpu:gloo", rank=rank, world_size=RANKS)
+    config = run_config(master, scheme)
+    settings = engine_settings(folder, config)
+    torch.distributed.barrier()
+    phases = Phases()
+    from verl.workers.engine import EngineRegistry
+
+    engine = EngineRegistry.new(model_type="language_model", backend="fsdp2", **settings)
+    engine.initialize()
+    phases.end("load")
+    actor = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode="seq-mean-token-mean",
+        policy_loss=tbpo(),
+        fsdp_config=settings["engine_config"],
+    )
+    step = engine.optimizer_step
+
+    def optimizer_step() -> float:
+        phases.end("update")
+        norm: float = step()
+        phases.end("step")
+        return norm
+
+    engine.optimizer_step = optimizer_step
+    for _ in range(2):  # the second step has moments from the start
+        with engine.eval_mode():
+            engine.infer_batch(batch(rank))
+        phases.end("old_log_prob")
+        with engine.train_mode():
+            engine.train_batch(batch(rank), partial(ppo_loss, config=actor))
+        engine.lr_scheduler_step()
+    every: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(every, {"start": phases.start, "peaks": phases.peaks})
+    if rank == 0:
+        output.write_text(json.dumps(every))
+    torch.distributed.destroy_process_group()
+
+
+def tbpo() -> Any:
+    from qarl.verl.plugin.config import TBPOPolicyLossConfig
+
+    wide: dict[str, Any] = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
+    return TBPOPolicyLossConfig(**wide)
+
+
+def engine_settings(folder: Path, config: Any) -> dict[str, Any]:
+    """The arguments of verl's engine, as a run of `config` would give them."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+
+    from qarl.verl.optimizer import optim_keys
+    from qarl.verl.plugin.config import QuantFSDPEngineConfig
+
+    given = {key.rpartition(".")[2]: value for key, value in optim_keys(config).items()}
+    quant = {name: getattr(config.quant, name) for name in ("scheme", "group_size", "align")}
+    parts = ["model", "optimizer", "extra"]
+    return {
+        "model_config": HFModelConfig(
+            path=str(folder),
+            use_remove_padding=True,
+            enable_gradient_checkpointing=True,
+            override_config={"attn_implementation": "sdpa", "attention_dropout": 0.0},
+        ),
+        "engine_config": QuantFSDPEngineConfig(
+            quant=quant | {"ignore": list(config.quant.ignore), "mismatch_limit": 100.0},
+            strategy="fsdp2",
+            use_torch_compile=False,
+            model_dtype=config.optim.master_dtype,
+            use_no_sync_for_gradient_accumulation=False,
+        ),
+        "optimizer_config": FSDPOptimizerConfig(**given, total_training_steps=10),
+        "checkpoint_config": CheckpointConfig(save_contents=parts, load_contents=parts),
+    }
+
+
+def batch(rank: int) -> Any:
+    """verl's data of one rank: `ROWS` rows of full length, with old log-probs near those of a random model."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    random = torch.Generator().manual_seed(rank)
+    length = PROMPT + RESPONSE
+    ids = [torch.randint(3, 16000, (length,), generator=random) for _ in range(ROWS)]
+    likely = torch.full((RESPONSE,), -9.7)
+    columns = {
+        "input_ids": ids,
+        "prompts": [row[:PROMPT] for row in ids],
+        "responses": [row[PROMPT:] for row in ids],
+        "position_ids": [torch.arange(length)] * ROWS,
+        **{name: [torch.ones(RESPONSE, dtype=torch.long)] * ROWS for name in ("response_mask", "loss_mask")},
+        "advantages": [torch.full((RESPONSE,), float(1 - 2 * (i % 2))) for i in range(ROWS)],
+        "old_log_probs": [likely] * ROWS,
+        "rollout_log_probs": [likely + 1e-3] * ROWS,
+    }
+    nested: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()
+    }
+    data = tu.get_tensordict(nested, {})
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        calculate_entropy=False,
+        use_remove_padding=True,
+        use_dynamic_bsz=False,
+        use_fused_kernels=False,
+        micro_batch_size_per_gpu=ROWS,
+        global_batch_size=RANKS * ROWS,
+        pad_token_id=2,
+        update_lr_scheduler=True,
+    )
+    return data
+
+
+def measure(name: str, master: str, scheme: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, output = make_model(Path(temporary) / "model", SIZES[name]), Path(temporary) / "peaks.json"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        command = [sys.executable, "-W", "ignore", __file__, "--output", str(output), "--model", str(folder)]
+        command += ["--masters", master, "--scheme", scheme, "--port", port, "--rank"]
+        ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS)]
+        if any(rank.wait(timeout=3600) for rank in ranks):
+            raise SystemExit(f"a rank of {name} failed")
+        row = {"model": name, "masters": master, "scheme": scheme} | predict(folder, master, scheme)
+        every = json.loads(output.read_text())
+    row["imports"] = [one["start"] for one in every]
+    row["measured"] = {phase: max(one["peaks"][phase] for one in every) for phase in row["predicted"]}
+    row["ratio"] = max(row["measured"].values()) / max(row["predicted"].values())
+    row["ratios"] = {phase: row["measured"][phase] / value for phase, value in row["predicted"].items()}
+    return row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--masters", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.rank is not None:
+        measure_rank(given.rank, given.port, given.model, given.masters[0], given.scheme, given.output)
+        return 0
+    rows = json.loads(given.output.read_text())["rows"] if given.output and given.output.exists() else []
+    for name in given.sizes:
+        for master in given.masters:
+            rows = [row for row in rows if (row["model"], row["masters"]) != (name, master)]
+            rows.append(measure(name, master, given.scheme))
+            shown = {key: rows[-1][key] for key in ("model", "masters", "predicted", "measured", "ratio")}
+            print(json.dumps(shown), flush=True)
+    good = all(1 / 1.15 <= row["ratio"] <= 1.15 for row in rows)
+    if given.output:
+        from qarl.checkpoint.json_file import write_json
+        from qarl.metrics.tracker import write_versions
+
+        with tempfile.TemporaryDirectory() as folder:
+            versions = json.loads(write_versions(folder).read_text())
+        write_json(given.output, {"ranks": RANKS, "rows": rows, "within_15_percent": good, "versions": versions})
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Muon's update of one matrix, against the muon-optimizer package and what the docs say about its size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from muon import muon_update
+
+from qarl.optim.muon import direction, orthogonalized, use_muon
+
+
+def test_muon_takes_the_hidden_matrices_of_a_qwen3() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=40, num_hidden_layers=2, head_dim=16, tie_word_embeddings=False, **sizes)
+    model = Qwen3ForCausalLM(config)
+    chosen = {name for name, p in model.named_parameters() if use_muon(name, p)}
+    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert chosen == {f"model.layers.{layer}.{p}.weight" for layer in range(2) for p in projections}
+
+
+def test_muon_takes_stacked_experts_but_no_convolution() -> None:
+    assert use_muon("model.layers.0.mlp.experts.down_proj", torch.empty(4, 8, 8))
+    assert not use_muon("model.layers.0.linear_attn.conv1d.weight", torch.empty(8, 1, 4))
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (3, 24, 16)])
+def test_the_update_is_the_packages_and_leaves_the_gradient(shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    ours, theirs = torch.zeros(shape), torch.zeros(shape)
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=random)
+        kept = gradient.clone()
+        found = orthogonalized(direction(gradient, ours, 0.9))
+        assert torch.equal(gradient, kept)
+        assert torch.equal(found, muon_update(kept, theirs, beta=0.9))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(384, 128), (128, 384), (128, 128), (512, 64)])
+def test_an_update_is_as_large_as_the_docs_say(rows: int, columns: int) -> None:
+    """Spectral norm: sqrt(max(1, N / K)) times 1.05 to 1.2. Elements: 0.75 to 1 times 1 / sqrt(K), whatever N is."""
+    update = orthogonalized(torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))).double()
+    singular = torch.linalg.svdvals(update) / max(1, rows / columns) ** 0.5
+    assert 1.04 < singular.max() < 1.21
+    assert singular.quantile(0.02) > 0.6
+    assert 0.75 < update.square().mean().sqrt() * columns**0.5 < 1
+    if (rows, columns) == (384, 128):
+        assert float(torch.linalg.matrix_norm(update, 2)) == pytest.approx(1.97, abs=0.05)
+
+
+def test_no_experts_have_an_empty_update() -> None:
+    assert orthogonalized(torch.zeros(0, 4, 8)).shape == (0, 4, 8)

@@ -1,0 +1,154 @@
+"""The coding of changed words, bit by bit: what was changed comes back, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from qarl.rollout.publish.delta import apply_changes, find_changes
+
+DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+SIZES = (0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 257, 1000, 65_537)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each word, [words, bytes]."""
+    return tensor.view(-1).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """All bit patterns occur, NaN with any payload and signed zeros too."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def with_other_words(tensor: torch.Tensor, positions: list[int], bit: int = 0) -> torch.Tensor:
+    changed = tensor.clone()
+    rows_of(changed)[positions, bit // 8 % tensor.element_size()] ^= 1 << bit % 8
+    return changed
+
+
+def check(before: torch.Tensor, now: torch.Tensor) -> int | None:
+    """Apply the payload to a copy. Return the payload's bytes."""
+    found = find_changes(before, now)
+    count = int((rows_of(before) != rows_of(now)).any(1).sum())
+    assert found.words == before.numel() and found.changed == count
+    if found.payload is None:
+        return None
+    assert found.payload.dtype == torch.uint8 and found.payload.numel() < now.nbytes
+    copy = before.clone()
+    apply_changes(copy, found.payload)
+    assert raw(copy) == raw(now)
+    apply_changes(copy, found.payload)  # values are absolute
+    assert raw(copy) == raw(now)
+    return found.payload.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", SIZES)
+def test_every_size_and_share(dtype, count):
+    before = random_bits(count, dtype)
+    assert check(before, before.clone()) is None
+    everything = with_other_words(before, list(range(count)))
+    assert check(before, everything) is None, "all words changed: the tensor itself is smaller"
+    for every in (2, 10, 300):
+        check(before, with_other_words(before, list(range(count - 1, -1, -every))))
+    for position in {0, count // 2, count - 1} & set(range(count)):
+        size = check(before, with_other_words(before, [position]))
+        assert size is not None or before.nbytes <= 16 + 8 + -(-count // 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_set_of_changed_words(dtype):
+    """At both ends of a tensor: all 64 sets of six words."""
+    big = random_bits(130, dtype)
+    for chosen in itertools.product((False, True), repeat=6):
+        positions = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        check(big, with_other_words(big, positions))
+        check(big, with_other_words(big, [129 - position for position in positions]))
+
+
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_533, 65_534, 65_535, 65_536, 131_070])
+def test_gaps_around_the_escapes(gap):
+    before = random_bits(140_000, torch.int32)
+    for start in (0, 1, 255, 5_000):
+        positions = [p for p in (start, start + gap + 1, start + 2 * gap + 2) if p < 140_000]
+        assert check(before, with_other_words(before, positions)) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_shares(dtype):
+    generator = torch.Generator().manual_seed(1)
+    before = random_bits(20_003, dtype)
+    sizes = []
+    for share in (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.8):
+        positions = (torch.rand(20_003, generator=generator) < share).nonzero().squeeze(1).tolist()
+        sizes.append(check(before, with_other_words(before, positions, bit=5)))
+        if sizes[-1] is not None:
+            assert sizes[-1] <= 16 + len(positions) * dtype.itemsize + 7 + 20_003 // 8 + 1
+    assert sizes[0] is not None and sizes[:4] == sorted(size for size in sizes[:4] if size)
+
+
+def test_bits_count_and_not_numbers():
+    """NaN differs from no other NaN as a number, and -0 equals 0."""
+    quiet, other = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    zeros = torch.zeros(100, dtype=torch.bfloat16)
+    before, now = zeros.clone(), zeros.clone()
+    before[3] = now[3] = quiet
+    assert find_changes(before, now).changed == 0
+    now[3] = other
+    now[7] = -0.0
+    assert find_changes(before, now).changed == 2
+    check(before, now)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_views_and_shapes(offset):
+    """A tensor need not begin at eight bytes, and a payload lies anywhere in a transport's buffer."""
+    base = random_bits(1_000, torch.bfloat16)[offset : offset + 960].view(30, 32)
+    now = with_other_words(base.reshape(-1), [0, 1, 500, 959]).view(30, 32)
+    payload = find_changes(base, now).payload
+    moved = torch.zeros(payload.numel() + offset, dtype=torch.uint8)[offset:]
+    moved.copy_(payload)
+    copy = base.clone()
+    apply_changes(copy, moved)
+    assert raw(copy) == raw(now)
+
+
+def test_other_tensors_are_refused():
+    with pytest.raises(ValueError, match="cannot become"):
+        find_changes(torch.zeros(4), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="cannot become"):
+        find_changes(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.4])
+def test_damaged_payloads_change_nothing_or_are_found_by_size(share):
+    """Every cut and every flipped bit: either refused with the tensor unchanged, or only words of it changed."""
+    generator = torch.Generator().manual_seed(2)
+    before = random_bits(1_500, torch.int32)
+    positions = (torch.rand(1_500, generator=generator) < share).nonzero().squeeze(1).tolist() or [700]
+    payload = find_changes(before, with_other_words(before, positions)).payload
+    refused = 0
+    for size in range(0, payload.numel(), 1 + payload.numel() // 20):
+        copy = before.clone()
+        with pytest.raises(ValueError, match="payload"):
+            apply_changes(copy, payload[:size])
+        assert raw(copy) == raw(before)
+    for i in range(0, 8 * payload.numel(), 1 + payload.numel() // 20):
+        damaged, copy = payload.clone(), before.clone()
+        damaged[i // 8] ^= 1 << i % 8
+        try:
+            apply_changes(copy, damaged)
+        except ValueError:
+            refused += 1
+            assert raw(copy) == raw(before)
+    assert refused
+    with pytest.raises(ValueError, match="no header"):
+        apply_changes(before, payload.to(torch.int32))

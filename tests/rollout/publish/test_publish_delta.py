@@ -1,0 +1,377 @@
+"""Delta publishes without vLLM: equal to full ones, and every fault of them is refused or healed by a full one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from publish_streams import engine_model, receiver, reusing_one_buffer, weights
+
+from qarl.rollout.publish.kept import KeptTensors, Tally, fingerprint_of
+from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.send import publish_weights
+from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, TransferFailed, read_record, record
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
+V = "model.layers.0.self_attn.v_proj.weight"
+
+
+def moved(tensors: list, seed: int = 0, share: float = 0.01) -> list:
+    """New tensors with a few other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for name, tensor in tensors:
+        tensor = tensor.detach().clone()
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        tensor.view(torch.int16)[chosen] ^= 1
+        found.append((name, tensor))
+    return found
+
+
+class Engine:
+    """A receiver, and what `publish_weights` needs besides."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = engine_model("llama")
+        self.receiver = receiver(self.model, **options)
+        self.expected = self.receiver.expected
+        self.transport = lambda stream: stream
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def mark_stale(self, reason: str) -> None:
+        self.receiver.mark_stale(reason)
+
+    def publish(self, tensors: list, version: int, delta: bool = True):
+        return publish_weights(self, self.receiver, tensors, version=version, delta=delta)
+
+    def has(self, tensors: list) -> bool:
+        state = self.model.state_dict()
+        return all(torch.equal(state[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in tensors)
+
+
+@pytest.mark.parametrize("skip_unchanged", [False, True])
+def test_deltas_end_where_full_publishes_end(skip_unchanged):
+    engine, tensors = Engine(skip_unchanged=skip_unchanged), weights("llama")
+    first = engine.publish(tensors, 1)
+    assert not first.is_delta and first.sent_bytes > first.bytes and first.changed == {}
+    for version in range(2, 8):
+        before, tensors = tensors, moved(tensors, seed=version)
+        report = engine.publish(tensors, version)
+        assert engine.has(tensors) and engine.receiver.version == version
+        assert report.is_delta and report.bytes == first.bytes and report.sent_bytes < 0.15 * first.bytes
+        count = sum(int((a[1] != b[1]).sum()) for a, b in zip(before, tensors, strict=True))
+        assert report.changed["publish/changed_words"] == count > 0
+        assert report.changed["publish/changed_frac"] == count / sum(t.numel() for _, t in tensors)
+    report = engine.publish(tensors, 8)
+    assert report.is_delta and report.changed["publish/changed_words"] == 0 and engine.receiver.version == 8
+    everything = [(name, -tensor) for name, tensor in tensors]
+    report = engine.publish(everything, 9)
+    assert report.is_delta and report.bytes <= report.sent_bytes < 1.3 * report.bytes and engine.has(everything)
+
+
+def test_without_delta_nothing_is_kept():
+    engine, tensors = Engine(), weights("llama")
+    engine.publish(tensors, 1)
+    engine.publish(moved(tensors), 2)
+    assert engine.receiver.kept is not None
+    report = engine.publish(tensors, 3, delta=False)
+    assert engine.receiver.kept is None and not report.is_delta and engine.has(tensors)
+
+
+def test_an_engine_that_lost_its_weights_gets_all_of_them():
+    """As verl's engines, which discard their weights while they sleep."""
+    engine, tensors = Engine(), weights("llama")
+    engine.publish(tensors, 1)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.zero_()
+    assert engine.publish(tensors, 2).is_delta and engine.has(tensors)
+
+
+def test_unchanged_modules_are_not_written_again_where_nothing_else_writes():
+    engine, tensors = Engine(skip_unchanged=True), weights("llama")
+    engine.publish(tensors, 1)
+    written: list[str] = []
+    write = engine.receiver.plan.write
+    engine.receiver.plan.write = lambda chosen: (written.extend(chosen), write(chosen))[1]
+    changed = [(name, tensor + (name == Q)) for name, tensor in tensors]
+    engine.publish(changed, 2)
+    assert engine.has(changed) and written == [Q]
+
+
+def flip(name: str, at: int = -1):
+    def transport(stream):
+        for n, tensor in stream:
+            if n == name:
+                tensor = tensor.clone()
+                tensor.view(torch.uint8).view(-1)[at] ^= 1
+            yield n, tensor
+
+    return transport
+
+
+def lose(name: str):
+    return lambda stream: (item for item in stream if item[0] != name)
+
+
+def swap_contents(stream):
+    """The payloads of two tensors of one shape, each under the other's name."""
+    items = list(stream)
+    at = {name: i for i, (name, _) in enumerate(items)}
+    items[at[K]], items[at[V]] = (K, items[at[V]][1]), (V, items[at[K]][1])
+    return iter(items)
+
+
+def reorder(stream):
+    items = list(stream)
+    items[1], items[2] = items[2], items[1]
+    return iter(items)
+
+
+def twice(stream):
+    items = list(stream)
+    unit = [i for i, (name, _) in enumerate(items) if name == UNIT]
+    return iter(items[: unit[1] + 1] + items[unit[0] + 1 :])
+
+
+def payload_twice(stream):
+    for name, tensor in stream:
+        yield name, tensor
+        if name == Q:
+            yield name, tensor
+
+
+def lose_a_unit(stream):
+    items = list(stream)
+    unit = [i for i, (name, _) in enumerate(items) if name == UNIT]
+    return iter(items[: unit[0] + 1] + items[unit[1] + 1 :])
+
+
+def position_off_by_one(stream):
+    for name, tensor in stream:
+        if name == Q:
+            tensor = tensor.clone()
+            count = int(tensor[8:16].clone().view(torch.int64))
+            tensor[16 + -(-2 * count // 8) * 8] ^= 3  # the first gap, and so all positions behind it
+        yield name, tensor
+
+
+def no_base(stream):
+    for name, tensor in stream:
+        yield (record(BEGIN, read_record(BEGIN, tensor) | {"base": None}) if name == BEGIN else (name, tensor))
+
+
+def other_base(stream):
+    for name, tensor in stream:
+        yield (record(BEGIN, read_record(BEGIN, tensor) | {"base": "0" * 32}) if name == BEGIN else (name, tensor))
+
+
+def an_unknown_tensor(stream):
+    for name, tensor in stream:
+        if name == UNIT:
+            yield "model.extra", torch.zeros(1)
+            content = read_record(UNIT, tensor)
+            content["digests"]["model.extra"] = 0
+            name, tensor = record(UNIT, content)
+        yield name, tensor
+
+
+FAULTS = {
+    "lost": (lose(Q), "did not arrive as it was sent"),
+    "lost unit": (lose_a_unit, "is not complete"),
+    "lost begin": (lose(BEGIN), "outside of a publish"),
+    "lost end": (lose(COMMIT), "ended before its last record"),
+    "lost records": (lose(UNIT), "is not complete"),
+    "repeated": (twice, "arrived twice"),
+    "repeated payload": (payload_twice, "did not arrive as it was sent"),
+    "reordered": (reorder, "did not arrive as it was sent"),
+    "swapped": (swap_contents, "was damaged|cannot be applied"),
+    "flipped bit": (flip(Q, at=17), f"{Q} was damaged"),
+    "flipped bit in a position": (flip(Q), f"{Q} (was damaged|: )|changes of {Q} cannot be applied"),
+    "flipped bit in a header": (flip(Q, at=0), f"changes of {Q} cannot be applied"),
+    "flipped bit in a count": (flip(Q, at=9), f"changes of {Q} cannot be applied"),
+    "position off by one": (position_off_by_one, f"{Q} was damaged|changes of {Q} cannot be applied"),
+    "wrong base": (other_base, "are for other tensors than the engine has"),
+    "no base": (no_base, r"is \w+ \[\d+\], the engine expects|do not fit the engine|is not complete"),
+    "unknown tensor": (an_unknown_tensor, r"model\.extra cannot be applied[\s\S]*not a tensor of"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("skip_unchanged", [False, True])
+def test_a_fault_is_refused_and_the_next_publish_heals_it(fault, skip_unchanged):
+    engine, tensors = Engine(skip_unchanged=skip_unchanged), weights("llama")
+    engine.publish(tensors, 1)
+    now = moved(tensors)
+    transport, message = FAULTS[fault]
+    engine.transport = transport
+    with pytest.raises(Exception, match=message):
+        engine.publish(now, 2)
+    assert engine.receiver.stale and engine.receiver.held is None
+    engine.transport = lambda stream: stream
+    report = engine.publish(now, 2)
+    assert not report.is_delta and engine.has(now) and engine.receiver.version == 2
+    later = moved(now, seed=3)
+    assert engine.publish(later, 3).is_delta and engine.has(later)
+
+
+def test_a_wrong_base_is_refused_before_anything_is_written():
+    engine, tensors = Engine(), weights("llama")
+    engine.publish(tensors, 1)
+    engine.receiver.plan.write = lambda tensors: pytest.fail("a tensor was written")
+    engine.transport = other_base
+    with pytest.raises(TransferFailed, match="are for other tensors"):
+        engine.publish(moved(tensors), 2)
+    assert engine.has(tensors)
+
+
+def test_damage_of_a_kept_word_that_did_not_change_is_found():
+    """Only the checksum of the whole tensor shows it; the payload arrives as it was sent."""
+    engine, tensors = Engine(), weights("llama")
+    engine.publish(tensors, 1)
+    now = [(name, tensor + (name == Q)) for name, tensor in tensors]
+    outbox, held = Outbox(), engine.receiver
+    held.feed(outbox.stream(tensors, version=1, held=[None]))
+    held.kept.tensors[K].view(torch.uint8).view(-1)[5] ^= 1
+    with pytest.raises(TransferFailed, match=f"{K} was damaged"):
+        held.feed(outbox.stream(now, version=2, held=[held.held]))
+    held.feed(outbox.stream(now, version=2, held=[held.held]))
+    assert engine.has(now)
+
+
+class Remote:
+    """A sender and its receiver as in two processes: nothing is shared, and buffers are used again."""
+
+    def __init__(self) -> None:
+        self.engine, self.outbox = Engine(clone=True), Outbox()
+
+    def stream(self, tensors: list, version: int):
+        return list(self.outbox.stream(tensors, version=version, held=[self.engine.receiver.held]))
+
+    def feed(self, stream: list) -> None:
+        self.engine.receiver.feed(reusing_one_buffer(stream))
+
+
+def test_two_processes_stay_together():
+    remote, tensors = Remote(), weights("llama")
+    sizes = []
+    for version in range(1, 6):
+        stream = remote.stream(tensors, version)
+        sizes.append(sum(tensor.nbytes for _, tensor in stream))
+        remote.feed(stream)
+        assert remote.engine.has(tensors) and remote.engine.receiver.held == remote.outbox.kept.fingerprint
+        tensors = moved(tensors, seed=version)
+    assert max(sizes[1:]) < 0.2 * sizes[0]
+    metrics = remote.outbox.tally.metrics()
+    assert 0 < metrics["publish/changed_frac"] < 0.02
+
+
+@pytest.mark.parametrize("lost", ["all", "end", "middle"])
+def test_an_acknowledgement_is_never_assumed(lost):
+    """The sender sent everything, but the receiver did not get it: the next publish has all tensors."""
+    remote, tensors = Remote(), weights("llama")
+    remote.feed(remote.stream(tensors, 1))
+    now = moved(tensors)
+    stream = remote.stream(now, 2)
+    assert remote.outbox.kept.fingerprint is not None
+    part = {"all": [], "end": stream[:-1], "middle": stream[:3]}[lost]
+    remote.feed(part)
+    later = moved(now, seed=4)
+    stream = remote.stream(later, 3)
+    assert read_record(BEGIN, stream[0][1])["base"] is None
+    remote.feed(stream)
+    assert remote.engine.has(later) and remote.engine.receiver.version == 3
+
+
+def test_changes_of_another_version_are_refused():
+    """An old delta once more, and one that skips a publish. The engine keeps what it needs to be healed."""
+    remote, tensors = Remote(), weights("llama")
+    streams = []
+    for version in (1, 2, 3):
+        streams.append(remote.stream(tensors, version))
+        remote.feed(streams[-1])
+        tensors = moved(tensors, seed=version)
+    with pytest.raises(TransferFailed, match="changes of version 2 are for other tensors"):
+        remote.feed(streams[1])
+    assert remote.engine.receiver.stale
+    remote.feed(remote.stream(tensors, 4))
+    assert remote.engine.has(tensors)
+    gone = remote.stream(moved(tensors, seed=9), 5)
+    after = list(remote.outbox.stream(tensors, version=6, held=[remote.outbox.kept.fingerprint]))
+    with pytest.raises(TransferFailed, match="changes of version 6 are for other tensors"):
+        remote.feed(after)
+    assert gone and remote.engine.receiver.stale
+
+
+@pytest.mark.parametrize("held", [[], [None], ["0" * 32], ["same", None], ["same", "0" * 32]])
+def test_one_receiver_in_doubt_means_all_tensors_for_all(held):
+    outbox, tensors = Outbox(), weights("llama")
+    list(outbox.stream(tensors, version=1, held=[None]))
+    answers = [outbox.kept.fingerprint if answer == "same" else answer for answer in held]
+    begin = next(iter(outbox.stream(tensors, version=2, held=answers)))
+    assert read_record(*begin)["base"] is None
+    list(outbox.stream(tensors, version=2, held=answers))
+    stream = list(outbox.stream(tensors, version=3, held=[outbox.kept.fingerprint] * 2))
+    assert read_record(*stream[0])["base"] is not None
+
+
+def test_a_sender_that_stops_half_way_sends_all_tensors_next():
+    outbox, tensors = Outbox(), weights("llama")
+    list(outbox.stream(tensors, version=1, held=[None]))
+    held, now = outbox.kept.fingerprint, moved(tensors)
+    stream = outbox.stream(now, version=2, held=[held])
+    next(stream), next(stream)
+    assert outbox.kept.fingerprint is None
+    assert read_record(*next(iter(outbox.stream(now, version=2, held=[held]))))["base"] is None
+
+
+def test_the_fingerprint_is_of_the_version_and_of_every_tensor():
+    digests = {"a": 1, "b": 2}
+    found = {fingerprint_of(1, digests), fingerprint_of(2, digests), fingerprint_of(1, {"a": 1, "b": 3})}
+    found |= {fingerprint_of(1, {"a": 2, "b": 1}), fingerprint_of(1, {"a": 1})}
+    assert len(found) == 5 and fingerprint_of(1, {"b": 2, "a": 1}) in found
+
+
+def test_other_tensors_than_the_last_time_are_sent_whole():
+    """A tensor that was not there before, or has another shape: not possible in a run, and still no delta."""
+    engine, tensors = Engine(), weights("llama")
+    engine.publish(tensors, 1)
+    kept = engine.receiver.kept
+    kept.tensors[Q] = kept.tensors[Q][:1].clone()
+    assert not engine.publish(tensors, 2).is_delta and engine.has(tensors)
+    outbox = Outbox()
+    list(outbox.stream(tensors[:5], version=1, held=[None]))
+    sent = dict(outbox.stream(tensors, version=2, held=[outbox.kept.fingerprint]))
+    assert sent.keys() >= {name for name, _ in tensors[5:]} and sent.keys().isdisjoint({n for n, _ in tensors[:5]})
+
+
+def test_nan_in_the_engine_and_failed_checks_leave_no_base():
+    engine, tensors = Engine(), weights("llama")
+    for spoil in (lambda: engine.mark_stale("NaN"), lambda: engine.receiver.abort("vLLM failed")):
+        engine.publish(tensors, 1)
+        spoil()
+        assert engine.receiver.held is None and not engine.publish(tensors, 2).is_delta
+
+
+def test_the_tally_counts_codes_and_scales_apart():
+    tally, base = Tally(), KeptTensors()
+    assert tally.metrics() == {}
+    tally.known = True
+    codes, scales = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 2, dtype=torch.bfloat16)
+    tally.add("a.weight_packed", codes, 4)
+    tally.add("a.weight_scale", scales, 32)
+    tally.add("a.weight_shape", torch.tensor([64, 64]), 0)
+    tally.add("norm.weight", torch.ones(64), 1)
+    assert tally.metrics() == {
+        "publish/changed_words": 37.0,
+        "publish/changed_frac": 37 / (512 + 128 + 64),
+        "publish/changed_codes_frac": 4 / 512,
+        "publish/changed_scales_frac": 0.25,
+    }
+    base.put("a", codes, 7)
+    with pytest.raises(ValueError, match="no tensor b is kept"):
+        base.change("b", torch.zeros(16, dtype=torch.uint8), 1)

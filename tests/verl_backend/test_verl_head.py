@@ -1,0 +1,126 @@
+"""lm_head that returns log-probs: against the logits of the same model, and when it must return logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("verl")
+from verl.utils import tensordict_utils as tu
+
+from qarl.kernels import logprob
+from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
+
+pytestmark = pytest.mark.verl
+
+LENGTHS, VOCABULARY = (40, 25), 60
+
+
+def load(folder: Path, **changes: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(save_random_model(folder, **changes), dtype=torch.bfloat16)
+
+
+def packed(**flags: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
+    """verl's micro-batch of two rows, its output arguments, and the packed ids."""
+    random = torch.Generator().manual_seed(0)
+    rows = [torch.randint(VOCABULARY, (length,), generator=random) for length in LENGTHS]
+    batch = tu.get_tensordict({"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, {})
+    tu.assign_non_tensor(batch, **{"temperature": 0.7, "calculate_entropy": False} | flags)
+    ids = torch.cat(rows)
+    arguments = {
+        "input_ids_rmpad_rolled": ids.roll(-1),
+        "temperature_rmpad": torch.full(ids.shape, 0.7),
+        "pad_size": 0,
+    }
+    return batch, arguments, ids[None]
+
+
+def outputs(head: LogProbHead | None, model: Any, batch: Any, arguments: Any, ids: torch.Tensor) -> Any:
+    ask(head, batch, arguments)
+    output = model(input_ids=ids, use_cache=False)
+    return take(head, output, batch, arguments, lambda values, pad: values), output.logits
+
+
+@pytest.mark.parametrize("at_a_time", [2**27, 64 * VOCABULARY])
+def test_log_probs_and_gradients_are_those_of_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    """Bit for bit where one block holds all; the weight's gradient is summed over blocks in FP32 else."""
+    monkeypatch.setattr(logprob, "LOGITS_AT_A_TIME", at_a_time)
+    model = load(tmp_path)
+    batch, arguments, ids = packed()
+    logits = model(input_ids=ids, use_cache=False).logits[0, :, :VOCABULARY].float() / 0.7
+    expected = logits.log_softmax(-1).gather(1, arguments["input_ids_rmpad_rolled"][:, None])[:, 0]
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (expected * weight).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    names = [name for name, _ in model.named_parameters()]
+    head = replace_head(model, VOCABULARY)
+    assert head is model.lm_head and [name for name, _ in model.named_parameters()] == names
+    found, returned = outputs(head, model, batch, arguments, ids)
+    assert returned.shape == (1, sum(LENGTHS), 1)
+    assert found.keys() == {"log_probs"} and found["log_probs"].offsets().tolist() == [0, 40, 65]
+    assert torch.equal(found["log_probs"].values(), expected)
+    (found["log_probs"].values() * weight).sum().backward()
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad.float() - gradients[name].float()).abs().max()
+        assert float(error) <= 2**-7 * float(gradients[name].abs().max()), name
+    assert not head.weight.grad[VOCABULARY:].any()
+    assert outputs(None, model, batch, arguments, ids)[1].shape[-1] == 64  # nothing is asked of the next forward
+
+
+def test_entropies_come_with_the_old_log_probs(tmp_path: Path) -> None:
+    model = load(tmp_path)
+    head = replace_head(model, VOCABULARY)
+    batch, arguments, ids = packed(calculate_entropy=True)
+    with torch.no_grad():
+        logits = outputs(None, model, batch, arguments, ids)[1][0, :, :VOCABULARY].float() / 0.7
+        found, _ = outputs(head, model, batch, arguments, ids)
+    exact = torch.distributions.Categorical(logits=logits).entropy()
+    assert torch.allclose(found["entropy"].values(), exact, atol=1e-5)
+    assert found["log_probs"].shape == found["entropy"].shape
+
+
+def test_everything_else_gets_logits(tmp_path: Path) -> None:
+    model = load(tmp_path)
+    head = replace_head(model, VOCABULARY)
+    batch, arguments, _ = packed()
+    padded = {key: value for key, value in arguments.items() if key != "temperature_rmpad"}
+    rows = torch.full((2,), 0.7)
+    cases = [
+        (batch, padded),
+        (packed(calculate_entropy=True)[0], arguments),  # with gradients
+        (packed(calculate_sum_pi_squared=True)[0], arguments),
+        (packed(distillation_use_topk=True)[0], arguments),
+    ]
+    for case, given in cases:
+        ask(head, case, given)
+        assert head.request is None
+    ask(head, batch, arguments)
+    assert head.request is not None and head.request.temperature == 0.7
+    several = packed()[0]
+    several["temperature"] = rows
+    ask(head, several, arguments)
+    assert head.request is None  # a temperature for each row
+
+
+def test_other_heads_stay(tmp_path: Path) -> None:
+    model = load(tmp_path)
+    for change in ({"model_type": "gemma2"}, {"head": torch.nn.Linear(128, 64)}):
+        plain = SimpleNamespace(config=SimpleNamespace(model_type=change.get("model_type", "qwen3")))
+        plain.get_output_embeddings = lambda change=change: change.get("head", model.lm_head)
+        assert replace_head(plain, VOCABULARY) is None
+
+
+def test_a_tied_head_keeps_its_weight(tmp_path: Path) -> None:
+    model = load(tmp_path, tie=True)
+    head = replace_head(model, VOCABULARY)
+    assert head is not None and head.weight is model.model.embed_tokens.weight

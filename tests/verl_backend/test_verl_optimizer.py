@@ -1,0 +1,127 @@
+"""Muon and BF16 parameters in verl's FSDP2 engine, on one, two and three gloo ranks without Ray, dense and experts.
+
+The engine's update must be that of `MuonAdamW` in one process with plain tensors, from the gradients that the engine
+had. tests/optim compares that class with the muon-optimizer package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from fsdp_ranks import BANDS, QUANT, make_rows, run_engine
+from random_models import save_random_model
+from same_bytes import same_bytes
+from transformers import AutoModelForCausalLM
+
+from qarl.optim.optimizer import MuonAdamW
+
+pytest.importorskip("verl")
+pytestmark = [needs_w4a16_cpu, pytest.mark.verl]
+
+OURS = {"optimizer_impl": "qarl.optim.optimizer", "optimizer": "MuonAdamW", "weight_decay": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "muon": {"eps": 1e-8, "seed": 5, "muon_lr": 2e-3, "muon_momentum": 0.9},
+    "adamw": {"eps": 1e-8, "seed": 5},
+}
+LR = 1e-3
+KINDS = [("muon", "fp32"), ("muon", "bf16"), ("adamw", "bf16")]
+
+
+def job(name: str, dtype: str, **more: Any) -> dict[str, Any]:
+    optim = OURS | {"override_optimizer_config": SETTINGS[name]}
+    engine = {"model_dtype": dtype, "use_no_sync_for_gradient_accumulation": False}
+    return {"quant": QUANT, "bands": BANDS, "lr": LR, "micro": 1, "optim": optim, "engine": engine | more}
+
+
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_random_model(tmp_path_factory.mktemp("model"), request.param))
+
+
+@pytest.fixture(scope="module")
+def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, str], Any]]:
+    """By number of ranks. The first job of each kind makes one update, and the second saves, continues and resumes."""
+    folder: Path = tmp_path_factory.mktemp("engine")
+    found = {}
+    for world in (1, 2):
+        jobs = {kind: job(*kind) for kind in KINDS}
+        jobs["resumed"] = job("muon", "bf16") | {"checkpoint": str(folder / f"checkpoint{world}")}
+        jobs["offloaded"] = job("muon", "bf16", param_offload=True, optimizer_offload=True)
+        jobs["clipped"] = job("muon", "bf16")
+        jobs["clipped"]["optim"] = jobs["clipped"]["optim"] | {"clip_grad": 1e-3}
+        found[world] = dict(
+            zip(jobs, run_engine(folder, world, model, make_rows(model), list(jobs.values())), strict=True)
+        )
+    return found
+
+
+def updated(model: str, name: str, dtype: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters after one update of whole tensors in this process."""
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    parameters = dict(AutoModelForCausalLM.from_pretrained(model, dtype=kind).named_parameters())
+    optimizer = MuonAdamW(parameters.items(), lr=LR, weight_decay=OURS["weight_decay"], **SETTINGS[name])
+    for key, parameter in parameters.items():
+        parameter.grad_dtype = None
+        parameter.grad = gradients[key].clone()
+    optimizer.step()
+    return {key: parameter.detach() for key, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_the_update_is_that_of_one_process(results: Any, model: str, kind: tuple[str, str], world: int) -> None:
+    """Bit for bit. The gradients are FP32 sums over micro-batches of one response."""
+    found = results[world][kind]
+    assert {gradient.dtype for gradient in found["gradients"].values()} == {torch.float32}
+    assert found["state_dtypes"] == {"torch.float32"}
+    expected = updated(model, *kind, found["gradients"])
+    assert found["masters"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert same_bytes(found["masters"][name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_gradients_do_not_depend_on_the_number_of_ranks(results: Any, kind: tuple[str, str]) -> None:
+    """Up to the order of sums and, for BF16 parameters, the rounding of each micro-batch's gradient: one BF16 step."""
+    one, two = (results[world][kind]["gradients"] for world in (1, 2))
+    for name, gradient in one.items():
+        assert float((two[name] - gradient).abs().max()) <= 2**-7 * float(gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_run_continues_bit_for_bit(results: Any, world: int) -> None:
+    """`changed`: one more update after the save. After the load the same update gives the same tensors."""
+    found = results[world]["resumed"]
+    loaded, again, _ = found["parts"]["model_extra"]["tensors"]
+    assert all(same_bytes(loaded[name], tensor) for name, tensor in found["loaded"].items())
+    assert any(not same_bytes(found["changed"][name], tensor) for name, tensor in found["loaded"].items())
+    for name, tensor in found["changed"].items():
+        assert same_bytes(again[name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_changed_moment_is_noticed(results: Any, world: int) -> None:
+    assert "optimizer." in results[world]["resumed"]["damaged_optim"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_offloading_changes_no_bit(results: Any, world: int) -> None:
+    plain, offloaded = results[world]["muon", "bf16"]["masters"], results[world]["offloaded"]["masters"]
+    assert all(same_bytes(plain[name], tensor) for name, tensor in offloaded.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_clipped_to_the_global_norm(results: Any, world: int) -> None:
+    norm = torch.cat([g.flatten() for g in results[world]["clipped"]["gradients"].values()]).norm()
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_rates_are_reported(results: Any) -> None:
+    (metrics,) = results[2]["muon", "fp32"]["metrics"]
+    assert metrics["muon_lr"] == [2e-3]
+    (metrics,) = results[2]["adamw", "bf16"]["metrics"]
+    assert "muon_lr" not in metrics

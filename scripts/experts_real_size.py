@@ -1,6 +1,7 @@
 """One decoder layer of Qwen3-30B-A3B at its real size, through a training step of the local backend and real vLLM.
 
     OMP_NUM_THREADS=2 python scripts/experts_real_size.py --linears --output real_size.json
+    OMP_NUM_THREADS=1 python scripts/experts_real_size.py --tensor-parallel 2 --master-dtype bf16 --output two.json
 
 The layer has 128 experts, 8 per token, with random weights; the vocabulary is shortened (`--vocabulary`), or the
 embeddings would be as large as the layer. The run is `configs/qwen3_30b_w4a16.yaml` but for the keys in `overrides`:
@@ -8,7 +9,10 @@ one process, AdamW, short responses, and a learning rate at which one step moves
 
 The script publishes, samples, compares the log-probs of both sides, takes `--steps` training steps with
 `LocalTrainer`, and samples from the published result again with the same seeds. Each phase has its seconds and its peak
-of resident memory, which Linux resets at the start of a phase.
+of resident memory, summed over this process and the engine's workers; Linux resets it at the start of a phase.
+
+With `--tensor-parallel 2`, two worker processes share the engine (`workers_engine.py`), each with half of every expert,
+and the trainer is at `linears`, to which `model` falls back.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from workers_engine import WorkersEngine
 
 from qarl.align.routing import known_routing
 from qarl.bench.sources import find_model
@@ -42,7 +48,7 @@ from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer, request_seed
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.setup import engine_config, prepare_run
 
 PROMPTS, PROMPT_WORDS, RESPONSE_TOKENS = 8, 12, 32
 SEED_STEP = -2
@@ -118,6 +124,7 @@ def run_config(folder: Path, args: argparse.Namespace) -> Config:
         "actor.log_prob_micro_batch_size_per_gpu": 2 * PROMPTS,
         "optim.name": "adamw",
         "optim.lr": 1e-3,
+        "optim.master_dtype": args.master_dtype,
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": args.steps,
@@ -130,14 +137,15 @@ def run_config(folder: Path, args: argparse.Namespace) -> Config:
 
 
 class Meter:
-    """Seconds and peak resident memory of each phase. vLLM runs in this process."""
+    """Seconds and peak resident memory of each phase."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        for folder in processes():
+            (folder / "clear_refs").write_text("5")  # resets VmHWM
         start = time.perf_counter()
         yield
         found = {"seconds": time.perf_counter() - start, "peak_gib": peak_gib()}
@@ -146,8 +154,15 @@ class Meter:
 
 
 def peak_gib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 / GIB
+    """Pages that processes share count for each of them."""
+    found = [re.findall(r"VmHWM:\s+(\d+) kB", (folder / "status").read_text()) for folder in processes()]
+    return sum(int(kilobytes[0]) for kilobytes in found if kilobytes) * 1024 / GIB
+
+
+def processes() -> list[Path]:
+    """This process and its children: vLLM runs in this process, or in its workers."""
+    own = psutil.Process()
+    return [Path(f"/proc/{process.pid}") for process in (own, *own.children(recursive=True))]
 
 
 def sample(trainer: LocalTrainer) -> RolloutBatch:
@@ -174,14 +189,15 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
     }
 
 
-def measure(config: Config, also: Sequence[tuple[str, str]], meter: Meter) -> dict[str, Any]:
+def measure(config: Config, also: Sequence[tuple[str, str]], meter: Meter, workers: int) -> dict[str, Any]:
     """The whole run: what was published, δ by level before training, each step's metrics, and δ after them. `also`:
     more levels to compare, with or without replay; their policies take memory beside the run's."""
     with meter.phase("load the policy and quantize"):
         parts = prepare_run(config)
         parts.policy.requantize()
     with meter.phase("start vLLM, make FP32 masters"):
-        trainer = LocalTrainer(config, parts)
+        engine = WorkersEngine(engine_config(config, routing=True), workers) if workers > 1 else None
+        trainer = LocalTrainer(config, parts, engine)
     with trainer.engine:
         with meter.phase("publish"):
             report = trainer.publish()
@@ -225,7 +241,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--align", choices=("linears", "model", "exact"), default="model")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--linears", action="store_true", help="compare the first samples at linears, too")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--master-dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args(argv)
+    if args.tensor_parallel > 1:
+        args.align = "linears"
     meter = Meter()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
@@ -234,14 +254,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = ModelSize.from_config(json.loads((folder / "model" / "config.json").read_text()))
         config = run_config(folder, args)
         also = [("linears", "on"), ("linears", "off")] if args.linears else []
-        found = measure(config, also, meter)
+        found = measure(config, also, meter, args.tensor_parallel)
         versions = json.loads(write_versions(folder).read_text())
     estimated = {phase: estimate(size, config, device="cpu").total(phase) / GIB for phase in ("update", "step")}
     setting = {
         "model": f"Qwen3-30B-A3B, 1 of 48 layers, vocabulary {args.vocabulary}, {size.parameters} parameters",
         "scheme": config.quant.scheme,
         "align": args.align,
-        "tensor_parallel": 1,
+        "tensor_parallel": args.tensor_parallel,
+        "master_dtype": args.master_dtype,
         "responses": 2 * PROMPTS,
         "response_tokens": RESPONSE_TOKENS,
     }

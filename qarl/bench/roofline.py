@@ -138,10 +138,11 @@ class Roofline:
         backward = batches * 2 * self.pass_(work.micro_batch, "bf16")
         if self.on_gpu:
             backward += batches * self.pass_(work.micro_batch, trainer, head=False)
-        weights = 2.0 * size.parameters * (work.gpus - 1) / work.gpus
-        gathered = batches * (3 * weights + 2 * weights)  # BF16 weights for three passes, and FP32 gradients
-        link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         published = self.wire[self.scheme] + 2.0 * (size.parameters - self.weights)
+        trained = published if self.low_bit else 2.0 * size.parameters
+        others = (work.gpus - 1) / work.gpus
+        gathered = others * batches * (3 * trained + 4 * size.parameters)  # weights for three passes, FP32 gradients
+        link = rates.link if work.gpus <= GPUS_PER_NODE else rates.network
         times = work.mini_batches if self.low_bit else int(self.scheme != "bf16")
         seconds = {
             "prefill": self.prefill(),
@@ -152,9 +153,9 @@ class Roofline:
             "communication": max(gathered / link - 2 * forward - backward, 0.0),
             "optimizer": work.mini_batches * OPTIMIZER_BYTES * size.parameters / work.gpus / rates.memory,
             "quantize": times * (2 * self.weights + self.wire[self.scheme]) / rates.memory,
-            "publish": PUBLISH_PASSES * published / rates.memory + weights / link,
+            "publish": PUBLISH_PASSES * published / rates.memory + others * published / link,
         }
-        return seconds, gathered + weights, published
+        return seconds, gathered + others * published, published
 
     def product(self, rows: float, scheme: str) -> float:
         """Return seconds of all linears for `rows` tokens: the larger of the times for arithmetic and for reading the

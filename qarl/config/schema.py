@@ -145,7 +145,8 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs and compilation. It starts faster but decodes more slowly."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local."""
+    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. Above 1,
+    quant.align is at most linears, because each GPU rounds its part of a sum."""
 
     router_replay: Literal["auto", "on", "off"] = "auto"
     """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,

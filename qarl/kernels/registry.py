@@ -31,9 +31,11 @@ Kernel = TypeVar("Kernel", bound=NamedKernel)
 class LinearKernel(NamedKernel, Protocol):
     """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
 
-    Two attributes are optional. `group_sizes` lists the supported group sizes; without it all are supported.
-    `backward_input(grad, prepared)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides, so that the
-    backward needs no BF16 copy of the weight.
+    Four attributes are optional. `group_sizes` lists the supported group sizes; without it all are supported.
+    `backward_input(grad, tensors)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides and the wire tensors,
+    so that the backward needs no BF16 copy of the weight. The other two are for weights that FSDP2 gathers, which
+    every forward must prepare again: `prepare_gathered(tensors)` is a cheaper `prepare`, and `reads_tiles` says that
+    `prepare` takes int4 codes in tiles, too (`qarl.kernels.cpu.tiles`).
     """
 
     @staticmethod
@@ -83,7 +85,14 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
 """The kernels of each scheme, in order of preference."""
 
 
-def own_backward_input(kernel: type[LinearKernel]) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+def prepare_gathered(kernel: type[LinearKernel], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Prepare a weight that was gathered for one forward."""
+    return getattr(kernel, "prepare_gathered", kernel.prepare)(tensors)
+
+
+def own_backward_input(
+    kernel: type[LinearKernel],
+) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
     """Return the kernel's `backward_input`, or None. If None, dX is the product with the dequantized weight."""
     return getattr(kernel, "backward_input", None)
 

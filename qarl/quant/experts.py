@@ -27,7 +27,13 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.kernels.experts.fused import ExpertsKernel, LowBitExperts, choose_experts_kernel, fused_experts
+from qarl.kernels.experts.fused import (
+    ExpertsKernel,
+    ExpertsWeights,
+    LowBitExperts,
+    choose_experts_kernel,
+    fused_experts,
+)
 from qarl.kernels.experts.grouped import ExpertsShape
 from qarl.quant.marks import Mark
 from qarl.quant.phases import phase
@@ -100,7 +106,7 @@ class QuantExperts(nn.Module):
             group_size=scheme.group_size,
             force=kernel,
         )
-        self.generation = 0
+        self._generation = 0
         self._made_from: tuple[Mark, ...] = ()
         self._quantized: dict[str, QuantizedStack] = {}
         self._low_bit: LowBitExperts | None = None
@@ -109,6 +115,11 @@ class QuantExperts(nn.Module):
     def kernel(self) -> type[ExpertsKernel]:
         return self.choice.kernel
 
+    @property
+    def generation(self) -> int:
+        """How often the weights were quantized."""
+        return self._generation
+
     def quantized(self) -> dict[str, QuantizedStack]:
         """Return both quantized stacks of the current weights by leaf name, for the forward and the publisher."""
         if self.stale:
@@ -116,21 +127,14 @@ class QuantExperts(nn.Module):
             weights = [getattr(self, leaf) for leaf in STACKS]
             with torch.no_grad():
                 for leaf, weight in zip(STACKS, weights, strict=True):
-                    self.adopt(leaf, weight.detach())
+                    name = f"{self.qualified_name}.{leaf}"
+                    self._quantized[leaf] = quantize_stack(weight.detach(), self.scheme, name=name)
+                gate_up, down = (self._quantized[leaf].tensors for leaf in STACKS)
+                with phase("prepare"):
+                    self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
+            self._generation += 1
             self._made_from = tuple(Mark.of(weight) for weight in weights)
         return self._quantized
-
-    @torch.no_grad()
-    def adopt(self, leaf: str, weight: torch.Tensor) -> QuantizedStack:
-        """Quantize one stack if it is not quantized yet. Once both are quantized, prepare them for the kernel."""
-        if leaf not in self._quantized:
-            self._quantized[leaf] = quantize_stack(weight, self.scheme, name=f"{self.qualified_name}.{leaf}")
-        if self._low_bit is None and self._quantized.keys() == STACKS.keys():
-            gate_up, down = (self._quantized[name].tensors for name in STACKS)
-            with phase("prepare"):
-                self._low_bit = LowBitExperts.of(self.kernel, gate_up, down)
-            self.generation += 1
-        return self._quantized[leaf]
 
     def invalidate(self) -> None:
         """Drop the quantized tensors. The next use makes them again."""
@@ -156,16 +160,21 @@ class QuantExperts(nn.Module):
                 why="the kernels of experts multiply BF16 activations, as the rollout engine does",
                 fix="run the model in bfloat16, without autocast to a different dtype",
             )
-        self.quantized()
-        made = self._low_bit
-        assert made is not None
-        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, made)
+        experts = self.low_bit()
+        y = fused_experts(hidden_states, top_k_weights, top_k_index, self.gate_up_proj, self.down_proj, experts)
         if y.requires_grad:
-            y.register_hook(lambda _: self._check_unchanged(made))
+            generation = self.generation
+            y.register_hook(lambda _: self._check_unchanged(generation))
         return y
 
-    def _check_unchanged(self, made: LowBitExperts) -> None:
-        if self._low_bit is not made or self.stale:
+    def low_bit(self) -> ExpertsWeights:
+        """Return the weights for a forward and its backward."""
+        self.quantized()
+        assert self._low_bit is not None
+        return self._low_bit
+
+    def _check_unchanged(self, generation: int) -> None:
+        if self.generation != generation or self.stale:
             raise RuntimeError(f"{self.qualified_name} changed between its forward and its backward")
 
     def extra_repr(self) -> str:

@@ -1,67 +1,150 @@
-"""Quantized layers under FSDP2, which shards the FP32 masters and gathers a BF16 copy of a weight for each forward.
+"""Quantized layers under FSDP2, which shards the FP32 masters and gathers only low-bit tensors for each forward.
 
-Two things differ from `qarl.quant.linear`:
+    once per optimizer step   each rank quantizes its own rows of each weight (`qarl.quant.shards`)
+    forward, backward         FSDP2 gathers codes and scales of one block, and frees them when it reshards the block
+    publish                   the same codes and scales are gathered, one layer at a time
 
-- FSDP frees and refills the storage of the gathered weight, and autograd's version counter does not count its writes.
-  So these layers cannot see that a weight has changed. Code that changes weights (an optimizer step, loading a
-  checkpoint) must call `invalidate_quantized`. The next forward or publish then makes new quantized tensors.
-- Each backward makes the dequantized weight again. Keeping it would need the memory of a second, unsharded model.
+So no rank ever holds a BF16 copy of a quantized weight, or the whole model in low bits. Three things differ from
+`qarl.quant.linear` for this reason:
 
-The quantizer gets the master's BF16 cast, as the forward does. Casting before or after the gather gives equal bytes.
+- The kernel's own layout is made in each forward and dropped right after it, because it would have to be freed with the
+  gathered tensors. Kernels can make this cheap (`prepare_gathered` in `qarl.kernels.registry`).
+- Each backward dequantizes the weight.
+- FSDP2 must be told to gather in low bits: call `quantize_shards` before a forward. It also quantizes what has changed.
+
+Scheme bf16 has nothing to quantize. FSDP2 gathers these experts in BF16, and each forward packs them for its kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from qarl.errors import UserError
+from qarl.kernels.experts.fused import ExpertsKernel, ExpertsWeights
+from qarl.kernels.registry import prepare_gathered
 from qarl.quant import convert
 from qarl.quant.experts import QuantExperts, QuantizedStack
+from qarl.quant.gathered import GatheredWeight
 from qarl.quant.linear import QuantLinear
+from qarl.quant.phases import phase
 from qarl.quant.scheme import Scheme
+from qarl.quant.shards import WeightShard, wire_tensors
 from qarl.quant.stacks import STACKS, unstacked
 from qarl.quant.tensor import QuantizedTensor
 
 
-class ShardedQuantLinear(QuantLinear):
-    """A `QuantLinear` whose quantized tensors stay valid until `invalidate`."""
+class _Sharded(nn.Module):
+    """What both kinds of layers share: a shard for each parameter that is gathered in low bits, by leaf name."""
+
+    shards: dict[str, WeightShard]
+
+    @property
+    def generation(self) -> int:
+        return max((shard.generation for shard in self.shards.values()), default=0)
+
+    @property
+    def stale(self) -> bool:
+        return any(shard.stale for shard in self.shards.values())
+
+    def invalidate(self) -> None:
+        for shard in self.shards.values():
+            shard.drop()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Also free the quantized rows of parameters that are moved, because memory may be needed for something else
+        (verl's `param_offload`)."""
+        super()._apply(fn, recurse)
+        for leaf, shard in self.shards.items():
+            parameter = self.get_parameter(leaf)
+            if isinstance(parameter, DTensor) and not shard.is_attached(parameter):
+                shard.drop()
+        return self
+
+
+class ShardedQuantLinear(_Sharded, QuantLinear):
+    """A `QuantLinear` whose weight FSDP2 shards and gathers in low bits."""
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, **options: Any) -> None:
+        QuantLinear.__init__(self, linear, scheme, **options)
+        self.shards = {"weight": _shard(self, "weight")}
+
+    def make_ready(self) -> None:
+        """Do nothing: FSDP2 has gathered the weight."""
 
     def quantized(self) -> QuantizedTensor:
-        """Return the low-bit tensors. If they do not exist yet, call this only in a forward, after the gather."""
-        return self.adopt(self.weight.detach())
+        """Return the gathered low-bit tensors. This works only in a forward or a backward."""
+        with phase("prepare"):
+            tensors = wire_tensors(_gathered(self, "weight"))
+        return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
 
-    def adopt(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Quantize the gathered BF16 `weight` [N, K] for the next forwards, unless it is already quantized."""
-        if self._quantized is None:
-            self._quantized = self._make(weight)
-        return self._quantized
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        with phase("prepare"):
+            prepared = prepare_gathered(self.kernel, _gathered(self, "weight"))
+        return self.kernel.linear(x, prepared, bias)
 
     @property
     def dequantized(self) -> torch.Tensor:
         """The dequantized weight Ŵ, BF16 [N, K]."""
         return self.quantized().dequantize(torch.bfloat16)
 
+
+class ShardedQuantExperts(_Sharded, QuantExperts):
+    """`QuantExperts` whose stacks FSDP2 shards. Unless the scheme is bf16, it gathers them in low bits."""
+
+    def __init__(self, experts: nn.Module, scheme: Scheme, **options: Any) -> None:
+        QuantExperts.__init__(self, experts, scheme, **options)
+        self.shards = {leaf: _shard(self, leaf) for leaf in STACKS} if scheme.quantized else {}
+
+    def low_bit(self) -> ExpertsWeights:
+        return _GatheredExperts(self.kernel, *(self._stack(leaf) for leaf in STACKS))
+
+    def _stack(self, leaf: str) -> dict[str, torch.Tensor]:
+        return _gathered(self, leaf) if self.shards else {"weight": self.get_parameter(leaf).detach()}
+
+
+class _GatheredExperts(NamedTuple):
+    """The gathered stacks of a layer. The dictionaries are FSDP2's, which fills them for the forward and again for the
+    backward, so everything else is made from them when it is needed."""
+
+    kernel: type[ExpertsKernel]
+    gathered_gate_up: dict[str, torch.Tensor]
+    gathered_down: dict[str, torch.Tensor]
+
     @property
-    def stale(self) -> bool:
-        return self._quantized is None
-
-
-class ShardedQuantExperts(QuantExperts):
-    """`QuantExperts` whose quantized tensors stay valid until `invalidate`. With scheme bf16 nothing is quantized: the
-    kernel reads FSDP's own parameters, which FSDP frees after a forward and gathers again before the backward."""
-
-    def quantized(self) -> dict[str, QuantizedStack]:
-        """Return both stacks. If they do not exist yet, call this only in a forward, after the gather."""
-        for leaf in STACKS:
-            self.adopt(leaf, self.get_parameter(leaf).detach())
-        return self._quantized
+    def prepared(self) -> Any:
+        with phase("prepare"):
+            prepare = getattr(self.kernel, "prepare_gathered", self.kernel.prepare)
+            return prepare(self.gathered_gate_up, self.gathered_down)
 
     @property
-    def stale(self) -> bool:
-        return self._low_bit is None
+    def gate_up(self) -> dict[str, torch.Tensor]:
+        with phase("prepare"):
+            return wire_tensors(self.gathered_gate_up)
+
+    @property
+    def down(self) -> dict[str, torch.Tensor]:
+        with phase("prepare"):
+            return wire_tensors(self.gathered_down)
+
+
+def _shard(layer: QuantLinear | QuantExperts, leaf: str) -> WeightShard:
+    reads_tiles = getattr(layer.kernel, "reads_tiles", False)
+    shape = tuple(layer.get_parameter(leaf).shape)
+    return WeightShard(f"{layer.qualified_name}.{leaf}", layer.scheme, shape, reads_tiles=reads_tiles)
+
+
+def _gathered(layer: QuantLinear | QuantExperts, leaf: str) -> dict[str, torch.Tensor]:
+    weight = layer.get_parameter(leaf)
+    if not isinstance(weight, GatheredWeight):
+        raise RuntimeError(
+            f"{layer.qualified_name}.{leaf} was not gathered in low bits; call quantize_shards before each forward"
+        )
+    return weight.tensors
 
 
 def quantize_before_sharding(
@@ -76,28 +159,96 @@ def quantize_before_sharding(
     return convert.replace_selected(model, selected, skipped, scheme, ignore, *classes, device=device)
 
 
+def quantize_shards(model: nn.Module, device: torch.device | None = None) -> None:
+    """Make FSDP2 gather the quantized weights of `model` in low bits, and quantize this rank's rows that have changed.
+
+    All ranks must call this together, after `fully_shard` and before each forward. If a weight changes after this call,
+    its next gather raises RuntimeError.
+
+    Args:
+        device: where to quantize and to gather. Default: where the masters are.
+
+    Raises:
+        UserError: a weight on this or another rank is NaN or Inf.
+    """
+    for module in model.modules():
+        for leaf, shard in module.shards.items() if isinstance(module, _Sharded) else ():
+            parameter = module.get_parameter(leaf)
+            if isinstance(parameter, DTensor):  # else it is still gathered, and so it is attached
+                shard.attach(parameter)
+    shards = [shard for module in model.modules() if isinstance(module, _Sharded) for shard in module.shards.values()]
+    _together(shards, device)
+
+
+def _together(shards: Sequence[WeightShard], device: torch.device | None) -> None:
+    """Quantize `shards`. If one cannot be quantized, raise UserError on all ranks."""
+    if not shards:
+        return
+    failure: UserError | None = None
+    try:
+        for shard in shards:
+            shard.quantize(device)
+    except UserError as error:
+        failure = error
+    mesh = shards[0].parameter.device_mesh
+    rank = torch.tensor([0 if failure is None else 1 + mesh.get_rank()], device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(rank, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+    if failure is not None:
+        raise failure
+    if failed := int(rank):
+        raise UserError(f"rank {failed - 1} could not quantize its part of the weights", fix="see that rank's error")
+
+
 def sharded_wire_tensors(
-    model: nn.Module, gather: Any, *, scheme: Scheme, ignore: Sequence[str] = convert.DEFAULT_IGNORE
+    model: nn.Module,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    scheme: Scheme,
+    ignore: Sequence[str] = convert.DEFAULT_IGNORE,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of `qarl.quant.packed_state_dict`, from a model that FSDP2 has sharded.
 
-    All ranks must call this together. One layer is gathered at a time. `gather`: a function that takes a sharded
-    state-dict entry and returns the whole tensor in BF16 on every rank.
+    All ranks must call this together. One layer is gathered at a time, and a quantized weight only in low bits. If the
+    model was not converted (`quant.align=off`), each weight is quantized for this publish.
+
+    Args:
+        gather: returns the whole BF16 tensor of a state-dict entry that is not quantized, on every rank.
+        device: where to quantize and to gather. Default: where the masters are.
     """
+    entries = model.state_dict()
+    quantize_shards(model, device)
     layers: Mapping[str, nn.Module] = dict(model.named_modules())
     selected = convert.owners(convert.select_linears(model, scheme, ignore)[0]) if scheme.quantized else {}
     tied = convert.tied_names(model)
-    for name, entry in model.state_dict().items():
+    for name, entry in entries.items():
         if name in tied:
             continue
         owner, _, leaf = name.rpartition(".")
-        whole = gather(entry)
-        layer = layers[owner]
         if owner not in selected or leaf not in ("weight", *STACKS):
-            yield from unstacked([(name, whole)])
-        elif isinstance(layer, ShardedQuantLinear):
-            yield from layer.adopt(whole).named(owner)
-        elif isinstance(layer, ShardedQuantExperts):
-            yield from layer.adopt(leaf, whole).named()
-        else:
-            yield from convert.packed_tensor(name, whole, scheme)
+            yield from unstacked([(name, gather(entry))])
+            continue
+        layer = layers[owner]
+        shard = layer.shards[leaf] if isinstance(layer, _Sharded) else _shard_of(name, entry, scheme, device)
+        yield from _named(name, shard.gather(), scheme, tuple(entry.shape))
+
+
+def _shard_of(name: str, entry: DTensor, scheme: Scheme, device: torch.device | None) -> WeightShard:
+    """Return the quantized shard of a state-dict entry whose layer was not converted."""
+    shard = WeightShard(name, scheme, tuple(entry.shape))
+    shard.attach(entry)
+    _together([shard], device)
+    return shard
+
+
+def _named(
+    name: str, tensors: dict[str, torch.Tensor], scheme: Scheme, shape: tuple[int, ...]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield checkpoint names and wire tensors of the gathered weight `name`."""
+    if len(shape) == 3:
+        yield from QuantizedStack(name, scheme, shape, tensors).named()
+        return
+    if "weight_packed" in tensors:
+        tensors = {**tensors, "weight_shape": torch.tensor(shape, dtype=torch.int64, device="cpu")}
+    yield from QuantizedTensor(scheme, (shape[0], shape[1]), tensors).named(name.rpartition(".")[0])

@@ -34,7 +34,7 @@ class _StraightThroughLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: QuantLinear) -> Any:
         ctx.save_for_backward(x)
         ctx.layer, ctx.generation = layer, layer.generation
-        return layer.kernel.linear(x, layer.prepared, bias)
+        return layer.multiply(x, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -75,7 +75,7 @@ class QuantLinear(nn.Linear):
             group_size=scheme.group_size,
             force=kernel,
         )
-        self.generation = 0
+        self._generation = 0
         self._made_from: Mark | None = None
         self._quantized: QuantizedTensor | None = None
         self._dequantized: torch.Tensor | None = None
@@ -84,6 +84,11 @@ class QuantLinear(nn.Linear):
     @property
     def kernel(self) -> type[LinearKernel]:
         return self.choice.kernel
+
+    @property
+    def generation(self) -> int:
+        """How often the weight was quantized."""
+        return self._generation
 
     def quantized(self) -> QuantizedTensor:
         """Return the low-bit tensors of the current weight, which the forward multiplies by and the publisher sends."""
@@ -99,13 +104,21 @@ class QuantLinear(nn.Linear):
         made = quantize(weight, self.scheme, name=f"{self.qualified_name}.weight")
         with phase("prepare"):
             self.prepared = self.kernel.prepare(made.tensors)
-        self.generation += 1
+        self._generation += 1
         return made
 
+    def make_ready(self) -> None:
+        """Quantize the weight for a forward, if it has changed."""
+        self.quantized()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return y [M, N] BF16 from x [M, K] BF16."""
+        return self.kernel.linear(x, self.prepared, bias)
+
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from their own copy of Q(W)."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it reads the low-bit tensors."""
         own = own_backward_input(self.kernel)
-        return grad @ self.dequantized if own is None else own(grad, self.prepared)
+        return grad @ self.dequantized if own is None else own(grad, self.quantized().tensors)
 
     @property
     def dequantized(self) -> torch.Tensor:
@@ -135,7 +148,7 @@ class QuantLinear(nn.Linear):
                 why="the low-bit kernels multiply BF16 activations, as the rollout engine does",
                 fix="run the model in bfloat16, without autocast to a different dtype",
             )
-        self.quantized()
+        self.make_ready()
         x = input.reshape(-1, self.in_features)
         y = _StraightThroughLinear.apply(x, self.weight, self.bias, self)
         return y.view(*input.shape[:-1], self.out_features)

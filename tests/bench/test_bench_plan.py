@@ -84,6 +84,10 @@ def test_links_by_hand() -> None:
     hidden = step(SMALL, rates(flop=1e3, link=10.0), work)
     beside = 2 * hidden["forward"] + hidden["backward"]
     assert hidden["communication"] == pytest.approx(max(passes / 10 - beside, 0))
+    wire = step(SMALL, rates(), work, "w4a16")["published"]
+    for level, weights in (("linears", wire), ("off", 2 * PARAMETERS)):
+        low_bit = step(SMALL, rates(), work, "w4a16", level)
+        assert low_bit["gathered"] == (3 * weights + 4 * PARAMETERS + wire) / 2, "the publish gathers low bits"
     far = step(SMALL, rates(link=10.0, network=1.0), replace(work, gpus=16, prompts=16))
     assert far["communication"] == pytest.approx(far["gathered"] - 2 * PARAMETERS * 15 / 16), "between nodes"
 
@@ -161,7 +165,7 @@ def test_a_plan_for_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["plan", *given]) == 0
     base, off, linears = json.loads(path.read_text())["results"]
     assert off["seconds"]["decode"] < base["seconds"]["decode"] and off["published_bytes"] < base["published_bytes"] / 3
-    assert off["gathered_bytes"] == base["gathered_bytes"] == linears["gathered_bytes"] > 1e12
+    assert base["gathered_bytes"] > off["gathered_bytes"] > 1.5 * linears["gathered_bytes"] > 1e12, "in low bits"
     assert off["memory_bytes"] < linears["memory_bytes"], "the trainer holds the low-bit tensors too"
     assert linears["too_much"] == (linears["memory_bytes"] > 80e9) and base["memory_bytes"] > 0
     said = capsys.readouterr().out

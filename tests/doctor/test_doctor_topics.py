@@ -158,6 +158,14 @@ def test_a_level_that_falls_back_is_said() -> None:
     assert "not for cuda" in (finding.why or "")
 
 
+@pytest.mark.verl
+def test_a_level_that_falls_back_because_of_several_workers() -> None:
+    two = ("backend=verl", "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2")
+    (finding,) = [finding for finding in topic_of("kernels", *two) if "quant.align" in finding.what]
+    assert (finding.status, finding.what) == ("warning", "quant.align=model will fall back to linears")
+    assert "rollout.tensor_model_parallel_size=2: each worker of the engine rounds" in (finding.why or "")
+
+
 def test_memory_that_is_free() -> None:
     assert memory.available_memory() == 64 * 2**30
     context = Context(load_config(["config=run.yaml"]), Target("cpu", "this machine", True))

@@ -79,6 +79,14 @@ def wire_tensors(folder: Path, scheme: Scheme, *, noise_seed: int | None = None)
     return found
 
 
+def near(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` with every twentieth word of `others`: an update after which a delta publish is smaller."""
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in found.items():
+        tensor.view(-1)[::20] = others[name].view(-1)[::20]
+    return found
+
+
 def _place(name: str) -> tuple[Any, ...]:
     """By layer, then by expert; the embedding first, the last norm and lm_head last."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]

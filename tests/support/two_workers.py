@@ -2,8 +2,9 @@
 
     python tests/support/two_workers.py FOLDER SCHEME
 
-makes two checkpoints of the model in FOLDER, publishes the second to an engine of the first and the first again, and
-fails if the engine does not generate what it did, or what an engine started on the second generates.
+makes two checkpoints of the model in FOLDER, publishes the second to an engine of the first, then the first and the
+second again as deltas, and fails if the engine does not generate what it did, or what an engine started on the second
+generates.
 """
 
 from __future__ import annotations
@@ -13,28 +14,39 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from random_moe import IGNORE, save_checkpoint, wire_tensors
+import torch
+from random_moe import IGNORE, near, save_checkpoint, wire_tensors
 
 from qarl.process import configure_vllm_process
-from qarl.quant.scheme import get_scheme
+from qarl.quant.scheme import Scheme, get_scheme
 
 PROMPTS = [[3 + i % 7, 5, 8 + i % 11, 4] for i in range(8)]
 
 
-def publish(worker: Any, folder: str, scheme_name: str, noise_seed: int | None) -> list[str]:
-    """Runs in each worker; the modules that vLLM's layerwise reload wrote."""
+def publish(worker: Any, folder: str, scheme_name: str, version: int) -> tuple[list[str], bool]:
+    """Runs in each worker, with a sender beside it. Odd versions are of the second checkpoint. Returns the modules that
+    vLLM's layerwise reload wrote, and whether it was a delta."""
     from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+    from qarl.rollout.publish.outbox import Outbox
     from qarl.rollout.publish.receive import WeightReceiver
-    from qarl.rollout.publish.wire import encode_publish
 
     scheme, model = get_scheme(scheme_name, 32), worker.get_model()
-    expected = expected_manifest(worker.vllm_config.model_config.hf_config, scheme, IGNORE)
-    check_same_layers(model, expected)
-    receiver = WeightReceiver(model, worker.vllm_config, expected, kv_caches=lambda: [])
-    tensors = wire_tensors(Path(folder), scheme, noise_seed=noise_seed)
-    receiver.feed(encode_publish(tensors.items(), version=1))
-    assert receiver.version == 1
-    return [target.name for target in receiver.plan.by_owner.values() if target.writer is None]
+    if version == 1:
+        expected = expected_manifest(worker.vllm_config.model_config.hf_config, scheme, IGNORE)
+        check_same_layers(model, expected)
+        worker.receiver = WeightReceiver(model, worker.vllm_config, expected, kv_caches=lambda: [])
+        worker.outbox = Outbox()
+    tensors = both(Path(folder), scheme)[version % 2]
+    held = worker.receiver.kept.fingerprint if worker.receiver.kept else None
+    worker.receiver.feed(worker.outbox.stream(tensors.items(), version=version, held=[held]))
+    assert worker.receiver.version == version
+    reloaded = [target.name for target in worker.receiver.plan.by_owner.values() if target.writer is None]
+    return reloaded, worker.outbox.tally.known
+
+
+def both(folder: Path, scheme: Scheme) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    first = wire_tensors(folder, scheme)
+    return first, near(first, wire_tensors(folder, scheme, noise_seed=1))
 
 
 def start(folder: Path) -> Any:
@@ -67,19 +79,19 @@ def main(folder: str, scheme_name: str) -> None:
     configure_vllm_process()
     like, scheme = Path(folder), get_scheme(scheme_name, 32)
     first, second = (
-        save_checkpoint(like.parent / f"checkpoint_{seed}", like, scheme, wire_tensors(like, scheme, noise_seed=seed))
-        for seed in (None, 1)
+        save_checkpoint(like.parent / f"checkpoint_{number}", like, scheme, tensors)
+        for number, tensors in enumerate(both(like, scheme))
     )
     llm = start(first)
     before = greedy(llm)
-    reloaded = llm.collective_rpc(publish, args=(folder, scheme_name, 1))
-    assert reloaded == [[], []], reloaded
-    other = greedy(llm)
-    assert other != before
-    llm.collective_rpc(publish, args=(folder, scheme_name, None))
-    assert greedy(llm) == before, "back to the first"
+    found = []
+    for version in (1, 2, 3):
+        answers = llm.collective_rpc(publish, args=(folder, scheme_name, version))
+        assert answers == [([], version > 1)] * 2, answers
+        found.append(greedy(llm))
+    assert found[0] != before and found == [found[0], before, found[0]], "A, B, A, B"
     del llm
-    assert greedy(start(second)) == other, "an engine started on the second"
+    assert greedy(start(second)) == found[0], "an engine started on the second"
     print("EXACT")
 
 

@@ -310,6 +310,14 @@ def test_a_dry_run_says_what_is_missing():
     assert "# not supported" not in dry_run(load_config(["config=qwen3_30b_w4a16.yaml"]))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dry_run_says_that_the_level_falls_back(workers, startable_run):
+    changes = {"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": workers}
+    text = dry_run(quickstart(**{"model.path": str(startable_run / "model"), **changes}))
+    note = "# note: quant.align=model falls back to linears: model: rollout.tensor_model_parallel_size=2: each worker"
+    assert (note in text) == (workers == 2)
+
+
 def test_keys_of_verls_own_are_passed_on_and_unknown_ones_are_not():
     nested = {"actor_rollout_ref": {"rollout": {"ignore_eos": True}}, "+trainer.extra": 1, "trainer.val_only": True}
     resolved = verl_config(quickstart(verl=nested), on_cpu=True)

@@ -80,7 +80,7 @@ def test_loss_gradient_and_publish_are_those_of_the_local_backend(
     published = dict(packed_state_dict(policy.model))
     assert found["published"].keys() == published.keys()
     assert all(same_bytes(tensor, found["published"][name]) for name, tensor in published.items())
-    assert set(found["made"]) == {1} and not found["made_again"]
+    assert set(found["made"]) == {0 if scheme == "bf16" else 1} and not found["made_again"]  # BF16: nothing to quantize
 
 
 @pytest.mark.parametrize("world", [1, 2])

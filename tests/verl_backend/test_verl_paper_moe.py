@@ -38,13 +38,16 @@ REPLACED = [
 ]
 
 
-def test_the_config_of_the_large_mixture_trains_a_tiny_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [[], ["quant.scheme=w8a8", "quant.align=model"]], ids=["as it is", "w8a8"])
+def test_the_config_of_the_large_mixture_trains_a_tiny_one(changes: list[str], tmp_path: Path) -> None:
+    """Two workers share its engine, so `model` falls back to `linears`."""
     if not (ROOT / MODEL).is_dir():
         pytest.skip("make model-moe makes it")
-    command = [sys.executable, "-m", "qarl.train", CONFIG, *REPLACED, f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "qarl.train", CONFIG, *REPLACED, *changes, f"output_dir={tmp_path}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert ("quant.align=model falls back to linears" in run.stderr) == bool(changes)
     run_dir = tmp_path / "qwen3_30b_w4a16"
     steps = [entry for entry in read_metrics(run_dir) if entry["step"] > 0]
     assert [entry["step"] for entry in steps] == [1, 2]

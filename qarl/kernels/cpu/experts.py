@@ -18,7 +18,7 @@ is over one token.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from qarl.kernels.activations import quantize_fp8, quantize_int8, quantize_int8_cuda, silu_mul
 from qarl.kernels.cpu import vllm_ops
 from qarl.kernels.cpu.torch_ops import VllmCpuFP8Linear
-from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of
+from qarl.kernels.experts.grouped import ExpertsShape, Tensors, route, scheme_of, sizes_of
+from qarl.kernels.registry import prepare_gathered
 
 _LINEARS: dict[str, tuple[Any, ...]] = {
     "w4a16": (vllm_ops.VllmCpuWNA16Linear,),
@@ -42,7 +43,21 @@ class PreparedProduct(NamedTuple):
     """One product of all experts: its linear kernel, and each expert's weight as that kernel prepared it."""
 
     kernel: Any
-    experts: list[Any]
+    experts: Sequence[Any]
+
+
+class _PreparedOnUse(Sequence[Any]):
+    """Each expert's weight, prepared whenever it is read. An expert without tokens takes neither time nor memory."""
+
+    def __init__(self, kernel: Any, tensors: Tensors) -> None:
+        self._kernel, self._tensors = kernel, tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors["weight_scale"])
+
+    def __getitem__(self, expert: Any) -> Any:
+        mine = {name: tensor[expert] for name, tensor in self._tensors.items()}
+        return prepare_gathered(self._kernel, mine)
 
 
 class PreparedExperts(NamedTuple):
@@ -54,6 +69,7 @@ class VllmCpuExperts:
     """Low-bit experts, computed one after the other with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
+    reads_tiles = True
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -73,6 +89,12 @@ class VllmCpuExperts:
     def prepare(gate_up: Tensors, down: Tensors) -> PreparedExperts:
         """Convert every expert's weights to the layout of the linear kernel. The wire tensors are not kept."""
         return PreparedExperts(_prepared(gate_up), _prepared(down))
+
+    @staticmethod
+    def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
+        """Prepare each expert's weights when they are used, for one forward."""
+        products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
+        return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, given)) for kernel, given in products))
 
     @staticmethod
     def forward(
@@ -101,13 +123,18 @@ class VllmCpuExperts:
 
 
 def _prepared(tensors: Tensors) -> PreparedProduct:
-    scheme = scheme_of(tensors)
-    names = ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale")
-    first = tensors[names[0]]
-    shape = (first.shape[1], first.shape[2] * (8 if scheme == "w4a16" else 1))
-    kernel = next(k for k in _LINEARS[scheme] if k.unavailable(scheme, first.device, shape) is None)
-    each = ({name: tensors[name][expert] for name in names} for expert in range(len(first)))
+    kernel = _kernel_of(tensors)
+    each = ({name: tensor[expert] for name, tensor in tensors.items()} for expert in range(sizes_of(tensors)[0]))
     return PreparedProduct(kernel, [kernel.prepare(expert) for expert in each])
+
+
+def _kernel_of(tensors: Tensors) -> Any:
+    """Return the linear kernel that multiplies by the experts' matrices in `tensors`."""
+    scheme, scale = scheme_of(tensors), tensors["weight_scale"]
+    if scheme == "w4a16":
+        return vllm_ops.VllmCpuWNA16Linear
+    shape = (scale.shape[1], tensors["weight"].shape[2])
+    return next(k for k in _LINEARS[scheme] if k.unavailable(scheme, scale.device, shape) is None)
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

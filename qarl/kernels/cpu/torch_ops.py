@@ -67,6 +67,15 @@ def int8_linear(
     return output
 
 
+def int_mm(prepared: PreparedScaled) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return `multiply` for `int8_linear`. It calls `torch._int_mm`; the weight, int8 [K, N], may have any strides."""
+
+    def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
+
+    return multiply
+
+
 class TorchInt8Linear:
     """W8A8 with `torch._int_mm`."""
 
@@ -83,11 +92,7 @@ class TorchInt8Linear:
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
-
-        def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
-
-        return int8_linear(multiply, quantize_int8(x), prepared.weight.shape[1], bias)
+        return int8_linear(int_mm(prepared), quantize_int8(x), prepared.weight.shape[1], bias)
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +113,7 @@ class VllmCpuFP8Linear:
         """Upcast `weight` [N, K] to FP32, or leave it unchanged if only `_scaled_mm` gives vLLM's bits."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
-        return PreparedScaled(weight.float() if same_bits else weight, tensors["weight_scale"].t().contiguous())
+        return PreparedScaled(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
@@ -124,6 +129,15 @@ class VllmCpuFP8Linear:
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
         return dequantize(*quantize_fp8(x))
+
+
+def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Return finite `values`, float8_e4m3fn, in FP32. PyTorch's conversion takes three times as long on a CPU.
+
+    Moved to the same place in FP16, exponent and mantissa mean a number 2^8 times smaller, subnormal numbers too.
+    """
+    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # two copies of the sign
+    return bits.bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
 
 
 def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

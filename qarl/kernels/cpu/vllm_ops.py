@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 
 from qarl.kernels.activations import BF16Activations, dequantize, quantize_int8_cuda
-from qarl.kernels.cpu.torch_ops import int8_linear, int8_unavailable
+from qarl.kernels.cpu.tiles import to_tiles
+from qarl.kernels.cpu.torch_ops import PreparedScaled, int8_linear, int8_unavailable, int_mm
 from qarl.kernels.int4 import VALUES_PER_INT32
 from qarl.process import allow_matrix_tiles, configure_vllm_process, vllm_missing
 
-_CHANNELS_PER_BLOCK = 16  # cpu_gemm_wna16 reads 16 output channels at a time
 _TILE_CHANNELS = 32  # int8_scaled_mm_with_quant reads 32 output channels at a time
 
 
@@ -79,6 +79,7 @@ class VllmCpuWNA16Linear(BF16Activations):
     """W4A16 by `cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
 
     name = "vllm_cpu_wna16"
+    reads_tiles = True
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
@@ -90,14 +91,11 @@ class VllmCpuWNA16Linear(BF16Activations):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`."""
-        pairs = tensors["weight_packed"].contiguous().view(torch.uint8)
-        out_features, half = pairs.shape  # a byte holds two values of one output channel, adjacent along K
-        even, odd = pairs.view(-1, _CHANNELS_PER_BLOCK // 2, 2, half).unbind(2)
-        packed = pairs.new_empty(out_features // _CHANNELS_PER_BLOCK, half, 2, _CHANNELS_PER_BLOCK // 2)
-        packed[:, :, 0] = ((even & 0xF) | (odd << 4)).transpose(1, 2)
-        packed[:, :, 1] = ((even >> 4) | (odd & 0xF0)).transpose(1, 2)
-        weight = packed.view(-1).view(torch.int32).view(-1, 2 * half * _CHANNELS_PER_BLOCK // VALUES_PER_INT32)
+        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`.
+
+        Gathered weights may have the codes already in tiles, as `weight_tiles`.
+        """
+        weight = tensors["weight_tiles"] if "weight_tiles" in tensors else to_tiles(tensors["weight_packed"])
         return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
 
     @staticmethod
@@ -134,7 +132,15 @@ class VllmCpuInt8Linear:
         return PreparedInt8(handler, scale)
 
     @staticmethod
-    def linear(x: torch.Tensor, prepared: PreparedInt8, bias: torch.Tensor | None) -> torch.Tensor:
+    def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
+        """Return views. `torch._int_mm` reads the weight as it is and has the same integer sums as the handler, which
+        would take longer to pack than a product with 512 rows."""
+        return PreparedScaled(tensors["weight"].t(), tensors["weight_scale"].t())
+
+    @staticmethod
+    def linear(x: torch.Tensor, prepared: PreparedInt8 | PreparedScaled, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(prepared, PreparedScaled):
+            return int8_linear(int_mm(prepared), _quantize_int8(x), prepared.weight.shape[1], bias)
         one = torch.ones(1, dtype=torch.float32)  # explicit, because vLLM loads models under a different default dtype
 
         def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:

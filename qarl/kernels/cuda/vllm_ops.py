@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qarl.kernels.activations import BF16Activations, dequantize
-from qarl.kernels.triton.linears import PackedWeight, ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
+from qarl.kernels.triton.linears import ScaledWeight, TritonW4A16Linear, TritonW8A8Linear
 from qarl.process import configure_vllm_process, vllm_missing
 from qarl.vllm_versions.functions import why_unusable
 
@@ -60,12 +60,12 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class PreparedPacked(NamedTuple):
-    """`weight` and `scales` have the operator's layout. Only Marlin needs `workspace`. dX is computed from `wire`."""
+    """`weight` and `scales` have the operator's layout. `out_features` is N. Only Marlin needs `workspace`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
-    workspace: torch.Tensor | None
-    wire: PackedWeight
+    out_features: int
+    workspace: torch.Tensor | None = None
 
 
 @cache
@@ -129,8 +129,8 @@ class _PackedLinear(BF16Activations):
     """Base of the two W4A16 kernels."""
 
     @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: PreparedPacked) -> torch.Tensor:
-        return TritonW4A16Linear.backward_input(grad, prepared.wire)
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return TritonW4A16Linear.backward_input(grad, tensors)
 
 
 class VllmMacheteLinear(_PackedLinear):
@@ -153,7 +153,7 @@ class VllmMacheteLinear(_PackedLinear):
         weight = ops.machete_prepack_B(
             packed.contiguous().t(), a_type=scale.dtype, b_type=uint4b8(), group_scales_type=scale.dtype
         )
-        return PreparedPacked(weight, scale.t().contiguous(), None, PackedWeight(packed, scale))
+        return PreparedPacked(weight, scale.t().contiguous(), len(packed))
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
@@ -209,14 +209,13 @@ class VllmMarlinLinear(_PackedLinear):
             size_n=padded_n,
             group_size=group,
         )
-        workspace = marlin.marlin_make_workspace_new(packed.device)
-        return PreparedPacked(weight, scales, workspace, PackedWeight(packed, scale))
+        return PreparedPacked(weight, scales, n, marlin.marlin_make_workspace_new(packed.device))
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] BF16 -> [M, N] BF16; the bias is added in the epilogue."""
         marlin = importlib.import_module(_MARLIN)
-        n, k = prepared.wire.packed.shape[0], x.shape[1]
+        n, k = prepared.out_features, x.shape[1]
         if not len(x):
             return x.new_empty(0, n)
         nothing = _nothing(x.device)

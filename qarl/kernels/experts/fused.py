@@ -35,7 +35,8 @@ _EIGHT_BIT = ("w8a8", "fp8")
 
 
 class ExpertsKernel(NamedKernel, Protocol):
-    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward."""
+    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward. The attributes
+    `prepare_gathered` and `reads_tiles` are optional, as for a `LinearKernel`."""
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
@@ -132,6 +133,20 @@ def choose_experts_kernel(
     )
 
 
+class ExpertsWeights(Protocol):
+    """One layer's experts. `prepared` is read once in a forward, the other two are the stacked wire tensors and read
+    once in a backward. Implementations may make them only then."""
+
+    @property
+    def kernel(self) -> type[ExpertsKernel]: ...
+    @property
+    def prepared(self) -> Any: ...
+    @property
+    def gate_up(self) -> Tensors: ...
+    @property
+    def down(self) -> Tensors: ...
+
+
 class LowBitExperts(NamedTuple):
     """One layer's experts for the forward: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
 
@@ -155,7 +170,7 @@ def fused_experts(
     topk_ids: torch.Tensor,
     gate_up_weight: torch.Tensor | None,
     down_weight: torch.Tensor | None,
-    experts: LowBitExperts,
+    experts: ExpertsWeights,
 ) -> torch.Tensor:
     """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable. The forward reads
     `experts`. `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I], the BF16 masters, only receive gradients;
@@ -173,7 +188,7 @@ class _FusedExperts(torch.autograd.Function):
         gate_up_weight: torch.Tensor | None,
         down_weight: torch.Tensor | None,
         topk_ids: torch.Tensor,
-        experts: LowBitExperts,
+        experts: ExpertsWeights,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, topk_weights, topk_ids)
         ctx.experts = experts
@@ -186,15 +201,15 @@ class _FusedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, topk_ids = ctx.saved_tensors
-        experts: LowBitExperts = ctx.experts
+        kernel, gate_up, down = ctx.experts.kernel, ctx.experts.gate_up, ctx.experts.down
         need_x, need_router, need_gate_up, need_down = ctx.needs_input_grad[:4]
         if not len(x):
-            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, experts)
-        routing = route(topk_ids, sizes_of(experts.gate_up)[0])
-        state = _products(experts.kernel, x, experts.gate_up, routing)
+            return _zeros(ctx.needs_input_grad[:4], x, topk_weights, sizes_of(gate_up))
+        routing = route(topk_ids, sizes_of(gate_up)[0])
+        state = _products(kernel, x, gate_up, routing)
         a = _dequantized(state.a, state.a_scale)
         grad = grad_outputs[0][routing.token]
-        grad_a = grouped.input_gradient(grad, experts.down, routing.ends)
+        grad_a = grouped.input_gradient(grad, down, routing.ends)
         weight = topk_weights.flatten().float()[routing.order, None]
         grad_router = grad_down = grad_gate_up = grad_x = None
         if need_router:
@@ -206,7 +221,7 @@ class _FusedExperts(torch.autograd.Function):
         if need_x or need_gate_up:
             grad_h = _silu_mul_backward(grad_a.float() * weight, state.gate, state.up)
             if need_x:
-                rows = grouped.input_gradient(grad_h, experts.gate_up, routing.ends)
+                rows = grouped.input_gradient(grad_h, gate_up, routing.ends)
                 grad_x = combine(rows, routing, topk_ids.shape[1])
             if need_gate_up:
                 grad_gate_up = grouped.weight_gradient(grad_h, _dequantized(state.x, state.x_scale), routing.ends)
@@ -214,10 +229,10 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _zeros(
-    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, experts: LowBitExperts
+    needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return zero gradients for an input without tokens, because the engine's quantizers cannot run on zero rows."""
-    (count, rows), hidden = sizes_of(experts.gate_up), x.shape[1]
+    (count, rows), hidden = sizes, x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
     made = (

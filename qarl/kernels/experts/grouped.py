@@ -48,8 +48,8 @@ def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 
 
 def scheme_of(tensors: Tensors) -> str:
-    """Return the scheme that these wire tensors belong to."""
-    if "weight_packed" in tensors:
+    """Return the scheme that these wire tensors belong to. Gathered int4 codes may be in tiles."""
+    if "weight_packed" in tensors or "weight_tiles" in tensors:
         return "w4a16"
     return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
 

@@ -79,10 +79,11 @@ class TritonW4A16Linear(_TritonLinear, BF16Activations):
         return w4a16_linear(x, *prepared, bias, batch_invariant=cls.batch_invariant)
 
     @classmethod
-    def backward_input(cls, grad: torch.Tensor, prepared: PackedWeight) -> torch.Tensor:
+    def backward_input(cls, grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from qarl.kernels.triton.w4a16 import w4a16_backward_input
 
-        return w4a16_backward_input(grad, *prepared, batch_invariant=cls.batch_invariant)
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        return w4a16_backward_input(grad, packed, scale, batch_invariant=cls.batch_invariant)
 
 
 class TritonW8A8Linear(_TritonLinear):
@@ -105,10 +106,10 @@ class TritonW8A8Linear(_TritonLinear):
         return scaled_mm(values, scale, *prepared, bias, fast_accumulation=True, batch_invariant=cls.batch_invariant)
 
     @staticmethod
-    def backward_input(grad: torch.Tensor, prepared: ScaledWeight) -> torch.Tensor:
+    def backward_input(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from qarl.kernels.triton.quantize import dequantize_rows
 
-        return grad @ dequantize_rows(*prepared)
+        return grad @ dequantize_rows(tensors["weight"], tensors["weight_scale"])
 
     @classmethod
     def dequantized_input(cls, x: torch.Tensor) -> torch.Tensor:

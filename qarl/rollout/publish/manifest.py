@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.quant.convert import select_linears, tied_names
 from qarl.quant.meta import meta_model
 from qarl.quant.quantize import FLOAT_BITS
-from qarl.quant.scheme import Scheme
+from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.stacks import unstacked
 from qarl.rollout.publish.experts import quantized_experts
 
@@ -94,6 +94,21 @@ def expected_manifest(
         else:
             manifest[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return manifest
+
+
+def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
+    """Return the manifest of an engine that runs by itself, from its own quantization config.
+
+    Raises:
+        UserError: trainer and engine would quantize different layers.
+    """
+    quantization: Any = getattr(hf_config, "quantization_config", None)
+    scheme, ignore = get_scheme("bf16"), []
+    if quantization is not None:
+        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
+    expected = expected_manifest(hf_config, scheme, ignore)
+    check_same_layers(vllm_model, expected)
+    return expected
 
 
 def quantized_layers(manifest: Manifest) -> set[str]:

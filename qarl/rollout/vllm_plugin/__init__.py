@@ -7,14 +7,18 @@ compressed-tensors, and multiplies with the function that the trainer calls (`qa
 are correct after a reload, and the routing is returned. On other devices the plugin does nothing, and vLLM uses its own
 backends.
 
-`internals.py` is the only file that imports vLLM's internals. `experts.py` has the classes that are registered. Nothing
-is patched, because vLLM has a registry for each class.
+On every device, the plugin also registers the transfer engine `qarl`, which receives publishes from another process or
+host (`transfer.py`).
+
+`internals.py` is the only file that imports vLLM's layers. `experts.py` and `transfer.py` have the classes that are
+registered. Nothing is patched, because vLLM has a registry for each class.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
@@ -30,6 +34,7 @@ def register() -> None:
     """Register the plugin's classes. vLLM calls this in each of its processes, in some of them more than once. This
     never raises, because an unsupported version of vLLM can still serve dense models."""
     global _why_not
+    _register_transfer()
     if _why_not is None:
         return
     from vllm.platforms import current_platform
@@ -43,6 +48,20 @@ def register() -> None:
         _why_not = experts.register()
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         _why_not = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
+
+
+def _register_transfer() -> None:
+    """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it.
+
+    vLLM 0.24 cannot: its worker passes a transfer engine no config, and reloads the model around it."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    except ImportError:
+        return
+    module = f"{__name__}.transfer"
+    with suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(ENTRY_POINT, module, "QaRLTransferEngine")
+        WeightTransferTrainerFactory.register_engine(ENTRY_POINT, module, "QaRLTrainerTransfer")
 
 
 def check_loaded(hf_config: Any) -> None:

@@ -13,7 +13,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
-    optimizer_step, load_checkpoint   discard the quantized tensors. The next forward quantizes again, once
+    forward_backward_batch   quantizes the shards that have changed, which FSDP2 then gathers in low bits
     save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
                            an unquantized actor, because verl's receiver cannot load weights into vLLM's linears on CPU
@@ -41,8 +41,7 @@ from qarl.align import align_model
 from qarl.align.routing import replays
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
-from qarl.quant.convert import invalidate_quantized
-from qarl.quant.fsdp import quantize_before_sharding, sharded_wire_tensors
+from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox
 from qarl.verl.plugin.alive import Watch, refuse_dead
@@ -157,11 +156,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return build_optimizer(module, self.optimizer_config)
         return super()._build_optimizer(module)
 
-    def optimizer_step(self) -> float:
-        norm: float = super().optimizer_step()
-        self._weights_changed()
-        return norm
-
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
@@ -173,18 +167,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             check_files(self, local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
-            self._weights_changed()
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
-
-    def _weights_changed(self) -> None:
-        if self.quant is not None:
-            invalidate_quantized(self.module)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
             longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
             # Log-probs were computed for all rows of the step. The longest row of a mini-batch may be shorter.
             self._row_length = longest if forward_only else max(self._row_length, longest)
+            quantize_shards(self.module, torch.device(get_device_name()))
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -352,7 +342,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                     entry = entry.to(torch.bfloat16)
                 return entry.full_tensor() if isinstance(entry, DTensor) else entry
 
-        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore)
+        here = torch.device(get_device_name())
+        return sharded_wire_tensors(self.module, gather, scheme=self.scheme, ignore=self.ignore, device=here)
 
 
 def _tokens_of(batch: Any) -> Any:

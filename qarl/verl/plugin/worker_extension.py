@@ -22,8 +22,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from qarl.errors import UserError
 from qarl.process import allow_matrix_tiles
-from qarl.quant.scheme import Scheme, get_scheme
-from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, publish_timeout, run_identity, socket_timeouts
 from qarl.verl.plugin.transport import NamedTensor, decode
@@ -104,12 +103,6 @@ def _traceback_as_text(error: BaseException) -> None:
 
 def make_receiver(model_runner: Any) -> WeightReceiver:
     """Return the receiver for one worker's model. Raise UserError if trainer and engine quantize different layers."""
-    hf_config = model_runner.vllm_config.model_config.hf_config
-    quantization: Any = getattr(hf_config, "quantization_config", None)
-    scheme, ignore = get_scheme("bf16"), []
-    if quantization is not None:
-        scheme, ignore = Scheme.from_quantization_config(quantization), list(quantization.get("ignore") or [])
-    expected = expected_manifest(hf_config, scheme, ignore)
-    check_same_layers(model_runner.get_model(), expected)
+    expected = engines_manifest(model_runner.vllm_config.model_config.hf_config, model_runner.get_model())
     # A bucket is a view of a buffer that the next bucket overwrites.
     return WeightReceiver.of_runner(model_runner, expected, clone=True)

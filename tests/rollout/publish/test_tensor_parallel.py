@@ -12,7 +12,7 @@ import torch
 from checkout import ROOT
 from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
-from random_moe import IGNORE, save_checkpoint, save_random_moe, wire_tensors
+from random_moe import IGNORE, near, save_checkpoint, save_random_moe, wire_tensors
 from torch import nn
 from transformers import AutoConfig
 
@@ -26,6 +26,7 @@ from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant import Scheme, get_scheme
 from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
 
@@ -67,7 +68,8 @@ def scheme(request: pytest.FixtureRequest) -> Scheme:
 def checkpoints(request: pytest.FixtureRequest, scheme: Scheme, tmp_path_factory: Any) -> Checkpoints:
     root = tmp_path_factory.mktemp("models")
     like = request.param(root / "like")
-    tensors = wire_tensors(like, scheme), wire_tensors(like, scheme, noise_seed=1)
+    first = wire_tensors(like, scheme)
+    tensors = first, near(first, wire_tensors(like, scheme, noise_seed=1))
     folders = tuple(save_checkpoint(root / str(i), like, scheme, tensors[i]) for i in range(2))
     return Checkpoints(scheme, (folders[0], folders[1]), tensors)
 
@@ -84,17 +86,22 @@ def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize(("rank", "workers"), [(0, 2), (1, 2), (3, 4)])
 def test_a_worker_holds_what_vllms_loader_gives_it(checkpoints: Checkpoints, rank: int, workers: int) -> None:
-    """A, B, A. With 4 workers, two share a key-value head."""
+    """A, B, A, B, the last two as deltas. With 4 workers, two share a key-value head."""
     model, config = worker_model(checkpoints.folders[0], rank, workers)
     first, second = multiplied(model), multiplied(worker_model(checkpoints.folders[1], rank, workers)[0])
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
-    receiver = receiver_of(model, config, checkpoints.scheme)
-    assert all(target.writer is not None for target in receiver.plan.by_owner.values())
-    for version, wanted in enumerate((second, first, second)):
-        tensors = checkpoints.tensors[1 - version % 2]
-        receiver.feed(encode_publish(tensors.items(), version=version))
-        check_equal(multiplied(model), wanted)
     assert any(not torch.equal(first[name], second[name]) for name in first)
+    receiver, outbox = receiver_of(model, config, checkpoints.scheme), Outbox()
+    assert all(target.writer is not None for target in receiver.plan.by_owner.values())
+    for version, which in enumerate((1, 0, 1, 0, 1)):
+        tensors = checkpoints.tensors[which]
+        stream = encode_publish(tensors.items(), version=version)
+        if version >= 2:
+            held = receiver.kept.fingerprint if receiver.kept else None
+            stream = outbox.stream(tensors.items(), version=version, held=[held])
+        receiver.feed(stream)
+        assert outbox.tally.known == (version > 2)
+        check_equal(multiplied(model), (first, second)[which])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.publish import writers
-from qarl.rollout.publish.manifest import TensorSpec, check_same_layers
+from qarl.rollout.publish.manifest import TensorSpec, check_complete, check_same_layers
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import TransferFailed, encode_publish
 from qarl.rollout.publish.writers import WritePlan
 
 EXPERTS, HIDDEN, WIDTH = 11, 8, 4
@@ -151,6 +153,36 @@ def test_other_experts_are_reloaded_without_weight_shape(
     ((_, _, modules, sent),) = found
     assert modules == [model.get_submodule(f"{PREFIX}.routed_experts")]
     assert sent.keys() == {name for name in tensors if not name.endswith("weight_shape")}
+
+
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
+@pytest.mark.parametrize("matrix", SHAPES)
+def test_an_experts_tensor_is_checked_like_any_other(expert: int, matrix: str) -> None:
+    """Where the checksums are made on the way, as in verl: NaN in it, and a bit that flips behind them."""
+    method, tensors = LowBitExpertsMethod(), matrices(scales=True)
+    expected = {name: TensorSpec.of(t) for name, t in tensors.items()}
+    receiver = WeightReceiver(engine_model(method), None, expected, kv_caches=list)
+    for leaf in ("weight", "weight_scale"):
+        name = f"{PREFIX}.{expert}.{matrix}.{leaf}"
+        spoilt = {**tensors, name: tensors[name].clone()}
+        spoilt[name].view(-1)[-1] = torch.nan
+        with pytest.raises(UserError, match=rf"1 tensors to publish hold NaN(?s:.*){name}"):
+            receiver.feed(encode_publish(spoilt.items(), version=1))
+        with pytest.raises(UserError, match=f"{name}: holds NaN"):
+            check_complete(spoilt.items(), expected)
+        stream = list(encode_publish(tensors.items(), version=1))
+        flipped = [(n, _flipped(t) if n == name else t) for n, t in stream]
+        with pytest.raises(TransferFailed, match=f"{name} was damaged"):
+            receiver.feed(flipped)
+        assert receiver.stale and not hasattr(method, "written")
+    receiver.feed(stream)
+    assert receiver.version == 1 and hasattr(method, "written")
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    flipped = tensor.clone()
+    flipped.view(torch.uint8).view(-1)[0] ^= 1
+    return flipped
 
 
 def test_the_layers_that_are_quantized_are_compared_by_matrix() -> None:

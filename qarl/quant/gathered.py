@@ -1,0 +1,48 @@
+"""`GatheredWeight`: the parameter that FSDP2 registers while a layer's low-bit tensors are gathered.
+
+FSDP2 needs one tensor with the shape of the original parameter, which autograd gives a gradient. The forward needs
+several low-bit tensors. A `GatheredWeight` has the shape and dtype of the first and holds the others. It has no storage
+for a BF16 weight, so every operation that would read one raises.
+
+torchao's FP8 weights work in the same way. There, too, `__torch_dispatch__` is the extension point of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class GatheredWeight(torch.Tensor):
+    """`tensors`: the gathered tensors by name. They are views of buffers that FSDP2 frees and fills again, so they may
+    be read only between a gather and the next resharding."""
+
+    tensors: dict[str, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> GatheredWeight:
+        device = next(iter(tensors.values())).device
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.tensors = tensors
+        return self
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Wrap `tensors`. The parameter of FSDP2 and all its aliases share this one dictionary."""
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # PyTorch's own has a private type
+        return f"GatheredWeight({list(self.shape)}, {', '.join(self.tensors)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all others."""
+        weight = args[0]
+        whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
+        if func in _ALIASES or whole:
+            return cls(weight.shape, weight.dtype, weight.tensors)
+        raise RuntimeError(f"{func} needs a BF16 weight, but only its low-bit tensors were gathered")

@@ -1,0 +1,196 @@
+"""`WeightShard`: one rank's rows of a quantized weight, which FSDP2 gathers in low bits.
+
+FSDP2 shards a linear's weight [N, K] by rows and a stack of experts [E, N, K] by experts. A scale belongs to one row or
+to a group inside one row, so each rank can quantize its own rows. The bytes are those of the whole weight quantized at
+once. The rows are quantized after each optimizer step, in the BF16 cast of the master, as the forward would see it.
+
+FSDP2 asks the sharded tensor what to gather (`fsdp_pre_all_gather`) and what to make of the result
+(`fsdp_post_all_gather`). torchao defines these methods on a tensor subclass. Here they are attributes of the ordinary
+tensor, which FSDP2 looks up in the same way and PyTorch's own tests do. So the masters stay ordinary FP32 DTensors for
+optimizers, clipping and checkpoints. A new tensor, as after moving a model, must be given the methods again (`attach`).
+
+    uneven shards   FSDP2 pads every shard to the rows of the first. The padding is quantized too, and cut off after the
+                    gather. With five arguments `fsdp_pre_all_gather` would have to return tensors of the master's
+                    shape, which packed ones do not have. With one argument FSDP2 does not check this.
+    one rank        FSDP2 then copies only the first tensor. Therefore all tensors are parts of one buffer of bytes.
+    tiles           If the kernel reads int4 codes in tiles of rows and the shards consist of whole tiles, the codes are
+                    gathered in this layout, so no rank has to convert a whole weight in every forward.
+
+All of this is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from qarl.kernels.cpu.tiles import TILE_ROWS, from_tiles, to_tiles
+from qarl.quant.gathered import GatheredWeight
+from qarl.quant.quantize import quantize
+from qarl.quant.scheme import Scheme
+
+Tensors = dict[str, torch.Tensor]
+
+
+class _Slot(NamedTuple):
+    """A tensor's place in the buffer of bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+class WeightShard:
+    """This rank's part of the weight `name` [N, K], or of a stack [E, N, K], quantized with `scheme`.
+
+    `generation` counts how often it was quantized. `reads_tiles`: whether the layer's kernel can read int4 tiles.
+    """
+
+    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, reads_tiles: bool = False) -> None:
+        self.name, self.scheme, self.shape = name, scheme, torch.Size(shape)
+        self.generation = 0
+        self._reads_tiles = reads_tiles and scheme.format == "pack-quantized"
+        self._parameter: DTensor | None = None
+        self._buffer: torch.Tensor | None = None
+        self._slots: tuple[_Slot, ...] = ()
+        self._versions = (-1, -1)
+
+    def attach(self, parameter: DTensor) -> None:
+        """Make FSDP2 gather `parameter` through this object. The quantized rows of another tensor are dropped."""
+        placement, dim = parameter.placements[-1], parameter.device_mesh.ndim - 1
+        if not isinstance(placement, Shard) or placement.dim != 0:
+            raise ValueError(f"{self.name} is placed as {parameter.placements}, not sharded by rows in dimension {dim}")
+        self._parameter = parameter
+        local = _local(parameter)
+        if not self.is_attached(parameter):
+            local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
+            local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+            self.drop()
+
+    def is_attached(self, parameter: DTensor) -> bool:
+        """Return whether FSDP2 gathers `parameter` through this object."""
+        return getattr(_local(parameter), "fsdp_pre_all_gather", None) == self.fsdp_pre_all_gather
+
+    def drop(self) -> None:
+        """Free the quantized rows. The next gather makes them again."""
+        self._buffer = None
+
+    @property
+    def stale(self) -> bool:
+        """Whether the master was changed after its rows were quantized."""
+        return self._buffer is None or self._versions != self._now()
+
+    def _now(self) -> tuple[int, int]:
+        """Return autograd's counts of in-place updates of the DTensor and of its local tensor."""
+        parameter = self.parameter
+        return parameter._version, _local(parameter)._version
+
+    @property
+    def parameter(self) -> DTensor:
+        if self._parameter is None:
+            raise RuntimeError(f"{self.name} is not attached to a parameter that FSDP2 has sharded")
+        return self._parameter
+
+    @torch.no_grad()
+    def quantize(self, device: torch.device | None = None) -> None:
+        """Quantize this rank's rows on `device` unless they are up to date. Default: where they are.
+
+        Raises:
+            UserError: a weight of these rows is NaN or Inf, or the shape does not fit the scheme.
+        """
+        if not self.stale:
+            return
+        parameter = self.parameter
+        versions, local = self._now(), _local(parameter)
+        ranks = parameter.device_mesh.size(-1)
+        padded = -(-self.shape[0] // ranks)
+        rows = local.detach().to(device or local.device, torch.bfloat16)
+        if len(rows) < padded:
+            rows = torch.cat((rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])))
+        made = quantize(rows.flatten(0, -2), self.scheme, name=self.name).tensors
+        made.pop("weight_shape", None)
+        tile_by = padded if len(self.shape) == 2 else self.shape[1]
+        if self._reads_tiles and tile_by % TILE_ROWS == 0 and self.shape[-2] % TILE_ROWS == 0:
+            made = {"weight_tiles": to_tiles(made.pop("weight_packed")), **made}
+        if len(self.shape) == 3:
+            made = {name: tensor.unflatten(0, (padded, -1)) for name, tensor in made.items()}
+        self._store(made)
+        self._versions = versions
+        self.generation += 1
+
+    def _store(self, made: Tensors) -> None:
+        """Copy the tensors into one buffer. Those with the widest numbers come first, so every part is aligned."""
+        slots: list[_Slot] = []
+        end = 0
+        for name, tensor in sorted(made.items(), key=lambda item: -item[1].element_size()):
+            slots.append(_Slot(name, tensor.dtype, tuple(tensor.shape), end, end + tensor.nbytes))
+            end += tensor.nbytes
+        buffer = torch.empty(end, dtype=torch.uint8, device=next(iter(made.values())).device)
+        for slot in slots:
+            slot.of(buffer).copy_(made[slot.name])
+        self._buffer, self._slots = buffer, tuple(slots)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
+        """Return what this rank sends. FSDP2 calls this before every gather, on GPUs in a stream for communication."""
+        if self._buffer is None or self.stale:
+            raise RuntimeError(f"{self.name} has changed since its rows were quantized; call quantize_shards before")
+        if mesh.size() == 1:
+            return (self._buffer,), None
+        return tuple(slot.of(self._buffer) for slot in self._slots), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None:
+        """Wrap the gathered tensors. They stay FSDP2's buffers, which it frees and fills again; nothing is copied."""
+        if len(gathered) == 1:
+            gathered = tuple(slot.of(gathered[0]) for slot in self._slots)
+        tensors = {slot.name: self._cut(tensor) for slot, tensor in zip(self._slots, gathered, strict=True)}
+        if out is None:
+            return GatheredWeight(self.shape, param_dtype, tensors), ()
+        assert isinstance(out, GatheredWeight)
+        out.tensors.update(tensors)
+        return None
+
+    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the gathered `tensor` without the padding of the last shards."""
+        ranks = self.parameter.device_mesh.size(-1)
+        padded = -(-self.shape[0] // ranks) * ranks
+        return tensor[: self.shape[0] * len(tensor) // padded]
+
+    def gather(self) -> Tensors:
+        """Return the whole weight's wire tensors. All ranks must call this together, after `quantize`."""
+        assert self._buffer is not None
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        found = {}
+        for slot in self._slots:
+            part = DTensor.from_local(slot.of(self._buffer).view(torch.uint8), mesh, placements, run_check=False)
+            found[slot.name] = self._cut(part.full_tensor().view(slot.dtype))
+        return wire_tensors(found)
+
+
+def _local(parameter: DTensor) -> torch.Tensor:
+    """Return the tensor itself that FSDP2 looks at. In torch 2.13 `to_local` of a parameter returns a view of it."""
+    return parameter._local_tensor
+
+
+def wire_tensors(gathered: Tensors) -> Tensors:
+    """Return gathered tensors in compressed-tensors' layout, without `weight_shape`."""
+    if "weight_tiles" not in gathered:
+        return gathered
+    others = dict(gathered)
+    tiles = others.pop("weight_tiles")
+    packed = from_tiles(tiles.flatten(0, -2)).unflatten(0, (*tiles.shape[:-2], -1))
+    return {"weight_packed": packed, **others}

@@ -1,0 +1,115 @@
+"""Publishes from verl's actor to rollout engines on other GPUs or hosts, through verl's checkpoint-engine interface.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=qarl
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=qarl.verl.plugin.checkpoint_engine
+
+verl uses checkpoint engines only in trainers with separate rollout workers (`trainer_separate_async` and those in
+verl/experimental). Its synchronous trainers share the GPUs and set the backend `naive`.
+
+The actor's first rank sends the stream of `qarl.verl.plugin.transport` once to every rollout worker over TCP
+(`qarl.rollout.publish.sockets`), with deltas if all engines hold what was sent last. The other ranks only take part in
+the gathers. Each rollout worker passes the stream on to its vLLM worker, as verl does with any backend. There QaRL's
+receiver makes the checks of every publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
+
+The stream names its run by the host's Raylet, which differs between hosts. So a rollout worker writes its own name into
+the stream. That both belong to one run is proved by a token, which the actor makes for every publish and verl's manager
+passes on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer
+from qarl.rollout.publish.wire import BEGIN, NamedTensor, read_record, record
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
+
+
+@CheckpointEngineRegistry.register("qarl")
+class QaRLCheckpointEngine(CheckpointEngine):
+    """One side of a publish. verl calls its methods in the order of this class, once per publish.
+
+    `is_master`: whether this is the actor's first rank. `bucket_size`: verl's, not used. `host`: the address of the
+    actor's host that the rollout workers can reach; by default the one that its name resolves to."""
+
+    wire_format = "named_tensors"
+
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, host: str | None = None) -> None:
+        self.is_master, self.host = is_master, host
+        self.rank, self.token = 0, ""
+        self.address: Address | None = None
+        self.server: WeightServer | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Return, on the actor's first rank, the address at which it listens from now on, and a new token."""
+        self.finalize()
+        if not self.is_master:
+            return {}
+        host = self.host or socket.gethostbyname(socket.gethostname())
+        self.token = secrets.token_hex(16)
+        self.server = WeightServer(self.token, host=host, seconds=publish_timeout())
+        return {"address": self.server.address, "token": self.token}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the arguments of `init_process_group` for every rank of the actor and for every rollout worker."""
+        (master,) = [one for one in metadata[:actor_wg_world_size] if one]
+
+        def arguments(size: int, first: int) -> dict[str, list[Any]]:
+            return {
+                "rank": list(range(first, first + size)),
+                "receivers": [rollout_world_size] * size,
+                "address": [master["address"]] * size,
+                "token": [master["token"]] * size,
+            }
+
+        return arguments(actor_wg_world_size, 0), arguments(rollout_world_size, actor_wg_world_size)
+
+    def init_process_group(self, rank: int, receivers: int, address: Address, token: str) -> None:
+        """Take over what `build_topology` returned. Nothing connects before the first byte is sent."""
+        self.rank, self.address, self.token = rank, address, token
+        if self.server is not None:
+            self.server.receivers = receivers
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        """Send `weights`, the actor's `get_per_tensor_param`. All ranks of the actor call this together.
+
+        Raises:
+            PeerLost: a rollout worker was killed or did not answer within QARL_PUBLISH_TIMEOUT.
+        """
+        if self.server is None:
+            for _ in weights:
+                pass
+            return
+        self.server.publish(lambda held: iter(weights))
+
+    def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]
+        """Return the stream, for verl's sender to the vLLM worker on this host. Its sockets get a time limit.
+
+        Raises:
+            PeerLost: in the middle of the stream, if the actor was lost.
+        """
+        assert self.address is not None, "init_process_group was not called"
+        return guarded(self._received(self.address))
+
+    def _received(self, address: Address) -> Iterator[NamedTensor]:
+        with WeightClient(address, self.token, seconds=publish_timeout()) as client:
+            for name, tensor in client.stream():
+                if name.partition("#")[0] == BEGIN:
+                    yield name, record(BEGIN, read_record(BEGIN, tensor) | {"run": run_identity()})[1]
+                else:
+                    yield name, tensor
+            client.answer()
+
+    def finalize(self) -> None:
+        """Stop listening."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None

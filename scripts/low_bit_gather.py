@@ -1,0 +1,302 @@
+"""FSDP2's low-bit all-gather on CPU ranks: equality with one rank, bytes on the wire, memory and time.
+
+    python scripts/low_bit_gather.py --json benchmarks/results/low_bit_gather_cpu.json
+
+For dense layers and for experts, in each scheme, with the FP32 masters sharded over gloo ranks:
+
+    equal   1 to 4 ranks, the same rows on each: digest of the logits, gradients beside those of one rank, and the bytes
+            that the quantized weights take on the wire beside BF16's. The wire is FSDP2's all-gather itself
+    train   30 steps of AdamW on fixed rows that 1, 2 or 4 ranks share: digests of what would be published, and the
+            share of codes and scales that differ from those of one rank
+    cost    2 ranks and larger layers: one forward for log-probs and two micro-batches forward and backward, then the
+            optimizer. Peak memory is over the rank's memory before the model was built, as the kernel counts it
+
+`--former` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The two are
+compared by `--beside FORMER.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+KINDS = ("dense", "experts")
+GROUP = 64
+VOCABULARY = 256
+IGNORE = ("lm_head",)
+STEPS, TRAIN_ROWS = 30, 4
+COST_ROUNDS = 3
+SIZES: dict[tuple[str, bool], dict[str, int]] = {
+    ("dense", False): {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2},
+    ("dense", True): {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4},
+    ("experts", False): {"hidden_size": 192, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 12},
+    ("experts", True): {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 32},
+}
+
+
+class Wire:
+    """FSDP2's all-gather. Counts the bytes that this rank sends, and the seconds."""
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+        self.inner, self.bytes, self.seconds = DefaultAllGather(), 0, 0.0
+
+    def allocate(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.inner.allocate(*args, **options)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.bytes += input_tensor.nbytes
+        start = time.perf_counter()
+        work = self.inner(output_tensor, input_tensor, group, async_op)
+        self.seconds += time.perf_counter() - start
+        return work
+
+
+def build(kind: str, scheme: str, *, large: bool) -> tuple[Any, Wire]:
+    """Return the sharded model with quantized layers, from one seed, and its wire."""
+    import transformers
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from qarl.quant import get_scheme
+    from qarl.quant.fsdp import quantize_before_sharding
+
+    given: dict[str, Any] = {"vocab_size": VOCABULARY, "num_attention_heads": 6, "num_key_value_heads": 3}
+    given |= {"head_dim": 32, "tie_word_embeddings": False, **SIZES[kind, large]}
+    if kind == "experts":
+        given |= {"num_experts_per_tok": 4, "norm_topk_prob": True, "intermediate_size": 384}
+    config = (transformers.Qwen3Config if kind == "dense" else transformers.Qwen3MoeConfig)(**given)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu"))
+    wire = Wire()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
+        fully_shard(module, mp_policy=policy)
+        module.set_custom_all_gather(wire)
+    model.config.use_cache = False
+    return model, wire
+
+
+def rows(count: int, length: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids).logits.float()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def make_ready(model: Any, *, former: bool) -> None:
+    if former:
+        return
+    from qarl.quant.fsdp import quantize_shards
+
+    quantize_shards(model)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def on_the_wire(model: Any, wire: Wire) -> dict[str, float]:
+    """Return the bytes that the quantized weights took in one forward, as a share of BF16's, and the formula's."""
+    world, rest, numbers, expected = dist.get_world_size(), 0, 0, 0.0
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        shards = getattr(model.get_submodule(owner), "shards", {})
+        if leaf not in shards:
+            rest += 2 * -(-parameter.shape[0] // world) * parameter.shape[1:].numel()
+            continue
+        four = shards[leaf].scheme.format == "pack-quantized"
+        bits = 4 + 16 / GROUP if four else 8 + 32 / parameter.shape[-1]
+        numbers += parameter.numel()
+        expected += bits / 16 * parameter.numel()
+    sent = (wire.bytes - rest) * world
+    return {"of_bf16": sent / (2 * numbers), "formula": expected / numbers}
+
+
+def equal(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
+    model, wire = build(kind, scheme, large=False)
+    ids = rows(2, 48)
+    make_ready(model, former=False)
+    with torch.no_grad():
+        found: dict[str, Any] = {"logits": digest([model(ids).logits])}
+    if dist.get_world_size() > 1:
+        found |= on_the_wire(model, wire)
+    loss_of(model, ids).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    file = folder / f"{kind}_{scheme}.pt"
+    if dist.get_world_size() == 1:
+        torch.save(gradients, file)
+    expected = torch.load(file)
+    apart = [float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if g.abs().max()]
+    return found | {"gradient_apart": max(apart)}
+
+
+def published(model: Any, scheme: str) -> dict[str, torch.Tensor]:
+    from qarl.quant import get_scheme
+    from qarl.quant.fsdp import sharded_wire_tensors
+
+    def gather(entry: Any) -> torch.Tensor:
+        whole: torch.Tensor = entry.full_tensor()
+        return whole.bfloat16()
+
+    with torch.no_grad():
+        stream = sharded_wire_tensors(model, gather, scheme=get_scheme(scheme, GROUP), ignore=IGNORE)
+        return {name: tensor.clone() for name, tensor in stream if re.search("packed|scale|_proj.weight$", name)}
+
+
+def train(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
+    model, _ = build(kind, scheme, large=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    digests, losses = {}, []
+    for step in range(STEPS):
+        mine = rows(TRAIN_ROWS, 24)[rank::world]
+        make_ready(model, former=False)
+        total = torch.zeros(())
+        for row in mine:
+            loss = loss_of(model, row[None]) / len(mine)
+            loss.backward()
+            total += loss.detach() / world
+        dist.all_reduce(total)
+        losses.append(float(total))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (0, STEPS - 1):
+            made = published(model, scheme)
+            digests[step + 1] = digest(list(made.values()))
+    file = folder / f"train_{kind}_{scheme}.pt"
+    if world == 1:
+        torch.save(made, file)
+    numbers = changed = 0
+    for name, tensor in torch.load(file).items():
+        a, b = (one.contiguous().view(torch.uint8) for one in (tensor, made[name]))
+        differs = (a ^ b).flatten()
+        if "packed" in name:  # two codes in a byte
+            changed += int((differs & 0xF > 0).sum() + (differs >> 4 > 0).sum())
+            numbers += 2 * differs.numel()
+        else:
+            changed += int(differs.view(-1, tensor.element_size()).any(1).sum())
+            numbers += tensor.numel()
+    return {"digests": digests, "first_loss": losses[0], "last_loss": losses[-1], "differing": changed / numbers}
+
+
+def memory(field: str) -> int:
+    """Return `field` of this process's status file, in bytes."""
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
+    import transformers  # noqa: F401  before the memory is read
+
+    from qarl.quant.convert import invalidate_quantized
+    from qarl.quant.phases import measure_phases
+
+    gc.collect()
+    before = memory("VmRSS")
+    model, wire = build(kind, scheme, large=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    ids = rows(4, 256)[dist.get_rank() :: 2]
+    found: dict[str, list[float]] = {}
+    for number in range(COST_ROUNDS + 1):
+        gc.collect()
+        if number == 1:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        dist.barrier()
+        wire.bytes, wire.seconds = 0, 0.0
+        start, cpu = time.perf_counter(), time.process_time()
+        with measure_phases() as phases:
+            make_ready(model, former=former)
+            with torch.no_grad():
+                model(ids)
+            for row in ids:
+                loss_of(model, row[None]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if former:
+                invalidate_quantized(model)
+        values = {"cpu": time.process_time() - cpu}
+        values |= {"step": time.perf_counter() - start, "gather": wire.seconds, "sent_bytes": float(wire.bytes)}
+        values |= {"prepare": phases["prepare"], "quantize": phases["quantize"] + phases["pack"]}
+        make_ready(model, former=former)
+        with torch.no_grad():
+            model(ids)  # so that what a rank keeps from step to step is there
+        gc.collect()
+        values |= {"rest_bytes": float(memory("VmRSS") - before), "peak_bytes": float(memory("VmHWM") - before)}
+        for name, value in values.items() if number else ():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def child(rank: int, world: int, port: int, jobs: list[tuple[str, str, str]], folder: str, former: bool) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo")
+    for what, kind, scheme in jobs:
+        if what == "cost":
+            made = cost(kind, scheme, former=former)
+        else:
+            made = {"equal": equal, "train": train}[what](kind, scheme, Path(folder))
+        if rank == 0:
+            Path(folder, f"{what}_{kind}_{scheme}_{world}.json").write_text(json.dumps(made))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, jobs: list[tuple[str, str, str]], folder: str, former: bool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(child, (world, port, jobs, folder, former), nprocs=world)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="+", default=["equal", "train", "cost"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--former", action="store_true")
+    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
+    worlds = {"equal": (1, 2, 3, 4), "train": (1, 2, 4), "cost": (2,)}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, 2, 3, 4):
+            jobs = [(w, k, s) for w in args.what if world in worlds[w] for k in args.kinds for s in args.schemes]
+            if jobs:
+                run(world, jobs, folder, args.former)
+            for what, kind, scheme in jobs:
+                made = json.loads(Path(folder, f"{what}_{kind}_{scheme}_{world}.json").read_text())
+                found.setdefault(what, {}).setdefault(f"{kind} {scheme}", {})[str(world)] = made
+                print(what, kind, scheme, world, made, flush=True)
+    if args.beside:
+        found["former"] = json.loads(args.beside.read_text())["cost"]
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Layers that FSDP2 gathers in low bits, on 1 to 4 gloo ranks, against the same layers on one process without FSDP2."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from same_bytes import same_bytes
+from sharded_layers import GROUP, IGNORE, SCHEMES, WORLDS, Model, loss_of, make_input, make_model
+
+from qarl.quant import get_scheme, packed_state_dict, quantize_model
+
+pytestmark = pytest.mark.long
+
+CASES = [(world, scheme) for world in WORLDS for scheme in SCHEMES]
+Results = Callable[[int, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "sharded_layers.py")]
+    ranks = []
+    for rank in range(4):
+        log = (folder / f"log{rank}").open("w")
+        command = [*program, str(rank), str(port), str(folder / "output")]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(timeout=280) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * 4, "\n".join(Path(folder / f"log{rank}").read_text()[-1500:] for rank in range(4))
+    found = [torch.load(folder / f"output.{rank}", weights_only=False) for rank in range(4)]
+    return lambda world, scheme: [found[rank][world, scheme] for rank in range(world)]
+
+
+def local_model(scheme: str, masters: dict[str, torch.Tensor] | None = None) -> Model:
+    """The model on one process, in BF16."""
+    model = make_model()
+    if masters is not None:
+        model.load_state_dict(masters)
+    model.bfloat16()
+    quantize_model(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE)
+    return model
+
+
+def local_gradients(scheme: str, inputs: list[int]) -> list[dict[str, torch.Tensor]]:
+    """The BF16 gradients of each input alone."""
+    found = []
+    for number in inputs:
+        model = local_model(scheme)
+        loss_of(model(make_input(number)), number).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_the_forward_is_bit_equal_to_one_process(results: Results, world: int, scheme: str) -> None:
+    with torch.no_grad():
+        expected = local_model(scheme)(make_input(0))
+    for rank in results(world, scheme):
+        assert torch.equal(rank["output"], expected) and torch.equal(rank["bf16_masters"], expected)
+        assert torch.equal(rank["moved_output"], rank["second_output"])
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_gradients_are_the_mean_of_the_ranks(results: Results, world: int, scheme: str) -> None:
+    """Each rank's BF16 gradient has the bits of one process. The ranks' gradients are added in FP32, whose order is the
+    backend's: 3 roundings of at most half a unit of 2^-23 for each of the at most 3 additions and the division."""
+    parts = local_gradients(scheme, list(range(world)))
+    for rank in results(world, scheme):
+        assert rank["gradients"].keys() == parts[0].keys()
+        for name in parts[0]:
+            each = torch.stack([part[name].double() for part in parts])
+            error = (rank["gradients"][name].double() - each.mean(0)).abs()
+            assert bool((error <= 4 * 2**-24 * each.abs().mean(0)).all()), name
+            if world == 1:
+                assert torch.equal(rank["gradients"][name], each[0].float()), name
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_recomputation_gives_the_same_gradients(results: Results, world: int, scheme: str) -> None:
+    for rank in results(world, scheme):
+        assert all(torch.equal(rank["recomputed"][name], tensor) for name, tensor in rank["gradients"].items())
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_micro_batches_accumulate(results: Results, world: int, scheme: str) -> None:
+    """FSDP2 adds FP32 sums of the ranks, or without synchronisation each rank adds its BF16 gradients first."""
+    parts = local_gradients(scheme, [*range(world), *range(4, 4 + world)])
+    for rank in results(world, scheme):
+        for gradients, bound in zip(rank["accumulated"], (2**-21, 2**-8), strict=True):
+            for name in parts[0]:
+                each = torch.stack([part[name].double() for part in parts])
+                error = (gradients[name].double() - 2 * each.mean(0)).abs()
+                assert bool((error <= bound * 2 * each.abs().mean(0)).all()), name
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_what_is_published_is_what_one_process_publishes(results: Results, world: int, scheme: str) -> None:
+    expected = dict(packed_state_dict(local_model(scheme)))
+    for rank in results(world, scheme):
+        for published in (rank["published"], rank["unconverted"]):
+            assert published.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert same_bytes(published[name], tensor), name
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_an_update_changes_forward_and_publish(results: Results, world: int, scheme: str) -> None:
+    for rank in results(world, scheme):
+        model = local_model(scheme, rank["masters"])
+        with torch.no_grad():
+            assert torch.equal(rank["second_output"], model(make_input(0)))
+        assert not torch.equal(rank["second_output"], rank["output"])
+        published = dict(packed_state_dict(model))
+        for found in (rank["second_published"], *rank["checkpointed"]):
+            assert found.keys() == published.keys()
+            assert all(same_bytes(found[name], tensor) for name, tensor in published.items())
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_each_rank_quantizes_once_per_update(results: Results, world: int, scheme: str) -> None:
+    for rank in results(world, scheme):
+        assert set(rank["before"]) == {1} and set(rank["after"]) == {2} and set(rank["third"]) == {3}
+        assert all(rank["moved"])
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_the_norm_of_all_gradients_is_clipped_by(results: Results, world: int, scheme: str) -> None:
+    for rank in results(world, scheme):
+        expected = torch.stack([tensor.double().norm() for tensor in rank["gradients"].values()]).norm()
+        assert float(rank["norm"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_gathered_tensors_are_freed_after_the_forward(results: Results, world: int, scheme: str) -> None:
+    for rank in results(world, scheme):
+        assert len(rank["held"]) == 8 and set(rank["held"]) == {0}
+
+
+def padded(shape: torch.Size, world: int) -> int:
+    return -(-shape[0] // world) * shape[1:].numel()
+
+
+@pytest.mark.parametrize(("world", "scheme"), [case for case in CASES if case[0] > 1])
+def test_the_bytes_of_quantized_weights_on_the_wire(results: Results, world: int, scheme: str) -> None:
+    """Codes and scales, and for all other parameters BF16. FSDP2 pads every shard to the first one's rows."""
+    expected = 0
+    for name, parameter in make_model().named_parameters():
+        numbers = padded(parameter.shape, world)
+        if parameter.dim() == 1 or name.startswith("head"):
+            expected += 2 * numbers
+        elif scheme == "w4a16":
+            expected += numbers // 2 + 2 * numbers // GROUP
+        else:
+            expected += numbers + 4 * numbers // parameter.shape[-1]
+    assert [rank["sent"] for rank in results(world, scheme)] == [expected] * world
+
+
+@pytest.mark.parametrize(("world", "scheme"), CASES)
+def test_a_bad_weight_on_one_rank_is_an_error_on_all(results: Results, world: int, scheme: str) -> None:
+    first, *others = (rank["nan"] for rank in results(world, scheme))
+    assert "values of blocks.0.experts.down_proj are NaN or Inf" in first
+    assert all("rank 0 could not quantize its part of the weights" in text for text in others)
+
+
+def test_a_forward_without_low_bit_shards_is_refused(results: Results) -> None:
+    for scheme in SCHEMES:
+        assert "call quantize_shards" in results(1, scheme)[0]["forgotten"]
+
+
+def test_a_weight_that_changes_between_forward_and_backward_is_refused(results: Results) -> None:
+    for scheme in SCHEMES:
+        assert results(1, scheme)[0]["changed"].startswith("blocks.0.wide.weight has changed")
+
+
+def test_a_gathered_weight_refuses_to_be_read_as_bf16() -> None:
+    from qarl.quant.gathered import GatheredWeight
+
+    weight = torch.nn.Parameter(GatheredWeight(torch.Size((4, 8)), torch.bfloat16, {"weight": torch.zeros(4, 8)}))
+    assert isinstance(weight, GatheredWeight) and weight.shape == (4, 8) and weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="only its low-bit tensors were gathered"):
+        weight.float()
+    with pytest.raises(RuntimeError, match="only its low-bit tensors were gathered"):
+        torch.as_strided(weight, (2, 8), (8, 1))

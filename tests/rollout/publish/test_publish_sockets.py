@@ -1,0 +1,226 @@
+"""Publishes to another process: the same checks, and clear errors in bounded time when that process is lost."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from publish_streams import engine_model, receiver, weights
+
+from qarl.rollout.publish.outbox import Outbox
+from qarl.rollout.publish.sockets import PeerLost, WeightClient, WeightServer, _bytes_of, _send
+from qarl.rollout.publish.wire import TransferFailed, encode_publish
+
+TOKEN = "of this run"
+LATE = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def server():
+    found = WeightServer(TOKEN, seconds=20)
+    yield found
+    found.close()
+
+
+def start(server: WeightServer, publishes: int = 1, *die_at: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/remote_receiver.py")]
+    arguments = [*map(str, server.address), TOKEN, str(publishes), *die_at]
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def moved(tensors: list) -> list:
+    return [(name, tensor + (name == LATE)) for name, tensor in tensors]
+
+
+def stream_of(outbox: Outbox, tensors: list, version: int, held: Any) -> Any:
+    return outbox.stream(tensors, version=version, held=held)
+
+
+def test_another_process_gets_the_same_tensors_and_then_changes(server):
+    outbox, tensors = Outbox(), weights("llama")
+    process = start(server, 3)
+    for version in (1, 2, 3):
+        held = server.publish(partial(stream_of, outbox, tensors, version))
+        assert held == [outbox.kept.fingerprint], "of the version and of the checksums of all tensors"
+        assert outbox.metrics()["publish/delta"] == (version > 1)
+        tensors = moved(tensors)
+    out, err = process.communicate(timeout=30)
+    lines = out.splitlines()
+    assert process.returncode == 0 and [line.split()[:2] for line in lines] == [[str(v), "False"] for v in (1, 2, 3)]
+    assert lines[-1].split()[2] == outbox.kept.fingerprint and "error" not in err
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_receiver_killed_in_the_middle_and_one_that_comes_back(how):
+    """A killed one is noticed at once, a stopped one after the limit. The next publish sends all tensors."""
+    limit = 5
+    server, outbox, tensors = WeightServer(TOKEN, seconds=30), Outbox(), weights("llama")
+    process, begun = start(server, 1, LATE, how), []
+
+    def stream(held: Any) -> Any:
+        begun.append(time.monotonic())
+        return outbox.stream(tensors, version=1, held=held)
+
+    accept = server._accept
+
+    def impatient(open_sockets: Any) -> Any:
+        peers, held = accept(open_sockets)  # a process takes long to start
+        for peer in peers:
+            peer.settimeout(limit)
+        return peers, held
+
+    server._accept = impatient
+    try:
+        with pytest.raises(PeerLost, match=r"the publish lost a receiver|a receiver did not answer for"):
+            server.publish(stream)
+        assert time.monotonic() - begun[0] < (limit if how == "SIGKILL" else limit + 5)
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    process = start(server)
+    held = server.publish(stream)
+    assert held == [outbox.kept.fingerprint] and not outbox.tally.known
+    assert process.communicate(timeout=30)[0].split()[:2] == ["1", "False"]
+    server.close()
+
+
+def publish_in_thread(server: WeightServer, make_stream: Any) -> tuple[threading.Thread, list[Any]]:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(server.publish(make_stream))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def client_of(server: WeightServer, found: Any, seconds: float = 10) -> WeightClient:
+    return WeightClient(server.address, TOKEN, held=found.held, seconds=seconds)
+
+
+def test_a_refusal_reaches_both_sides(server):
+    """The receiver reads to the end first, so that the sender learns why."""
+    found, tensors = receiver(engine_model("llama")), weights("llama")
+    spoilt = [(name, tensor[:1] if name == LATE else tensor) for name, tensor in tensors]
+    thread, outcome = publish_in_thread(server, lambda held: encode_publish(spoilt, version=1))
+    with client_of(server, found) as client, pytest.raises(Exception, match="the engine expects"):
+        client.feed(found)
+    thread.join(20)
+    assert isinstance(outcome[0], TransferFailed) and "the engine expects" in str(outcome[0]) and found.stale
+
+
+@pytest.mark.parametrize("when", ["before", "middle"])
+def test_the_sender_fails(server, when):
+    """A loss in the trainer: the receiver ends at once, and is stale."""
+    found, tensors = receiver(engine_model("llama")), weights("llama")
+
+    def stream(held: Any):
+        if when == "middle":
+            yield from list(encode_publish(tensors, version=1))[:4]
+        raise OSError("the trainer's memory is gone")
+
+    thread, outcome = publish_in_thread(server, stream)
+    start = time.monotonic()
+    with client_of(server, found) as client, pytest.raises(PeerLost, match="lost the trainer"):
+        client.feed(found)
+    thread.join(20)
+    assert time.monotonic() - start < 5 and found.stale and "memory is gone" in str(outcome[0])
+
+
+def test_a_stream_without_an_end_ends_by_the_limit():
+    server, found = WeightServer(TOKEN, seconds=1), receiver(engine_model("llama"))
+    stream = list(encode_publish(weights("llama"), version=1))[:-1]
+    thread, outcome = publish_in_thread(server, lambda held: iter(stream))
+    with client_of(server, found, seconds=3) as client, pytest.raises(PeerLost):
+        client.feed(found)
+    thread.join(20)
+    assert isinstance(outcome[0], PeerLost) and found.stale
+    server.close()
+
+
+def test_nobody_comes_and_nobody_listens():
+    server = WeightServer(TOKEN, seconds=0.3)
+    with pytest.raises(PeerLost, match=r"1 of 1 receivers did not answer for 0\.3 s"):
+        server.publish(lambda held: iter(()))
+    server.close()
+    with pytest.raises(PeerLost, match=r"lost the trainer at 127\.0\.0\.1"):
+        WeightClient(server.address, TOKEN, seconds=1)
+
+
+def test_strangers_are_not_receivers(server):
+    """A port scanner, a client with another token, and one that says nothing readable."""
+    found, tensors = receiver(engine_model("llama")), weights("llama")
+    thread, outcome = publish_in_thread(server, lambda held: encode_publish(tensors, version=1, keep=True))
+    socket.create_connection(server.address).close()
+    with socket.create_connection(server.address) as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with WeightClient(server.address, "of another run", seconds=5) as client, pytest.raises(PeerLost):
+        list(client.stream())
+    with client_of(server, found) as client:
+        client.feed(found)
+    thread.join(20)
+    assert outcome == [[found.held]] and found.version == 1
+
+
+def test_two_receivers_get_one_stream():
+    server = WeightServer(TOKEN, receivers=2, seconds=20)
+    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], Outbox(), weights("llama")
+    for version in (1, 2):
+        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
+        clients = [client_of(server, found) for found in pair]
+        feeders = [threading.Thread(target=c.feed, args=(f,)) for c, f in zip(clients, pair, strict=True)]
+        for one in (*feeders, thread):
+            one.start() if one is not thread else one.join(20)
+        for one in feeders:
+            one.join(20)
+        assert outcome == [[outbox.kept.fingerprint] * 2] and outbox.tally.known == (version == 2)
+        tensors = moved(tensors)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{"name": "a"}, {"name": "a", "dtype": "float99", "shape": [1]}, {"name": "a", "dtype": "bfloat16", "shape": [-1]}],
+)
+def test_frames_that_say_nothing_are_refused(header):
+    ours, theirs = socket.socketpair()
+    client = object.__new__(WeightClient)
+    client.seconds, client._socket = 1, theirs
+    _send(ours, header)
+    with pytest.raises(TransferFailed, match="no dtype or shape"):
+        next(client.stream())
+    ours.close(), theirs.close()
+
+
+def test_every_tensor_survives_a_socket():
+    ours, theirs = socket.socketpair()
+    client = object.__new__(WeightClient)
+    client.seconds, client._socket = 5, theirs
+    bits = torch.arange(512, dtype=torch.int16).view(torch.uint8)
+    tensors = [
+        ("a", bits.view(torch.bfloat16).view(16, 32)),
+        ("b", bits[:256].view(torch.float8_e4m3fn)),
+        ("c", torch.tensor([3, 4])),
+        ("d", torch.empty(0, 4, dtype=torch.int32)),
+        ("e", bits.view(32, 32).t()),
+        ("qarl.commit", bits),
+    ]
+    for name, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        _send(ours, {"name": name, "dtype": dtype, "shape": list(tensor.shape)}, _bytes_of(tensor))
+    for (name, tensor), (found_name, found) in zip(tensors, client.stream(), strict=True):
+        assert name == found_name and tensor.dtype == found.dtype and tensor.shape == found.shape
+        assert bytes(_bytes_of(tensor)) == bytes(_bytes_of(found))
+    ours.close(), theirs.close()

@@ -1,0 +1,38 @@
+"""A receiver in a process without vLLM: run by test_publish_sockets.py.
+
+    python remote_receiver.py HOST PORT TOKEN PUBLISHES [DIE_AT]
+
+After each publish it prints the version and whether the engine is stale. With DIE_AT it kills itself at that tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from publish_streams import engine_model, receiver
+
+from qarl.errors import UserError
+from qarl.rollout.publish.sockets import WeightClient
+
+host, port, token, publishes, *die_at = sys.argv[1:]
+found = receiver(engine_model("llama"))
+take = found._take
+
+
+def dying(name: str, tensor: Any) -> None:
+    if name in die_at:
+        os.kill(os.getpid(), getattr(signal, die_at[1]))
+    take(name, tensor)
+
+
+found._take = dying  # type: ignore[method-assign]
+for _ in range(int(publishes)):
+    try:
+        with WeightClient((host, int(port)), token, held=found.held, seconds=20) as client:
+            client.feed(found)
+    except UserError as error:
+        print(f"error {error}", file=sys.stderr, flush=True)
+    print(found.version, found.stale, found.held, flush=True)

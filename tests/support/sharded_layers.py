@@ -1,0 +1,307 @@
+"""Quantized layers under FSDP2 on 1 to 4 gloo ranks, without verl: one rank of test_sharded_layers.py.
+
+    python sharded_layers.py RANK PORT OUTPUT_FILE
+
+Four processes serve all cases. A case with fewer ranks uses a mesh of the first ones. The model has rows and experts
+that no number of ranks divides: 10 rows, 3 experts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+WORLDS = (1, 2, 3, 4)
+GROUP, HIDDEN, WIDE, ODD, EXPERTS, INTERMEDIATE = 32, 64, 96, 10, 3, 32
+IGNORE = ("head",)
+
+
+class Experts(nn.Module):
+    """What QaRL reads of transformers' experts, which take long to import."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTERMEDIATE))
+        self.act_fn, self.config = nn.SiLU(), SimpleNamespace(num_experts_per_tok=2)
+
+
+class Block(nn.Module):
+    """A dense feed-forward with an uneven linear beside it, and experts, after a norm that is not quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(HIDDEN))
+        self.wide, self.back = nn.Linear(HIDDEN, WIDE, bias=False), nn.Linear(WIDE, HIDDEN)
+        self.odd = nn.Linear(HIDDEN, ODD)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = x * self.norm
+        y = self.back(nn.functional.silu(self.wide(normed)))
+        tokens = normed.flatten(0, -2)
+        ids = torch.tensor([[0, 1], [1, 0], [2, 1]]).repeat(-(-len(tokens) // 3), 1)[: len(tokens)]
+        weights = torch.tensor([0.625, 0.375]).expand(len(tokens), 2)
+        y = y + self.experts(tokens, ids, weights).view(x.shape)
+        return x + y + nn.functional.pad(self.odd(normed), (0, HIDDEN - ODD))
+
+
+class Model(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(HIDDEN, 16, bias=False)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+def make_model(recompute: bool = False) -> Model:
+    """FP32 masters, the same on every rank."""
+    torch.manual_seed(7)
+    model = Model(recompute)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif name.endswith("norm"):
+                parameter.uniform_(0.7, 1.3)
+    return model
+
+
+def make_input(number: int) -> torch.Tensor:
+    return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).bfloat16()
+
+
+def loss_of(y: torch.Tensor, number: int) -> torch.Tensor:
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(200 + number))
+    return (y.float() * weights).sum() / 100
+
+
+def main() -> None:
+    rank, port, output = sys.argv[1:]
+    os.environ |= {"RANK": rank, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.distributed.init_process_group("cpu:gloo")
+    results: dict[Any, Any] = {}
+    for world in WORLDS:
+        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", list(range(world)))
+        if int(rank) < world:
+            for scheme in SCHEMES:
+                results[world, scheme] = run_case(mesh, scheme, int(rank))
+        torch.distributed.barrier()
+    torch.save(results, f"{output}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+class CountingAllGather:
+    """FSDP2's own all-gather, which also notes how many bytes each rank sends."""
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+        self.inner, self.sent = DefaultAllGather(), [0]
+
+    def allocate(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.inner.allocate(*args, **options)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.sent[0] += input_tensor.nbytes
+        return self.inner(output_tensor, input_tensor, group, async_op)
+
+
+def shard(model: Any, mesh: Any, scheme: str | None) -> CountingAllGather:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from qarl.quant import get_scheme
+    from qarl.quant.fsdp import quantize_before_sharding
+
+    if scheme:
+        quantize_before_sharding(model, scheme=get_scheme(scheme, GROUP), ignore=IGNORE, device=torch.device("cpu"))
+    counting = CountingAllGather()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model.head, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_custom_all_gather(counting)
+    return counting
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def publish(model: Any, scheme: str) -> dict[str, torch.Tensor]:
+    from qarl.quant import get_scheme
+    from qarl.quant.fsdp import sharded_wire_tensors
+
+    with torch.no_grad():
+        stream = sharded_wire_tensors(
+            model, lambda entry: whole(entry).bfloat16(), scheme=get_scheme(scheme, GROUP), ignore=IGNORE
+        )
+        return {name: tensor.clone() for name, tensor in stream}
+
+
+def masters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def run_case(mesh: Any, scheme: str, rank: int) -> dict[str, Any]:
+    from qarl.errors import UserError
+    from qarl.quant.fsdp import quantize_shards
+
+    model: Any = make_model()
+    found: dict[str, Any] = {}
+    again: dict[str, Any] = {}
+    counting = shard(model, mesh, scheme)
+    found["forgotten"] = refusal(lambda: model(make_input(0)), RuntimeError) if mesh.size() == 1 else ""
+    model = make_model()
+    counting = shard(model, mesh, scheme)
+    held: list[dict[str, torch.Tensor]] = []
+    for block in model.blocks:
+        for layer in (block.wide, block.odd):
+            layer.register_forward_hook(lambda layer, *_: held.append(layer.weight.tensors))
+    quantize_shards(model)
+    with torch.no_grad():
+        found["output"] = model(make_input(0))
+    found["sent"] = counting.sent[0]
+    found["held"] = [tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors.values()]
+    found["published"] = publish(model, scheme)
+    found["changed"] = ""
+    if mesh.size() == 1:
+        other: Any = make_model()
+        shard(other, mesh, scheme)
+        quantize_shards(other)
+        loss = loss_of(other(make_input(0)), 0)
+        with torch.no_grad():
+            other.blocks[0].wide.weight.mul_(2)
+        found["changed"] = refusal(loss.backward, RuntimeError)
+    step(model, [rank], found)
+    found |= further_steps(model, scheme, rank)
+    found["checkpointed"] = through_checkpoints(model, mesh, scheme)
+    recomputed: Any = make_model(recompute=True)
+    shard(recomputed, mesh, scheme)
+    step(recomputed, [rank], again)
+    found["recomputed"] = again["gradients"]
+    found["accumulated"] = accumulated(mesh, scheme, rank)
+    halved = make_model().bfloat16()
+    shard(halved, mesh, scheme)
+    quantize_shards(halved)
+    with torch.no_grad():
+        found["bf16_masters"] = halved(make_input(0))
+    plain = make_model()
+    shard(plain, mesh, None)
+    found["unconverted"] = publish(plain, scheme)
+    with torch.no_grad():
+        if rank == 0:
+            model.blocks[0].experts.down_proj._local_tensor.fill_(torch.nan)
+    found["nan"] = refusal(lambda: quantize_shards(model), UserError)
+    return found
+
+
+def step(model: Any, inputs: list[int], found: dict[str, Any]) -> None:
+    """Forward and backward of `inputs` one by one; their gradients are added up."""
+    from qarl.quant.fsdp import quantize_shards
+
+    quantize_shards(model)
+    for number in inputs:
+        loss_of(model(make_input(number)), number).backward()
+    found["gradients"] = gradients(model)
+
+
+def generations(model: Any) -> list[int]:
+    return [module.generation for module in model.modules() if hasattr(module, "generation")]
+
+
+def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
+    """Two optimizer steps, of which the second has two forwards; then the parameters move, as when verl offloads."""
+    from qarl.quant.fsdp import quantize_shards
+
+    found: dict[str, Any] = {"before": generations(model)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, [rank], {})
+    step(model, [rank], {})
+    optimizer.step()
+    found["after"] = generations(model)
+    quantize_shards(model)
+    found["masters"] = masters(model)
+    with torch.no_grad():
+        found["second_output"] = model(make_input(0))
+    found["second_published"] = publish(model, scheme)
+    found["third"] = generations(model)
+    model._apply(torch.clone)
+    layers = [module for module in model.modules() if hasattr(module, "shards")]
+    found["moved"] = [shard._buffer is None for layer in layers for shard in layer.shards.values()]
+    quantize_shards(model)
+    with torch.no_grad():
+        found["moved_output"] = model(make_input(0))
+    return found
+
+
+def accumulated(mesh: Any, scheme: str, rank: int) -> list[dict[str, torch.Tensor]]:
+    """The gradients of two micro-batches: reduced after each, and only after the last."""
+    found: list[dict[str, Any]] = [{}, {}]
+    for made, sync in zip(found, (True, False), strict=True):
+        model: Any = make_model()
+        shard(model, mesh, scheme)
+        if sync:
+            step(model, [rank, rank + 4], made)
+        else:
+            model.set_requires_gradient_sync(False)
+            step(model, [rank], {})
+            model.set_requires_gradient_sync(True)
+            step(model, [rank + 4], made)
+    return [made["gradients"] for made in found]
+
+
+def through_checkpoints(model: Any, mesh: Any, scheme: str) -> list[dict[str, torch.Tensor]]:
+    """What other models publish that got this one's state: from a file for each rank, as verl's, and from PyTorch's
+    whole state dict."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), Path(folder) / "shard.pt")
+        other = make_model()
+        shard(other, mesh, scheme)
+        publish(other, scheme)
+        other.load_state_dict(torch.load(Path(folder) / "shard.pt", weights_only=True))
+        found.append(publish(other, scheme))
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(model, options=options)
+    other = make_model()
+    shard(other, mesh, scheme)
+    publish(other, scheme)
+    set_model_state_dict(other, full, options=options)
+    found.append(publish(other, scheme))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -173,7 +173,7 @@ FAULTS: dict[str, Fault] = {
     "run folder is a file": (taken("out/bad"), ["output_dir=out"]),
 }
 
-FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
+FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "rollout.top_p=0.9"])
 
 FAULTS["responses of a rank that are no whole micro-batches"] = (
     nothing,

@@ -193,11 +193,11 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
 
 def keep_on_disk(optimizer: MasterOptimizer, folder: Path) -> None:
     """Move the masters of AdamW to mapped files, and begin its moments there."""
-    for number, working in enumerate(optimizer._working.values()):
+    for number, master in enumerate(optimizer._updated.values()):
         names = ("master", "exp_avg", "exp_avg_sq")
-        files = {name: _mapped(folder / f"{number}.{name}", working) for name in names}
-        working.data = files.pop("master").copy_(working.data)
-        optimizer._inner.state[working] = {"step": torch.tensor(0.0), **files}
+        files = {name: _mapped(folder / f"{number}.{name}", master) for name in names}
+        master.data = files.pop("master").copy_(master.data)
+        optimizer._inner.state[master] = {"step": torch.tensor(0.0), **files}
 
 
 def _mapped(file: Path, like: torch.Tensor) -> torch.Tensor:

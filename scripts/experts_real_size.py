@@ -193,7 +193,7 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
 
 def keep_on_disk(optimizer: MasterOptimizer, folder: Path) -> None:
     """Move the masters of AdamW to mapped files, and begin its moments there."""
-    for number, working in enumerate(optimizer._working.values()):
+    for number, working in enumerate(optimizer._updated.values()):
         names = ("master", "exp_avg", "exp_avg_sq")
         files = {name: _mapped(folder / f"{number}.{name}", working) for name in names}
         working.data = files.pop("master").copy_(working.data)

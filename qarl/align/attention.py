@@ -15,6 +15,9 @@ Two functions are registered:
     qarl_fp32     the form that this CPU runs, in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
+Both compute each row by itself, with its own length (`qarl.align.rows`). So a row's bits do not depend on the rows
+beside it, whether these are padded or packed.
+
 The gradients of both are those of the unrounded FP32 attention. transformers' `sdpa` does not match vLLM. On BF16
 tensors it also rounds the softmax's numerators, but it subtracts a different largest score.
 
@@ -31,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qarl.align.rows import in_rows, lengths_of_rows, rows_mask
 from qarl.kernels.cpu import attention as vllm_attention
 
 FP32_ATTENTION = "qarl_fp32"
@@ -40,11 +44,10 @@ ENGINE_ATTENTION = "qarl_engine"
 def register_attention() -> None:
     """Register both names with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     for name, function in ((FP32_ATTENTION, fp32_attention), (ENGINE_ATTENTION, engine_attention)):
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, rows_mask)
 
 
 def fp32_attention(
@@ -59,10 +62,20 @@ def fp32_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
-    Attention is causal if `attention_mask` is None."""
-    if not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1]):
-        return _TileAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), attention_mask, scaling), None
-    return _sdpa(query, key, value, attention_mask, scaling, dropout), None
+    Attention is causal if `attention_mask` is None. `kwargs` may describe the rows (`qarl.align.rows`)."""
+    tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])
+
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not tiles:
+            return _sdpa(query, key, value, attention_mask, scaling, dropout)
+        row = (query.bfloat16(), key.bfloat16(), value.bfloat16())
+        output: torch.Tensor = _TileAttention.apply(*row, attention_mask, scaling)
+        return output
+
+    lengths = lengths_of_rows(query, key, kwargs)
+    if lengths is None or attention_mask is not None:
+        return attend(0, query, key, value), None
+    return in_rows(attend, query, key, value, lengths), None
 
 
 def _sdpa(
@@ -200,14 +213,22 @@ def engine_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
-    Rows must be whole, start at position 0 and be padded on the right. Raises ValueError for masks, key-value caches
-    and dropout. `prompt_lengths` [B]: number of tokens that the engine prefilled in each row. It is an extra
-    argument of the model's forward. Without it, every token is computed as if the engine had decoded it."""
+    Rows must be whole, start at position 0, and be packed or padded on the right. Raises ValueError for masks,
+    key-value caches and dropout. `prompt_lengths` [rows]: number of tokens that the engine prefilled in each row. It is
+    an extra argument of the model's forward. Without it, every token is computed as if the engine had decoded it."""
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "quant.align=exact needs whole rows padded on the right, without attention_mask, packed sequences, "
-            "key-value cache or attention dropout"
+            "quant.align=exact needs whole rows, packed or padded on the right, without attention_mask, key-value "
+            "cache or attention dropout"
         )
-    prefilled = [0] * len(query) if prompt_lengths is None else prompt_lengths.tolist()
-    output = _EngineAttention.apply(query.bfloat16(), key.bfloat16(), value.bfloat16(), scaling, prefilled)
-    return output, None
+    lengths = lengths_of_rows(query, key, kwargs) or (query.shape[2],) * len(query)
+    prefilled = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()
+    if len(prefilled) != len(lengths):
+        raise ValueError(f"there are {len(prefilled)} prompts for {len(lengths)} rows")
+
+    def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        row = (query.bfloat16(), key.bfloat16(), value.bfloat16())
+        output: torch.Tensor = _EngineAttention.apply(*row, scaling, prefilled[i : i + 1])
+        return output
+
+    return in_rows(attend, query, key, value, lengths), None

@@ -38,6 +38,22 @@ SHOWN = {
 8e-3 in that file. A test compares this table with the file."""
 
 
+PADDED = ("falcon", "nemotron")
+"""Families of `SHOWN` whose attention is not chosen by transformers' AttentionInterface, so it cannot be told the rows
+of a pack (`qarl.align.rows`). In a pack of Falcon, rows would even see each other."""
+
+
+def check_rows(hf_config: Any, packed: bool) -> None:
+    """Raise UserError if rows are to be packed and the attention of this family cannot be kept within them."""
+    if packed and hf_config.model_type in PADDED:
+        raise UserError(
+            f"rows of {hf_config.model_type} cannot be packed",
+            where="model.use_remove_padding",
+            why="transformers' class for this family computes attention over the whole pack",
+            fix="set model.use_remove_padding=false; rows are then padded, and actor.use_dynamic_bsz must be false",
+        )
+
+
 def check_family(hf_config: Any) -> None:
     """Raise UserError if trainer and engine were never shown to agree on this family."""
     family = hf_config.model_type

@@ -32,6 +32,7 @@ from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
 from qarl.align.families import FAMILIES
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.align.routing import AlignedRouter, routers
+from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.process import vllm_missing
@@ -101,6 +102,7 @@ def align_model(
         workers=workers,
     )
     if level in ("off", "linears"):
+        use_rows_attention(model)
         return AlignReport(asked, level, {}, reasons)
     norms = [model.model.norm]
     for layer in model.model.layers:

@@ -88,8 +88,8 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
             Part("FP32 gradients, sharded", 4 * parameters // shards, ("update", "step")),
             one,
         ]
-    responses = config.actor.ppo_mini_batch_size * config.rollout.n
-    several = responses > config.actor.ppo_micro_batch_size_per_gpu
+    row = config.data.max_prompt_length + config.data.max_response_length
+    several = config.actor.ppo_mini_batch_size * config.rollout.n * row > micro_batch_tokens(config)
     return [
         Part("weights, BF16", 2 * parameters),
         Part("FP32 masters", 4 * parameters if fp32 else 0),
@@ -180,17 +180,22 @@ def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
 def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
     """Return the largest number of tokens in a micro-batch of the update, or of the pass for old log-probs."""
     actor, data = config.actor, config.data
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu or 0
+        return (actor.log_prob_max_token_len_per_gpu or limit) if log_probs else limit
     size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
-    return size * (data.max_prompt_length + data.max_response_length)
+    return (size or 0) * (data.max_prompt_length + data.max_response_length)
 
 
 def logits(size: ModelSize, config: Config) -> list[Part]:
-    """Logits of one micro-batch and what their softmax needs. verl computes those of prompts, too."""
+    """Logits of one micro-batch and what their softmax needs. verl computes those of prompts, too. A limit on tokens is
+    taken as filled by responses."""
     data = config.data
-    length = data.max_prompt_length + data.max_response_length
-    head = size.vocab * (length if config.backend == "verl" else data.max_response_length)
-    forward = micro_batch_tokens(config, log_probs=True) // length * head
-    backward = micro_batch_tokens(config) // length * head
+    tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
+    if config.backend == "local" and not config.actor.use_dynamic_bsz:
+        length = data.max_prompt_length + data.max_response_length
+        tokens = [count // length * data.max_response_length for count in tokens]
+    forward, backward = (count * size.vocab for count in tokens)
     update = 12 * backward
     if backward > LOGITS_AT_A_TIME:
         update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden

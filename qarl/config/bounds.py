@@ -91,6 +91,8 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.ppo_mini_batch_size": Bounds(1, 65536, _BATCH),
     "actor.ppo_micro_batch_size_per_gpu": Bounds(1, 16384, _MEMORY),
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
+    "actor.ppo_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
+    "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"

@@ -49,8 +49,8 @@ def _whole_mini_batches(train: int, mini: int) -> Problem | None:
 
 
 @_between("actor.ppo_mini_batch_size", "rollout.n", "actor.ppo_micro_batch_size_per_gpu")
-def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
-    if (mini * n) % micro == 0:
+def _whole_micro_batches(mini: int, n: int, micro: int | None) -> Problem | None:
+    if micro is None or (mini * n) % micro == 0:
         return None
     reason = (
         f"a mini-batch is actor.ppo_mini_batch_size * rollout.n = {mini} * {n} = {mini * n} responses, "
@@ -58,6 +58,62 @@ def _whole_micro_batches(mini: int, n: int, micro: int) -> Problem | None:
     )
     fix = f"choose a divisor of {mini * n}: {divisors(mini * n)}"
     return Problem("actor.ppo_micro_batch_size_per_gpu", micro, reason, fix)
+
+
+def _one_kind_of_micro_batch(key: str, by_tokens: str) -> None:
+    """Register the check that `key` is given if micro-batches have a number of responses, and only then."""
+
+    @_between("actor.use_dynamic_bsz", f"actor.{key}")
+    def _check(dynamic: bool, size: int | None) -> Problem | None:
+        if dynamic == (size is None):
+            return None
+        if dynamic:
+            fix = f"set it to null, or set actor.use_dynamic_bsz=false and actor.{by_tokens}=null"
+            return Problem(
+                f"actor.{key}", size, "with actor.use_dynamic_bsz=true tokens are counted, not responses", fix
+            )
+        fix = f"set it, or set actor.use_dynamic_bsz=true and actor.{by_tokens}"
+        return Problem(f"actor.{key}", None, "micro-batches need a size: actor.use_dynamic_bsz is false", fix)
+
+
+_one_kind_of_micro_batch("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+_one_kind_of_micro_batch("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+
+
+def _tokens_hold_a_row(key: str) -> None:
+    """Register the checks of a limit on tokens: it is used, and a row of full length is within it."""
+
+    @_between(f"actor.{key}", "actor.use_dynamic_bsz", "data.max_prompt_length", "data.max_response_length")
+    def _check(limit: int | None, dynamic: bool, prompt: int, response: int) -> Problem | None:
+        if limit is None:
+            if not dynamic or key != "ppo_max_token_len_per_gpu":
+                return None
+            reason = "actor.use_dynamic_bsz=true fills micro-batches up to this number of tokens"
+            fix = f"set it to {prompt + response} or more, or set actor.use_dynamic_bsz=false"
+            return Problem(f"actor.{key}", None, reason, fix)
+        if not dynamic:
+            reason = "with actor.use_dynamic_bsz=false responses are counted, not tokens"
+            return Problem(f"actor.{key}", limit, reason, "set it to null, or set actor.use_dynamic_bsz=true")
+        if limit >= prompt + response:
+            return None
+        reason = (
+            "a row can have data.max_prompt_length + data.max_response_length = "
+            f"{prompt} + {response} = {prompt + response} tokens, and it is not divided"
+        )
+        fix = f"set it to {prompt + response} or more, or lower data.max_response_length"
+        return Problem(f"actor.{key}", limit, reason, fix)
+
+
+_tokens_hold_a_row("ppo_max_token_len_per_gpu")
+_tokens_hold_a_row("log_prob_max_token_len_per_gpu")
+
+
+@_between("model.use_remove_padding", "actor.use_dynamic_bsz")
+def _tokens_are_counted_without_padding(packed: bool, dynamic: bool) -> Problem | None:
+    if packed or not dynamic:
+        return None
+    reason = "actor.use_dynamic_bsz=true limits the tokens of a micro-batch, but padding takes memory too"
+    return Problem("model.use_remove_padding", packed, reason, "leave it at true, or set actor.use_dynamic_bsz=false")
 
 
 @_between("quant.scheme", "quant.group_size")

@@ -69,6 +69,10 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward. This takes less memory but about a third more compute."""
 
+    use_remove_padding: bool = True
+    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
+    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
+
 
 class DataConfig(Section):
     """Prompts and batch sizes."""
@@ -201,12 +205,25 @@ class ActorConfig(Section):
     ppo_mini_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
     """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
 
-    ppo_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
-    """Responses per forward and backward. It limits memory and changes the gradient only by rounding. Must divide a
-    mini-batch, which has ppo_mini_batch_size * rollout.n responses."""
+    use_dynamic_bsz: bool = False
+    """How a batch is split into micro-batches. false: by responses (ppo_micro_batch_size_per_gpu). true: by tokens
+    (ppo_max_token_len_per_gpu), so that micro-batches of short responses have more of them. TBPO's loss is the same."""
 
-    log_prob_micro_batch_size_per_gpu: Annotated[int, Unit("responses")] = Field(ge=1)
-    """Responses per forward when the old log-probs are computed. It only limits memory."""
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    """Responses per forward and backward. It limits memory and changes the gradient only by rounding. Must divide a
+    mini-batch, which has ppo_mini_batch_size * rollout.n responses. Required if use_dynamic_bsz is false."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
+    """Responses per forward when the old log-probs are computed. It only limits memory. Required if use_dynamic_bsz is
+    false."""
+
+    ppo_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """Maximum number of tokens (prompts and responses) per forward and backward, if use_dynamic_bsz is true. At least
+    data.max_prompt_length + data.max_response_length. It limits memory and changes the gradient only by rounding."""
+
+    log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
+    """The same limit when the old log-probs are computed. null means ppo_max_token_len_per_gpu, as in verl, which has
+    this key in its section rollout."""
 
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""

@@ -30,6 +30,7 @@ from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
 from qarl.trainer.batch import Batch
 from qarl.trainer.local import LocalTrainer
+from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import prepare_run
 
@@ -62,11 +63,11 @@ def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparis
 
     The flip rate is the share of tokens whose argmax differs from the engine's. With top-p or top-k, each policy
     computes the kept tokens from its own logits."""
-    size = config.actor.log_prob_micro_batch_size_per_gpu
     how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
+    log_probs, top = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.responses)
     with torch.no_grad():
-        parts = [policy.response_log_probs_and_top(batch, rows, **how) for rows in batch.micro_batches(size)]
-    log_probs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        for rows in micro_batches(batch, config.actor, log_probs=True):
+            log_probs[rows], top[rows] = policy.response_log_probs_and_top(batch, rows, **how)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
     if batch.rollout_top_tokens is not None:
         flips = (top != batch.rollout_top_tokens)[batch.response_mask]

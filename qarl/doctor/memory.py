@@ -22,8 +22,10 @@ _SHARD = (
 )
 REMEDIES = {
     "rollout": f"lower rollout.gpu_memory_utilization (on CPU rollout.cpu_kvcache_space_gib), {_SHARD}",
-    "old_log_prob": f"lower actor.log_prob_micro_batch_size_per_gpu, {_SHARD}",
-    "update": f"lower actor.ppo_micro_batch_size_per_gpu, set model.gradient_checkpointing=true, {_SHARD}",
+    "old_log_prob": "lower actor.log_prob_micro_batch_size_per_gpu (by tokens: log_prob_max_token_len_per_gpu), "
+    f"{_SHARD}",
+    "update": "lower actor.ppo_micro_batch_size_per_gpu (by tokens: ppo_max_token_len_per_gpu), "
+    f"set model.gradient_checkpointing=true, {_SHARD}",
     "step": "shard over more GPUs (backend=verl, trainer.n_gpus_per_node), or train a smaller model",
 }
 """Advice for the phase that needs the most memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qarl.align.families import FAMILIES, check_family, shown_mismatch
+from qarl.align.families import FAMILIES, check_family, check_rows, shown_mismatch
 from qarl.checks import lengths, model_folder, stops, weight_files
 from qarl.checks import model as model_checks
 from qarl.checks.memory import readable
@@ -27,6 +27,7 @@ def check_config(context: Context, topic: Topic) -> None:
     model_checks.check_not_quantized(context.config, hf_config)
     model_checks.check_served(hf_config)
     topic.passes(check_family, hf_config)  # the other topics are still worth a look
+    topic.passes(check_rows, hf_config, context.config.model.use_remove_padding)
     count = sum(parameter.numel() for parameter in context.model.load().parameters())
     in_words = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
     topic.ok(f"{hf_config.model_type} with {in_words} parameters, from {context.config.model.path}")

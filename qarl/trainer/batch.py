@@ -13,7 +13,8 @@ import torch
 
 from qarl.rollout.engine import RolloutBatch
 
-_PAD_MULTIPLE = 8
+Rows = slice | torch.Tensor
+"""Rows of a batch: a slice, or their numbers as int64 [rows]."""
 
 
 @dataclass
@@ -61,20 +62,27 @@ class Batch:
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
-    def keep(self, rows: slice, kept: torch.Tensor, outside: torch.Tensor) -> None:
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [B]: tokens of prompt and response of each row."""
+        return self.prompt_lengths + self.response_mask.sum(1)
+
+    def keep(self, rows: Rows, kept: torch.Tensor, outside: torch.Tensor) -> None:
         """Set the fields `kept` and `outside` at the response tokens of `rows`. The arguments have a row per token."""
         if self.kept is None or self.outside is None:
             self.kept = kept.new_zeros(*self.responses.shape, kept.shape[1])
             self.outside = outside.new_zeros(self.responses.shape)
         mask = self.response_mask[rows]
-        self.kept[rows][mask] = kept
-        self.outside[rows][mask] = outside
+        for stored, found in ((self.kept, kept), (self.outside, outside)):
+            padded = stored[rows].clone()
+            padded[mask] = found
+            stored[rows] = padded
 
-    def note_routing(self, rows: slice, differing: torch.Tensor) -> None:
-        """Store `differing`, bool [rows * T]: True if the trainer's routers chose other experts than the rollout."""
+    def note_routing(self, rows: Rows, differing: torch.Tensor) -> None:
+        """Store `differing`, bool [rows, T]: True if the trainer's routers chose other experts than the rollout."""
         if self.other_experts is None:
             self.other_experts = torch.zeros_like(self.input_ids, dtype=torch.bool)
-        self.other_experts[rows] = differing.view(-1, self.input_ids.shape[1])
+        self.other_experts[rows] = differing
 
     def micro_batches(self, size: int, *, start: int = 0, stop: int | None = None) -> list[slice]:
         """Return slices of at most `size` rows that together cover the rows from `start` to `stop`."""
@@ -83,14 +91,12 @@ class Batch:
 
 
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
-    """Return the batch of a rollout, padded on the right.
-
-    T is the same in all micro-batches of a step, so the result of a row does not depend on its micro-batch."""
+    """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
+    (`qarl.trainer.packing`)."""
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]
-    longest = max(map(len, sequences))
-    total = -(-longest // _PAD_MULTIPLE) * _PAD_MULTIPLE
+    total = max(map(len, sequences))
     response_lengths = torch.tensor([len(response) for response in rollout.response_token_ids])
     width = max(1, int(response_lengths.max()))
     mask = torch.arange(width)[None, :] < response_lengths[:, None]

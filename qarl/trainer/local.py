@@ -35,9 +35,10 @@ from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.tbpo import after_first_metrics, reduce_metrics, tbpo_loss
 from qarl.trainer.advantages import grpo_advantages
-from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.batch import Batch, Rows, make_batch
 from qarl.trainer.guard import watch
 from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import RunParts, engine_config, tbpo_config
 
@@ -128,11 +129,10 @@ class LocalTrainer:
 
         With top-p or top-k, also store the kept tokens in `batch.kept`, for all forwards of the update."""
         temperature, kept = self.config.rollout.temperature, truncation(self.config)
-        parts = [
-            self.policy.response_log_probs(batch, rows, temperature=temperature, truncation=kept)
-            for rows in batch.micro_batches(self.config.actor.log_prob_micro_batch_size_per_gpu)
-        ]
-        return torch.cat(parts)
+        found = torch.zeros_like(batch.rollout_log_probs)
+        for rows in micro_batches(batch, self.config.actor, log_probs=True):
+            found[rows] = self.policy.response_log_probs(batch, rows, temperature=temperature, truncation=kept)
+        return found
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
@@ -170,8 +170,7 @@ class LocalTrainer:
         Return TBPO's statistics for each micro-batch."""
         responses = int(batch.response_mask[start:stop].any(1).sum())
         statistics = []
-        size = self.config.actor.ppo_micro_batch_size_per_gpu
-        for rows in batch.micro_batches(size, start=start, stop=stop):
+        for rows in micro_batches(batch, self.config.actor, start=start, stop=stop):
             with self.timer.phase("forward"):
                 loss, found = self.loss(batch, old_log_probs, rows, responses)
             with self.timer.phase("backward"):
@@ -180,7 +179,7 @@ class LocalTrainer:
         return statistics
 
     def loss(
-        self, batch: Batch, old_log_probs: torch.Tensor, rows: slice, responses: int
+        self, batch: Batch, old_log_probs: torch.Tensor, rows: Rows, responses: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Run the forward of one micro-batch, and return its loss and TBPO's statistics.
 

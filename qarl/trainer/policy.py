@@ -1,8 +1,9 @@
 """The trainer's policy: a Hugging Face causal LM in BF16 with quantized linears, aligned with the engine.
 
-A sequence is a prompt followed by its response, padded on the right, and attention is causal. So no valid token sees
-padding, no attention mask is needed (verl pads prompts on the left and needs one), and a row's log-probs do not depend
-on the other rows. TBPO needs this, because its bands are narrower than the noise of batching a row in different ways.
+A row is a prompt followed by its response. The rows of a micro-batch are packed into one forward
+(`qarl.trainer.packing`), and causal attention stays within each row. So no attention mask is needed, and a row's
+log-probs do not depend on the other rows. This matters because TBPO's bands are narrower than the noise between two
+ways to batch the same row.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qarl.align import align_model
 from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
+from qarl.align.rows import attends_in_rows
 from qarl.checks import hub
 from qarl.checks.weight_files import cannot_load, lacks_tensors
 from qarl.kernels.kept import Truncation, find_kept
@@ -26,7 +29,8 @@ from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
-from qarl.trainer.batch import Batch
+from qarl.trainer.batch import Batch, Rows
+from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -39,7 +43,7 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 class Policy:
     """`model`: the module that is trained. `scheme` and `ignore` say how to quantize it. `align`: the alignment level
     that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
-    level is lower, the reason."""
+    level is lower, the reason. `packed`: whether the rows of a forward are packed; otherwise they are padded."""
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Policy:
         *,
         align: str = "linears",
         router_replay: str = "auto",
+        packed: bool = True,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
@@ -56,6 +61,7 @@ class Policy:
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
         self.align = aligned.level
+        self.packed = packed and attends_in_rows(model)
         self.replays = replays(router_replay, self.align)
         self._routing = ExitStack()
         self.report = f"{linears}\n{aligned}"
@@ -90,15 +96,21 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         scheme = get_scheme(quant.scheme, group_size=quant.group_size)
-        replay = config.rollout.router_replay
-        return cls(model, scheme, tuple(quant.ignore), align=quant.align, router_replay=replay)
+        return cls(
+            model,
+            scheme,
+            tuple(quant.ignore),
+            align=quant.align,
+            router_replay=config.rollout.router_replay,
+            packed=config.model.use_remove_padding,
+        )
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def response_log_probs(
-        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
+        self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> torch.Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
@@ -108,7 +120,7 @@ class Policy:
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
     def response_log_probs_and_top(
-        self, batch: Batch, rows: slice, *, temperature: float, truncation: Truncation | None = None
+        self, batch: Batch, rows: Rows, *, temperature: float, truncation: Truncation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
@@ -117,8 +129,9 @@ class Policy:
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
-        with self.routing(batch, rows):
-            states, in_blocks = self.before_tokens(batch, rows)
+        layout = lay_out(batch, rows, packed=self.packed)
+        with self.routing(batch, rows, layout):
+            states, in_blocks = self.before_tokens(batch, rows, layout)
         weight = self.model.get_output_embeddings().weight
         if truncation is not None and truncation.active:
             if in_blocks:
@@ -135,7 +148,7 @@ class Policy:
         return zeros.masked_scatter(mask, log_probs), zeros.long().masked_scatter(mask, top)
 
     @contextmanager
-    def routing(self, batch: Batch, rows: slice) -> Iterator[None]:
+    def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
         """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
 
         Without gradients, also record the tokens for which the policy's own routers choose other experts than the
@@ -147,7 +160,7 @@ class Policy:
         if given is None:
             yield
             return
-        given = given[rows].flatten(0, 1)
+        given = layout.flatten(given[rows], -1)
         if self.replays:
             self._routing.enter_context(replayed_routing(self.model, given))
         if torch.is_grad_enabled():
@@ -155,31 +168,29 @@ class Policy:
             return
         with self._routing, recorded_routing(self.model) as record:
             yield
-        batch.note_routing(rows, differing_tokens(record.experts(), given))
+        batch.note_routing(rows, layout.unflatten(differing_tokens(record.experts(), given)))
 
     def end_replay(self) -> None:
         """Let the routers choose experts again. Call this after the backward if the forward replayed."""
         self._routing.close()
 
-    def before_tokens(self, batch: Batch, rows: slice) -> tuple[torch.Tensor, bool]:
+    def before_tokens(self, batch: Batch, rows: Rows, layout: Layout) -> tuple[torch.Tensor, bool]:
         """Return (logits, False): the logits that predict the response tokens of `batch[rows]`, one row per token.
 
         If `logits_in_blocks`, return (hidden states, True). The caller then computes the logits block by block."""
-        input_ids, mask = batch.input_ids[rows], batch.response_mask[rows]
-        first = int(batch.prompt_lengths.min()) - 1
-        keep = input_ids.shape[1] - first
-        # The engine's attention sums a prompt, which it prefills, in a different order than the tokens that it decodes.
-        exact = {"prompt_lengths": batch.prompt_lengths[rows]} if self.align == "exact" else {}
-        # The logits at position t predict token t + 1; response token j of row i sits at prompt_lengths[i] + j.
-        offsets = torch.arange(mask.shape[1], device=mask.device)
-        positions = (batch.prompt_lengths[rows, None] - 1 - first + offsets).clamp(max=keep - 1)
-        row_index = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(positions)
-        places = (row_index[mask], positions[mask])
-        if self.logits_in_blocks(mask.shape[0] * keep):
-            hidden = self.model.base_model(input_ids=input_ids, use_cache=False, **exact).last_hidden_state[:, first:]
-            return hidden[places], True
-        logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=keep, **exact).logits
-        return logits[places], False
+        inputs, places = dict(layout.inputs), layout.predictors
+        if self.align == "exact":
+            # The engine's attention sums a prompt, which it prefills, in another order than tokens that it decodes.
+            filler = inputs["row_lengths"][len(layout.valid) :]
+            prompts = batch.prompt_lengths[rows]
+            inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
+        if self.logits_in_blocks(len(places) if self.packed else layout.size):
+            hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
+            return hidden.flatten(0, 1)[places], True
+        if not self.packed:
+            return self.model(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
+        kept = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
+        return self.model(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether to compute the logits of `positions` in blocks: there are too many, and lm_head allows it."""

@@ -3,12 +3,13 @@
 verl pads the responses of a step to whole mini-batches and gives every rank an equal share. The share must be a
 multiple of the micro-batch size. To compute log-probs, a rank gets a share of all responses of a step. For an update,
 it gets a share of a mini-batch. verl checks the shares only in the first step, after a whole generation, and its
-AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), the only condition is that
-all shares are equal.
+AssertionErrors name no key. If micro-batches are filled by tokens (`use_dynamic_bsz`), shares need only be equal, and
+a row of full length must fit into a micro-batch.
 
 Statements here about verl were checked against the source of verl 0.9.1: `_get_required_batch_multiple`
 (trainer/ppo/v1/trainer_base.py), `train_mini_batch` (workers/engine_workers.py), `get_data_parallel_size`
-(workers/engine/fsdp/transformer_impl.py) and `prepare_micro_batches` (workers/engine/utils.py). The batches of the
+(workers/engine/fsdp/transformer_impl.py), `prepare_micro_batches` (workers/engine/utils.py) and
+`rearrange_micro_batches` (utils/seqlen_balancing.py). The batches of the
 critic are not checked, because QaRL does not use a critic.
 """
 
@@ -26,12 +27,19 @@ PROMPTS, RESPONSES, MINI_BATCH = "data.train_batch_size", f"{ROLLOUT}.n", f"{ACT
 NODES, GPUS, SEQUENCE = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}.ulysses_sequence_parallel_size"
 MICRO_BATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 LOG_PROBS, REFERENCE_LOG_PROBS = (f"{part}.log_prob_micro_batch_size_per_gpu" for part in (ROLLOUT, REFERENCE))
+TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+LOG_PROB_TOKENS, REFERENCE_TOKENS = (f"{part}.log_prob_max_token_len_per_gpu" for part in (ROLLOUT, REFERENCE))
+PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
 
 OURS = {
     RESPONSES: "rollout.n",
     MINI_BATCH: "actor.ppo_mini_batch_size",
     MICRO_BATCH: "actor.ppo_micro_batch_size_per_gpu",
     LOG_PROBS: "actor.log_prob_micro_batch_size_per_gpu",
+    TOKENS: "actor.ppo_max_token_len_per_gpu",
+    LOG_PROB_TOKENS: "actor.log_prob_max_token_len_per_gpu",
+    PROMPT: PROMPT,
+    RESPONSE: RESPONSE,
     PROMPTS: PROMPTS,
     NODES: NODES,
     GPUS: GPUS,
@@ -80,7 +88,10 @@ def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
     """Raise UserError unless all ranks get equal shares of each batch, and a share splits into whole micro-batches."""
     batches = Batches(composed, written)
     _refuse_partial_shares(batches)
+    with_reference = composed.actor_rollout_ref.actor.use_kl_loss or composed.algorithm.use_kl_in_reward
     if composed.actor_rollout_ref.actor.use_dynamic_bsz:
+        for key in (TOKENS, LOG_PROB_TOKENS, *([REFERENCE_TOKENS] if with_reference else [])):
+            _refuse_short_limit(batches, key)
         return
     mini = batches.mini * batches.n
     _refuse_partial_micro_batches(batches, MICRO_BATCH, mini // batches.ranks, batches.shown_mini_batch)
@@ -91,7 +102,7 @@ def refuse_partial_batches(composed: Any, written: Mapping[str, Any]) -> None:
         shown_step = f"verl pads a step to whole mini-batches, which is {step} responses"
     if not composed.algorithm.rollout_correction.bypass_mode:
         _refuse_partial_micro_batches(batches, LOG_PROBS, step // batches.ranks, shown_step)
-    if composed.actor_rollout_ref.actor.use_kl_loss or composed.algorithm.use_kl_in_reward:
+    if with_reference:
         _refuse_partial_micro_batches(batches, REFERENCE_LOG_PROBS, step // batches.ranks, shown_step)
 
 
@@ -109,6 +120,19 @@ def _refuse_partial_shares(batches: Batches) -> None:
         why=f"{batches.shown_mini_batch}, and {batches.shown_ranks}",
         fix=f"{fix}, or change the number of ranks",
     )
+
+
+def _refuse_short_limit(batches: Batches, key: str) -> None:
+    limit, parts, name = batches.size(key), batches.size(SEQUENCE), batches.name(key)
+    longest = batches.size(PROMPT) + batches.size(RESPONSE)
+    if limit * parts < longest:
+        raise UserError(
+            f"{name}={limit} does not hold a row of full length",
+            where=name,
+            why=f"{batches.name(PROMPT)} + {batches.name(RESPONSE)} = {longest} tokens, and verl does not divide a row"
+            + (f" over more than {parts} ranks ({batches.name(SEQUENCE)})" if parts > 1 else ""),
+            fix=f"set it to {-(-longest // parts)} or more",
+        )
 
 
 def _refuse_partial_micro_batches(batches: Batches, key: str, share: int, of: str) -> None:

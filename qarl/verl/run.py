@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checks.run import check_run
-from qarl.config import Config, write_resolved
+from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
@@ -193,7 +193,7 @@ def verl_keys(config: Config, on_cpu: bool) -> Keys:
     keys = {
         **data_keys(config),
         **reward_keys(config),
-        **model_keys(config, on_cpu),
+        **model_keys(config),
         **actor_keys(config),
         **optim_keys(config),
         **rollout_keys(config, on_cpu),
@@ -239,13 +239,13 @@ def reward_keys(config: Config) -> Keys:
     }
 
 
-def model_keys(config: Config, on_cpu: bool) -> Keys:
+def model_keys(config: Config) -> Keys:
     model = "actor_rollout_ref.model"
     return {
         f"{model}.path": local_path(config.model.path),
         f"{model}.trust_remote_code": config.model.trust_remote_code,
         f"{model}.enable_gradient_checkpointing": config.model.gradient_checkpointing,
-        f"{model}.use_remove_padding": not on_cpu,
+        f"{model}.use_remove_padding": config.model.use_remove_padding,
         f"+{model}.override_config.attention_dropout": 0.0,
     }
 
@@ -256,7 +256,8 @@ def actor_keys(config: Config) -> Keys:
     return {
         f"{root}.strategy": "fsdp2",
         **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
-        **same(root, actor, "loss_agg_mode", "grad_clip"),
+        **same(root, actor, "use_dynamic_bsz", "loss_agg_mode", "grad_clip"),
+        **token_limits(actor),
         f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo",
         f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
@@ -269,6 +270,16 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
     }
+
+
+def token_limits(actor: ActorConfig) -> Keys:
+    """Return verl's limits on the tokens of a micro-batch. If QaRL's key is null, verl's default stays, which is its
+    limit for the update."""
+    limits = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,
+    }
+    return {key: limit for key, limit in limits.items() if limit is not None}
 
 
 def rollout_keys(config: Config, on_cpu: bool) -> Keys:

@@ -21,6 +21,7 @@ from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import Choice
 from qarl.quant import QuantLinear, quantize_model
+from qarl.trainer.packing import lay_out
 from qarl.trainer.policy import Policy
 
 needs_engine_attention = pytest.mark.skipif(
@@ -184,24 +185,28 @@ def test_the_engines_operator_gets_a_prompt_as_one_prefill_and_tokens_as_decodes
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("level", ["exact", "model", "linears", "off"])
-def test_the_policy_tells_exact_attention_the_prompts(level, in_blocks):
+def test_the_policy_tells_attention_the_rows_and_at_exact_the_prompts(level, packed, in_blocks):
     def forward(input_ids: torch.Tensor, **given: Any) -> Any:
-        asked.append(given.get("prompt_lengths"))
-        states = torch.zeros(len(input_ids), 4, 8)
-        return SimpleNamespace(logits=states, last_hidden_state=torch.zeros(len(input_ids), 5, 8))
+        asked.append(given)
+        states = torch.zeros(len(input_ids), 40, 8)
+        return SimpleNamespace(logits=states, last_hidden_state=states)
 
     asked: list[Any] = []
     forward.base_model = forward
-    policy = SimpleNamespace(align=level, model=forward, logits_in_blocks=lambda positions: in_blocks)
-    batch = SimpleNamespace(
+    policy = SimpleNamespace(align=level, model=forward, logits_in_blocks=lambda positions: in_blocks, packed=packed)
+    batch: Any = SimpleNamespace(
         input_ids=torch.zeros(3, 5, dtype=torch.int64),
         response_mask=torch.ones(3, 2, dtype=torch.bool),
-        prompt_lengths=torch.tensor([2, 3, 3]),
+        prompt_lengths=torch.tensor([2, 3, 2]),
+        lengths=torch.tensor([4, 5, 4]),
     )
-    Policy.before_tokens(policy, batch, slice(1, 3))
+    Policy.before_tokens(policy, batch, slice(1, 3), lay_out(batch, slice(1, 3), packed=packed))
     (given,) = asked
-    assert given.tolist() == [3, 3] if level == "exact" else given is None
+    assert given["row_lengths"] == ((5, 4, 23) if packed else (5, 4))
+    prompts = given.get("prompt_lengths")
+    assert prompts.tolist() == ([3, 2, 23] if packed else [3, 2]) if level == "exact" else prompts is None
 
 
 @needs_engine_attention

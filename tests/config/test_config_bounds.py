@@ -53,6 +53,9 @@ def test_no_shipped_config_is_questioned(path: Path) -> None:
     assert unusual_values(load_config([f"config={path}"])) == []
 
 
+BY_ROWS = ("ppo", "log_prob")
+
+
 def allowed(key: str, value: float) -> Config | None:
     """The config with this value, and others that go with it, if the types take it."""
     name, _, index = key.partition("[")
@@ -71,6 +74,9 @@ def allowed(key: str, value: float) -> Config | None:
         extra[key] = [f"data.train_batch_size={value}", f"actor.ppo_mini_batch_size={value}"]
     if key == "actor.ppo_micro_batch_size_per_gpu":
         extra[key] = [f"data.train_batch_size={value}", f"actor.ppo_mini_batch_size={value}"]
+    if "max_token_len" in key:
+        extra[key] = ["actor.use_dynamic_bsz=true", *(f"actor.{by}_micro_batch_size_per_gpu=null" for by in BY_ROWS)]
+        extra[key] += ["actor.ppo_max_token_len_per_gpu=1000000"] if key.startswith("actor.log_prob") else []
     given = ["actor.ppo_micro_batch_size_per_gpu=1", f"{name}={text}", *extra.get(key, [])]
     arguments = {argument.partition("=")[0]: argument for argument in given}
     try:

@@ -188,6 +188,15 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
     assert override_problem("trainer.logger=[wanb]").fix == "write wandb"
 
 
+TOKENS = "actor.ppo_max_token_len_per_gpu"
+BY_TOKENS = [
+    "actor.use_dynamic_bsz=true",
+    "actor.ppo_micro_batch_size_per_gpu=null",
+    "actor.log_prob_micro_batch_size_per_gpu=null",
+    f"{TOKENS}=9999",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
@@ -196,6 +205,48 @@ def test_misspelled_option_names_the_right_one(folder: Path) -> None:
             ["actor.ppo_micro_batch_size_per_gpu=5"],
             "actor.ppo_micro_batch_size_per_gpu",
             ["4 * 4 = 16", "1, 2, 4, 8, 16"],
+        ),
+        (
+            ["actor.ppo_micro_batch_size_per_gpu=null"],
+            "actor.ppo_micro_batch_size_per_gpu",
+            ["use_dynamic_bsz is false", "or set actor.use_dynamic_bsz=true and actor.ppo_max_token_len_per_gpu"],
+        ),
+        (
+            ["actor.log_prob_micro_batch_size_per_gpu=null"],
+            "actor.log_prob_micro_batch_size_per_gpu",
+            ["micro-batches need a size", "actor.log_prob_max_token_len_per_gpu"],
+        ),
+        (
+            ["actor.ppo_max_token_len_per_gpu=9999"],
+            "actor.ppo_max_token_len_per_gpu",
+            ["responses are counted, not tokens", "set it to null, or set actor.use_dynamic_bsz=true"],
+        ),
+        (
+            ["actor.log_prob_max_token_len_per_gpu=9999"],
+            "actor.log_prob_max_token_len_per_gpu",
+            ["responses are counted, not tokens"],
+        ),
+        ([*BY_TOKENS[:3], TOKENS + "=null"], TOKENS, ["fills micro-batches", "or set actor.use_dynamic_bsz=false"]),
+        ([*BY_TOKENS[:3], TOKENS + "=9"], TOKENS, ["data.max_prompt_length + data.max_response_length", "not divided"]),
+        (
+            [*BY_TOKENS, "actor.log_prob_max_token_len_per_gpu=9"],
+            "actor.log_prob_max_token_len_per_gpu",
+            ["data.max_prompt_length + data.max_response_length", "or more"],
+        ),
+        (
+            [BY_TOKENS[0], *BY_TOKENS[2:], "actor.ppo_micro_batch_size_per_gpu=16"],
+            "actor.ppo_micro_batch_size_per_gpu",
+            ["tokens are counted, not responses", "set it to null"],
+        ),
+        (
+            [*BY_TOKENS[:2], BY_TOKENS[3], "actor.log_prob_micro_batch_size_per_gpu=16"],
+            "actor.log_prob_micro_batch_size_per_gpu",
+            ["tokens are counted, not responses"],
+        ),
+        (
+            [*BY_TOKENS, "model.use_remove_padding=false"],
+            "model.use_remove_padding",
+            ["padding takes memory too", "leave it at true"],
         ),
         (["quant.group_size=12"], "quant.group_size", ["w4a16 packs eight int4 values", "multiple of 8"]),
         (["quant.scheme=w4a8", "quant.group_size=12"], "quant.group_size", ["w4a8 packs eight int4", "multiple of 8"]),

@@ -330,5 +330,5 @@ def test_a_key_changes_what_it_should(workshop, capsys, key, row):
         assert key in str(caught.value) and row.why in str(caught.value)
         return
     before = row.observe(workshop(row.given, row, capsys))
-    after = row.observe(workshop(row.given | {key: row.value}, row, capsys))
+    after = row.observe(workshop(row.given | row.also | {key: row.value}, row, capsys))
     row.check(before, after)

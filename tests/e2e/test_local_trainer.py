@@ -129,7 +129,7 @@ def test_batch_positions_by_hand():
         weight_version=4,
     )
     batch = make_batch(rollout, torch.zeros(2), torch.zeros(2), pad_token_id=0)
-    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 0, 0, 0, 0], [20, 21, 22, 23, 0, 0, 0, 0]]
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
     assert batch.responses.tolist() == [[13, 0, 0], [21, 22, 23]]
     assert batch.response_mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch.rollout_log_probs.tolist() == [[-0.5, 0, 0], [-1.0, -2.0, -3.0]]

@@ -29,7 +29,7 @@ from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
-from qarl.trainer import local, loop
+from qarl.trainer import local, loop, packing
 from qarl.trainer.setup import RunParts
 
 
@@ -169,7 +169,7 @@ class Trainer(local.LocalTrainer):
     def replace_policy(self, policy: Any) -> None:
         super().replace_policy(policy)
         PolicyAsLLM.policy = policy
-        policy.model.model.layers[0].register_forward_pre_hook(self.notes.forward)
+        policy.model.model.layers[0].register_forward_pre_hook(self.notes.forward, with_kwargs=True)
         step: Any = self.optimizer.step
 
         def recorded() -> None:
@@ -254,6 +254,7 @@ def stubbed(**stub: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         configure_vllm_process()
         patch.setattr("vllm.LLM", PolicyAsLLM)
+        patch.setattr(packing, "FEWEST_TOKENS", 0)  # it would add a row to a small pack
         patch.setattr(local, "RolloutEngine", Engine)
         patch.setattr(loop, "LocalTrainer", Trainer)
         PolicyAsLLM.made, Trainer.made, Trainer.doing = [], [], ""

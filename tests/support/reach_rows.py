@@ -20,6 +20,7 @@ from qarl.config import describe_keys
 
 BASE = """
 name: reach
+seed: 3
 model: {path: model}
 data: {train_files: train.parquet, val_files: val.parquet, train_batch_size: 4, max_prompt_length: 6,
        max_response_length: 8}
@@ -107,6 +108,7 @@ Observe = Callable[[Any], Any]
 @dataclass(frozen=True)
 class Row:
     """`value` of the key, on top of `given`; `expected`: what is observed before and after, or a function of both.
+    `also`: keys that have to change with it.
 
     `stub`: attributes of the stand-in for vLLM. `first`: keys of an interrupted run that was there before.
     """
@@ -117,6 +119,7 @@ class Row:
     given: dict[str, Any] = field(default_factory=dict)
     stub: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Any] | None = None
+    also: dict[str, Any] = field(default_factory=dict)
 
     def check(self, before: Any, after: Any) -> None:
         if isinstance(self.expected, tuple):
@@ -154,15 +157,20 @@ class Notes:
         self.phase = ""
         self.forwards: dict[str, list[int]] = {"old_log_prob": [], "update": []}
         """Rows of each forward of the first decoder layer, those of a recomputation too."""
+        self.batch_sizes: set[int] = set()
+        """Size of the first dimension of these forwards' inputs: 1 if rows are packed."""
         self.norms: list[float] = []
         """Norm of the gradient that the optimizer gets."""
         self.masters: list[dict[str, torch.Tensor]] = []
         """FP32, the weights that the optimizer updates: at first and after each update."""
 
-    def forward(self, module: Any, inputs: Any) -> None:
-        """A hook."""
+    def forward(self, module: Any, inputs: Any, given: dict[str, Any]) -> None:
+        """A hook. A packed forward has one row of several, each with a position 0."""
         if self.phase:
-            self.forwards[self.phase].append(inputs[0].shape[0])
+            self.batch_sizes.add(len(inputs[0]))
+            positions = given["position_ids"]
+            packed = len(inputs[0]) == 1
+            self.forwards[self.phase].append(int((positions == 0).sum()) if packed else len(inputs[0]))
 
     @property
     def moves(self) -> list[dict[str, torch.Tensor]]:

@@ -37,7 +37,23 @@ def band(key: str, value: Any = 1e-9, **given: Any) -> Row:
     return Row(value, observe, lambda b, a: b[0] == 0 < a[0] and b[1] != a[1], OPEN | given)
 
 
+BY_TOKENS = {
+    "actor.use_dynamic_bsz": True,
+    "actor.ppo_micro_batch_size_per_gpu": None,
+    "actor.log_prob_micro_batch_size_per_gpu": None,
+    "actor.ppo_max_token_len_per_gpu": 200,
+}
+"""All rows of the run have fewer tokens, a mini-batch or a step. A row has 16 at most."""
+
 SHARED: Table = {
+    "model.use_remove_padding": Row(False, lambda run: run.notes.batch_sizes, ({1}, {2, 4})),
+    "actor.use_dynamic_bsz": Row(True, forwards("update"), ([2] * 4, [4] * 2), also=BY_TOKENS),
+    "actor.ppo_max_token_len_per_gpu": Row(
+        17, forwards("update"), lambda b, a: b == [4] * 2 and len(a) > 4 and sum(a) == 8, BY_TOKENS
+    ),
+    "actor.log_prob_max_token_len_per_gpu": Row(
+        17, forwards("old_log_prob"), lambda b, a: b == [8] and len(a) > 4 and sum(a) == 8, BY_TOKENS
+    ),
     "model.gradient_checkpointing": Row(True, lambda run: len(run.notes.forwards["update"]), (4, 8)),
     "actor.ppo_mini_batch_size": Row(4, updates, (2, 1)),
     "actor.ppo_micro_batch_size_per_gpu": Row(4, forwards("update"), ([2] * 4, [4] * 2)),

@@ -322,7 +322,7 @@ class Actor:
         self.worker = make(verl.resolved.actor_rollout_ref, role="actor")
         self.worker.init_model()
         engine: Any = self.worker.actor.engine
-        engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward)
+        engine.module.model.layers[0].register_forward_pre_hook(self.notes.forward, with_kwargs=True)
         self.notes.masters.append(self.weights())
         engine.optimizer.register_step_pre_hook(lambda *arguments: self.notes.norms.append(self.norm()))
         engine.optimizer.register_step_post_hook(lambda *arguments: self.notes.masters.append(self.weights()))
@@ -426,7 +426,8 @@ def observe(folder: Path, keys: list[str]) -> dict[str, Any]:
             continue
         try:
             before = made.setdefault(repr((row.given, row.stub)), Verl(row.given, **row.stub))
-            found[parameter.id] = (row.observe(before), row.observe(Verl(row.given | {key: row.value}, **row.stub)))
+            after = Verl(row.given | row.also | {key: row.value}, **row.stub)
+            found[parameter.id] = (row.observe(before), row.observe(after))
         except Exception:
             found[parameter.id] = traceback.format_exc()
     return found

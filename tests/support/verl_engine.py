@@ -4,9 +4,9 @@
 
 The jobs file (torch.save) holds `model`, `rows` (padded tensors, as `make_rows` of the test makes them) and `jobs`, a
 list of dicts: `micro` responses a micro-batch, `log_prob_micro` for the pass before, `lr`, `steps`, `quant`, `rows` and
-`model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`,
-`gradient_checkpointing`, and `engine` and `optim` with more of verl's FSDP and optimizer keys. `quant` may be None, and
-`loss` a loss of verl's.
+`model` if they are others, `update` the rows of each rank's update if not all, `remove_padding`, `tokens` for
+micro-batches of at most so many tokens, `gradient_checkpointing`, and `engine` and `optim` with more of verl's FSDP and
+optimizer keys. `quant` may be None, and `loss` a loss of verl's.
 `guard`: what the first update answers to these rollout log-probs. `servers`: what each rank's publish does while the
 first rank asks the rollout's servers, which answer late or are dead.
 """
@@ -82,7 +82,9 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def make_data(rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove_padding: bool = False) -> Any:
+def make_data(
+    rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove_padding: bool = False, tokens: int | None = None
+) -> Any:
     """verl's no-padding TensorDict of the rows `mine` of padded tensors."""
     columns: dict[str, list[torch.Tensor]] = {}
     for i in mine:
@@ -103,7 +105,8 @@ def make_data(rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove
         temperature=1.0,
         calculate_entropy=False,
         use_remove_padding=remove_padding,
-        use_dynamic_bsz=False,
+        use_dynamic_bsz=tokens is not None,
+        max_token_len_per_gpu=tokens,
         use_fused_kernels=False,
         micro_batch_size_per_gpu=micro,
         global_batch_size=len(rows["input_ids"]),
@@ -116,7 +119,8 @@ def make_data(rows: dict[str, torch.Tensor], mine: list[int], micro: int, remove
 def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     engine, loss = build(job.get("model", content["model"]), job)
     rows = {name: tensor.clone() for name, tensor in job.get("rows", content["rows"]).items()}
-    mine, packed = list(range(int(rank), len(rows["input_ids"]), int(world))), job.get("remove_padding", False)
+    mine = list(range(int(rank), len(rows["input_ids"]), int(world)))
+    packed, tokens = job.get("remove_padding", False), job.get("tokens")
     result: dict[str, Any] = {"metrics": [], "widths": row_widths(engine)}
     if "guard" in job:
         spoilt = make_data(rows | {"rollout_log_probs": job["guard"]}, mine, job["micro"], packed)
@@ -124,12 +128,12 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         result["guard"] = gathered(refusal(lambda: engine.train_batch(spoilt, loss)))
     for _ in range(job.get("steps", 1)):
         if "log_prob_micro" in job:
-            data = make_data(rows, mine, job["log_prob_micro"], packed)
+            data = make_data(rows, mine, job["log_prob_micro"], packed, tokens and 2 * tokens)
             with engine.eval_mode():
                 found = engine.infer_batch(data)["model_output"]["log_probs"]
             padded = response_from_nested(found, data["response_mask"]).to_padded_tensor(0.0)
             rows["old_log_probs"][mine, : padded.shape[1]] = padded
-        data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed)
+        data = make_data(rows, job.get("update", [mine, mine])[int(rank)], job["micro"], packed, tokens)
         quantized = generations(engine)
         with engine.train_mode():
             output = engine.train_batch(data, loss)
@@ -142,7 +146,7 @@ def run(content: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         torch.distributed.all_reduce(values)
         result["loss"] = float(values) / int(world)
         result["metrics"].append({name: value for name, value in output["metrics"].items() if isinstance(value, list)})
-    result["widths"] = list(result["widths"])  # of the steps alone
+    result["widths"] = gathered(list(result["widths"]))  # of the steps alone
     result["masters"] = {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
     result["state_dtypes"] = {
         str(value.dtype)
@@ -167,7 +171,7 @@ def generations(engine: Any) -> list[int]:
 
 
 def row_widths(engine: Any) -> list[int]:
-    """Fills with the row length of every forward."""
+    """Fills with the number of tokens in a row, or in a pack, of every forward."""
     widths: list[int] = []
     embedding = engine.module.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[-1]))

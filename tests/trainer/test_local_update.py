@@ -35,6 +35,7 @@ class _Config:
 
     class actor:
         ppo_mini_batch_size = 1
+        use_dynamic_bsz = False
         ppo_micro_batch_size_per_gpu = 2
         ppo_epochs = 1
         grad_clip = 1.0

@@ -115,6 +115,10 @@ MICRO, MINI = "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_mini_batch_size"
 REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 GPUS = "trainer.n_gpus_per_node"
 KL = {f"{ACTOR}.use_kl_loss": True}
+BY_TOKENS = {f"{ACTOR}.use_dynamic_bsz": True}
+TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+LOG_PROB_TOKENS = f"{ROLLOUT}.log_prob_max_token_len_per_gpu"
+REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,15 @@ KL = {f"{ACTOR}.use_kl_loss": True}
         ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
         ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0, got 'many'"]),
         ({}, KL, f"verl.{REFERENCE}", ["whole number above 0, got None"]),
+        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["= 112 tokens", "set it to 112 or more"]),
+        (
+            {},
+            BY_TOKENS | {TOKENS: 55, f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+            f"verl.{TOKENS}",
+            ["more than 2 ranks", "56 or more"],
+        ),
+        ({}, BY_TOKENS | {LOG_PROB_TOKENS: 100}, f"verl.{LOG_PROB_TOKENS}", ["does not hold a row of full length"]),
+        ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
     ],
 )
 def test_a_refusal_names_the_key_as_it_was_written(
@@ -152,6 +165,8 @@ def test_a_refusal_names_the_key_as_it_was_written(
         ({GPUS: 4}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": True}),
         ({LOG_PROBS: 36}, {f"{ACTOR}.use_dynamic_bsz": True}),
         ({}, KL | {REFERENCE: 32}),
+        ({GPUS: 2}, BY_TOKENS | {TOKENS: 56, f"{ACTOR}.ulysses_sequence_parallel_size": 2}),
+        ({}, BY_TOKENS | {TOKENS: 112, REFERENCE_TOKENS: 100}),
         (
             {LOG_PROBS: 36},
             {"algorithm.rollout_correction.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "gspo"},

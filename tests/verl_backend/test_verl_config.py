@@ -82,6 +82,7 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "model.path": ("org/other", {f"{MODEL}.path": "org/other"}),
     "model.trust_remote_code": (True, {f"{MODEL}.trust_remote_code": True, "data.trust_remote_code": True}),
     "model.gradient_checkpointing": (True, {f"{MODEL}.enable_gradient_checkpointing": True}),
+    "model.use_remove_padding": (False, {f"{MODEL}.use_remove_padding": False}),
     "data.train_files": (["a.parquet"], {"data.train_files": [str(ROOT / "a.parquet")]}),
     "data.val_files": (["b.parquet"], {"data.val_files": [str(ROOT / "b.parquet")]}),
     "data.train_batch_size": (24, {"data.train_batch_size": 24}),
@@ -184,7 +185,15 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
 
 """Every key of ours that verl is given: another value, and what verl's config holds then."""
 
+BY_TOKENS = {
+    "use_dynamic_bsz": True,
+    "ppo_max_token_len_per_gpu": 300,
+    "log_prob_max_token_len_per_gpu": 500,
+}
+ROWS = {f"actor.{name}_micro_batch_size_per_gpu": None for name in ("ppo", "log_prob")}
+
 ELSEWHERE = {
+    **{f"actor.{key}": "tested below: they go together" for key in BY_TOKENS},
     "backend": "which function is called",
     "rollout.router_replay": "tested below: it depends on the model",
     "rollout.enforce_eager": "tested below: it is false only on GPUs",
@@ -220,6 +229,21 @@ def test_every_value_arrives_in_verls_config(key):
     plain = resolved_quickstart(*with_default.items())
     assert {name: selected(resolved, name) for name in expected} == expected
     assert any(selected(plain, name) != selected(resolved, name) for name in expected)
+
+
+def test_micro_batches_by_tokens_arrive_in_verls_config():
+    """The limit for log-probs is by default the one for the update, as in verl's own config."""
+    tokens = {f"actor.{key}": value for key, value in BY_TOKENS.items()}
+    for given, log_probs in ((500, 500), (None, 300)):
+        resolved = verl_config(
+            quickstart(**ROWS | tokens | {"actor.log_prob_max_token_len_per_gpu": given}), on_cpu=True
+        )
+        actor, rollout = resolved.actor_rollout_ref.actor, resolved.actor_rollout_ref.rollout
+        assert (actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz) == (True, True)
+        assert (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) == (300, log_probs)
+        assert resolved.actor_rollout_ref.model.use_remove_padding is True
+    plain = resolved_quickstart()
+    assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
 
 
 @pytest.mark.parametrize("key", ONLY_WITH_MUON)

@@ -119,6 +119,40 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
+def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
+    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update."""
+    settings = {
+        "output_dir": tmp_path,
+        "model.path": model,
+        "data.train_files": f"[{data}]",
+        "data.val_files": f"[{data}]",
+        "data.train_batch_size": 4,
+        "data.max_response_length": 16,
+        "rollout.n": 4,
+        "rollout.cpu_kvcache_space_gib": 0.25,
+        "actor.ppo_mini_batch_size": 2,
+        "actor.use_dynamic_bsz": "true",
+        "actor.ppo_micro_batch_size_per_gpu": "null",
+        "actor.log_prob_micro_batch_size_per_gpu": "null",
+        "actor.ppo_max_token_len_per_gpu": 48,
+        "actor.log_prob_max_token_len_per_gpu": 96,
+        "optim.lr": 0.0,
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": 2,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": "false",
+        "trainer.save_final": "false",
+        "trainer.logger": "[console]",
+    }
+    given = [f"{key}={value}" for key, value in settings.items()]
+    start([sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given], site)
+    steps = [entry for entry in read_metrics(tmp_path / "quickstart_verl") if entry["step"] > 0]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    for entry in steps:
+        assert entry["mismatch/abs_max"] < BF16_STEP
+        assert entry["actor/seq_ratio_abs_dev_max"] == 0
+
+
 def test_a_verl_users_own_command_line(tmp_path, model, data, site):
     log = tmp_path / "verl.jsonl"
     given = [

@@ -5,8 +5,7 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
     _build_optimizer       builds QaRL's optimizer if the config names it, and otherwise verl's
-    prepare_model_inputs   drops the mask, because rows are padded on the right, and pads all rows of a step to one
-                           length. A different mask or length in the update could change a row's log-probs
+    prepare_model_inputs   tells attention the rows of the forward, which verl packs or pads (`qarl.verl.plugin.rows`)
     prepare_model_outputs  computes log-probs over the tokenizer's vocabulary, as the rollout does, with log_softmax
                            from FP32 logits: of packed rows in blocks (`qarl.verl.plugin.head`), and of padded rows with
                            flash-attn's kernel if verl has it, which computes in FP32
@@ -38,7 +37,9 @@ from verl.utils.fsdp_utils import MixedPrecisionPolicy, apply_fsdp2, fsdp2_load_
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.align import align_model
+from qarl.align.families import check_rows
 from qarl.align.routing import replays
+from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
@@ -54,6 +55,7 @@ from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
+from qarl.verl.plugin.rows import row_inputs
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -61,7 +63,6 @@ from qarl.verl.plugin.transport import encode
 _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
-_PAD_MULTIPLE = 8
 _NO_LOGIT = -1e30
 """Replaces logits beyond the tokenizer's vocabulary. -inf would make the entropy NaN, because its probability is 0."""
 
@@ -76,7 +77,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
-    _row_length: int = 0
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
@@ -100,6 +100,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> Any:
         module = super()._build_module()
         if self.quant is None:
+            if get_device_name() == "cpu":
+                use_rows_attention(module)
             return module
         device = torch.device(get_device_name())
         report: Any = "linears: BF16 in the forward"
@@ -110,6 +112,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
         )
         self.align = aligned.level
+        check_rows(module.config, packed=self.use_remove_padding)
         self._head = replace_head(module, len(self.model_config.tokenizer))
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
@@ -171,9 +174,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if self.quant is not None:
-            longest = -(-int(data["input_ids"].offsets().diff().max()) // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            # Log-probs were computed for all rows of the step. The longest row of a mini-batch may be shorter.
-            self._row_length = longest if forward_only else max(self._row_length, longest)
             quantize_shards(self.module, torch.device(get_device_name()))
         return super().forward_backward_batch(data, loss_function, forward_only)
 
@@ -186,14 +186,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 fix="train a text-only model",
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
-        if self.quant is not None and inputs.get("attention_mask") is not None:
-            # Attention is causal and padding is on the right, so no token of a response sees padding.
-            inputs["attention_mask"] = inputs["position_ids"] = None
-            pad_token_id = tu.get_non_tensor_data(data=micro_batch, key="pad_token_id", default=0)
-            missing = max(self._row_length - inputs["input_ids"].shape[1], 0)
-            inputs["input_ids"] = torch.nn.functional.pad(inputs["input_ids"], (0, missing), value=pad_token_id)
-            if self.align == "exact":
-                inputs["prompt_lengths"] = micro_batch["prompts"].offsets().diff()
+        if self.quant is not None:
+            inputs |= row_inputs(inputs, micro_batch, exact=self.align == "exact", split=self.use_ulysses_sp)
         ask(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])

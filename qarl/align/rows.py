@@ -1,0 +1,175 @@
+"""Attention within each row of a forward, so that its cost follows the tokens.
+
+The trainer packs the rows of a micro-batch, one after the other, into one forward [1, tokens] without padding.
+Positions start at 0 in each row. transformers' `sdpa` accepts such a forward, but with a mask of tokens x tokens: it
+computes the scores of every pair of tokens in the pack and then hides most of them. transformers' Flash Attention
+computes only within rows, but it needs a GPU and a further package. So this module registers an attention of its own,
+which calls an attention function once for each row. No mask is built.
+
+    qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
+                own variable-length Flash Attention (torch.nn.attention.varlen)
+
+A row is computed with its own length, in a pack and between padded rows. This matters: PyTorch's attention on CPU cuts
+the queries into blocks whose size depends on the length, and with it the last bits change. So packed and padded rows
+give the same bits.
+
+The lengths of the rows come from `row_lengths`, which the trainer passes to the model's forward. Without it they are
+read from `position_ids`, as transformers' Flash Attention does; verl's engine passes only these. transformers hands
+both to the attention function if the model's class has `_supports_attention_backend`. Rows of other models are padded
+(`qarl.align.families.PADDED`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROWS_ATTENTION = "qarl_rows"
+
+Lengths = tuple[int, ...]
+RowAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Row number, query [1, H, t, D], key and value [1, Hkv, t, D] -> [1, t, H, D]."""
+
+
+def register_rows_attention() -> None:
+    """Register `qarl_rows` with transformers. A second call changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ROWS_ATTENTION, rows_attention)
+    AttentionMaskInterface.register(ROWS_ATTENTION, rows_mask)
+
+
+def use_rows_attention(model: Any) -> bool:
+    """Let a transformers model that uses `sdpa` compute attention row by row. Return whether it does."""
+    if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+        return False
+    register_rows_attention()
+    model.set_attn_implementation(ROWS_ATTENTION)
+    return True
+
+
+def attends_in_rows(model: Any) -> bool:
+    """Return whether the attention of a transformers model stays within the rows of a pack, without a mask."""
+    name = model.config._attn_implementation
+    return model._supports_attention_backend and (name.startswith("qarl_") or "flash" in name)
+
+
+def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torch.Tensor | None:
+    """Return the mask that transformers' `sdpa` would get, or None for a pack, whose rows need none.
+
+    Arguments are those of transformers' `sdpa_mask`. transformers sets `allow_is_causal_skip` to False if it finds
+    several rows in `position_ids`, and `use_vmap` to True if the model adds a mask of its own.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    pack = not how.get("allow_is_causal_skip", True) and how["q_length"] == how["kv_length"]
+    if attention_mask is None and pack and not how.get("use_vmap", False):
+        return None
+    return sdpa_mask(attention_mask=attention_mask, **how)
+
+
+def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, Any]) -> Lengths | None:
+    """Return the number of tokens of each row, or None if all rows of the forward are full.
+
+    `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `given`: the keyword arguments of an attention function. Rows are
+    packed if B is 1; otherwise there is one length for each of the B rows, which are padded on the right.
+
+    Raises:
+        ValueError: `row_lengths` does not describe this forward.
+    """
+    batch, tokens = query.shape[0], query.shape[2]
+    if key.shape[2] != tokens:  # the forward continues from a cache
+        return None
+    lengths: Lengths | None = given.get("row_lengths")
+    if lengths is None:
+        positions = given.get("position_ids")
+        if positions is None or batch > 1 or positions.shape != (1, tokens):
+            return None
+        starts = (positions[0].diff() != 1).nonzero()[:, 0] + 1
+        if not len(starts):
+            return None
+        edges = [0, *starts.tolist(), tokens]
+        return tuple(end - start for start, end in pairwise(edges))
+    fits = sum(lengths) == tokens if batch == 1 and len(lengths) > 1 else len(lengths) == batch
+    if not fits or max(lengths) > tokens or min(lengths) < 1:
+        raise ValueError(f"rows of {lengths} tokens are not those of a forward of {batch} x {tokens}")
+    return lengths
+
+
+def in_rows(
+    attend: RowAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths
+) -> torch.Tensor:
+    """Call `attend` for each row. Return [B, T, H, D], with zeros after the end of a padded row.
+
+    `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
+    """
+    if len(query) == 1 and len(lengths) > 1:
+        rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([attend(i, *row) for i, row in enumerate(rows)], dim=1)
+    total, outputs = query.shape[2], []
+    for i, row in enumerate(zip(*(tensor.split(1) for tensor in (query, key, value)), strict=True)):
+        output = attend(i, *(part.split([lengths[i], total - lengths[i]], dim=2)[0] for part in row))
+        outputs.append(F.pad(output, (0, 0, 0, 0, 0, total - lengths[i])))
+    return torch.cat(outputs)
+
+
+def rows_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return transformers' `sdpa` within each row, [B, T, H, D]. Shapes are as in `in_rows`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    lengths = lengths_of_rows(query, key, given)
+    if lengths is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    window = given.get("sliding_window")
+    if query.is_cuda and len(query) == 1 and not given.get("dropout"):
+        return _varlen(query, key, value, lengths, given.get("scaling"), window), None
+
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sdpa_attention_forward(module, query, key, value, _window_mask(query, window), **given)[0]
+
+    return in_rows(attend, query, key, value, lengths), None
+
+
+def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """Return bool [1, 1, t, t]: each token sees `window` tokens up to itself. None if it sees all before it."""
+    length = query.shape[2]
+    if window is None or length <= window:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    return ones.tril().triu(1 - window)[None, None]
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return causal attention within the rows of a pack on CUDA. Tensors are [1, heads, tokens, D] in BF16 or FP16."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    longest = max(lengths)
+    output: Any = varlen_attn(
+        *(q, k, v, ends, ends, longest, longest),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    attended: torch.Tensor = output[None]
+    return attended

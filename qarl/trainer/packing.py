@@ -1,0 +1,149 @@
+"""Splits a batch into micro-batches, and lays out the rows of a micro-batch for a forward.
+
+A micro-batch has a number of rows (`actor.ppo_micro_batch_size_per_gpu`) or at most a number of tokens
+(`actor.ppo_max_token_len_per_gpu`, with `actor.use_dynamic_bsz`). Keys and meaning are verl's. Its rows are packed into
+one forward [1, tokens] without padding. Positions start at 0 in each row, and attention stays within the row
+(`qarl.align.rows`). So a forward costs as much as its tokens, not as its longest row.
+
+By tokens, a batch is split into as few micro-batches as its tokens need, of nearly equal size. Like verl
+(`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar and Karp.
+verl balances an estimate of the work, with a term for the square of a row's length; here tokens are balanced, because
+they are also what is limited.
+
+With `model.use_remove_padding=false`, rows are padded to the longest row of the batch instead. This is for debugging.
+The log-probs of a row are the same in both layouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from qarl.trainer.batch import Batch, Rows
+
+if TYPE_CHECKING:
+    from qarl.config import ActorConfig
+
+FEWEST_TOKENS = 32
+"""A pack with fewer tokens is filled up. PyTorch may compute a BF16 product of fewer than 17 rows in another order."""
+
+
+def micro_batches(
+    batch: Batch, actor: ActorConfig, *, log_probs: bool = False, start: int = 0, stop: int | None = None
+) -> list[Rows]:
+    """Return the micro-batches that together cover the rows from `start` to `stop`, each row once.
+
+    `log_probs`: whether they are for the old log-probs, whose micro-batches have keys of their own.
+    """
+    stop = len(batch) if stop is None else stop
+    if not actor.use_dynamic_bsz:
+        size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
+        assert size is not None  # the config was checked
+        return [*batch.micro_batches(size, start=start, stop=stop)]
+    limit = actor.ppo_max_token_len_per_gpu
+    if log_probs:
+        limit = actor.log_prob_max_token_len_per_gpu or limit
+    assert limit is not None
+    return [
+        torch.tensor(rows, device=batch.input_ids.device) + start
+        for rows in fill(batch.lengths[start:stop].tolist(), limit)
+    ]
+
+
+def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Distribute rows over as few packs of at most `limit` tokens as `balanced` finds.
+
+    Return the row numbers of each pack in ascending order. The packs are ordered by their first row. Equal lengths give
+    equal packs.
+
+    Raises:
+        ValueError: a row has more than `limit` tokens.
+    """
+    if lengths and max(lengths) > limit:
+        raise ValueError(f"a row of {max(lengths)} tokens does not fit into a micro-batch of {limit} tokens")
+    for count in range(-(-sum(lengths) // limit), len(lengths) + 1):
+        packs = balanced(lengths, count)
+        if all(sum(lengths[row] for row in pack) <= limit for pack in packs):
+            return packs
+    return []
+
+
+def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Split rows into `count` sets of nearly equal sums by the differencing method of Karmarkar and Karp.
+
+    At first each row is a partition of its own, with one full set and empty ones. The two partitions with the largest
+    differences between their sets are joined, the largest set of one with the smallest of the other, and so on.
+    """
+    Sets = list[tuple[int, list[int]]]
+    heap: list[tuple[int, int, Sets]] = []
+    for row, length in enumerate(lengths):
+        heapq.heappush(heap, (-length, row, [(length, [row]), *((0, []) for _ in range(count - 1))]))
+    while len(heap) > 1:
+        _, first, one = heapq.heappop(heap)
+        _, second, other = heapq.heappop(heap)
+        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda item: (-item[0], item[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
+    return sorted(sorted(rows) for _, rows in heap[0][2] if rows) if heap else []
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a micro-batch in a forward. A place is an index into the flattened `input_ids`.
+
+    inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
+    valid       bool [rows, T]; the tokens of the rows, as they lie in the batch
+    places      int64 [valid tokens]; the place of each of them
+    predictors  int64 [response tokens]; the place whose logits predict each response token
+    """
+
+    inputs: dict[str, Any]
+    valid: torch.Tensor
+    places: torch.Tensor
+    predictors: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        return int(self.inputs["input_ids"].numel())
+
+    def flatten(self, tokens: torch.Tensor, fill_value: int) -> torch.Tensor:
+        """Return [places, ...] from `tokens` [rows, T, ...]. Places without a token hold `fill_value`."""
+        flat = tokens.new_full((self.size, *tokens.shape[2:]), fill_value)
+        flat[self.places] = tokens[self.valid]
+        return flat
+
+    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return [rows, T, ...] from `flat` [places, ...], with 0 where a row has no token."""
+        tokens = flat.new_zeros((*self.valid.shape, *flat.shape[1:]))
+        tokens[self.valid] = flat[self.places]
+        return tokens
+
+
+def lay_out(batch: Batch, rows: Rows, *, packed: bool = True) -> Layout:
+    """Return the layout of `batch[rows]`, packed or padded."""
+    input_ids, lengths = batch.input_ids[rows], batch.lengths[rows]
+    count, width = input_ids.shape
+    valid = torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
+    row_lengths: tuple[int, ...] = tuple(lengths.tolist())
+    if packed:
+        tokens, starts = input_ids[valid], lengths.cumsum(0) - lengths
+        positions = torch.arange(len(tokens), device=lengths.device) - starts.repeat_interleave(lengths)
+        places = torch.arange(len(tokens), device=lengths.device)
+        missing = max(FEWEST_TOKENS - len(tokens), 0)
+        if missing:  # a row of its own
+            row_lengths = (*row_lengths, missing)
+            positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
+        inputs = {"input_ids": F.pad(tokens, (0, missing))[None], "position_ids": positions[None]}
+    else:
+        starts, places = torch.arange(count, device=lengths.device) * width, valid.flatten().nonzero()[:, 0]
+        inputs = {"input_ids": input_ids}
+    mask = batch.response_mask[rows]
+    offsets = torch.arange(mask.shape[1], device=mask.device)
+    predictors = (starts[:, None] + batch.prompt_lengths[rows, None] - 1 + offsets)[mask]
+    return Layout(inputs | {"row_lengths": row_lengths}, valid, places, predictors)

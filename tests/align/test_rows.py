@@ -1,0 +1,142 @@
+"""Attention within rows, by family: a packed forward against transformers' own on each row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
+from qarl.align.rows import (
+    ROWS_ATTENTION,
+    attends_in_rows,
+    in_rows,
+    lengths_of_rows,
+    rows_attention,
+    use_rows_attention,
+)
+from qarl.errors import UserError
+from qarl.quant import get_scheme
+from qarl.trainer.policy import Policy
+
+LENGTHS = (5, 40, 1, 17)
+
+
+def random_model(family: str) -> Any:
+    """Two layers; where there is a sliding window, in one layer at least, it is 8 tokens."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0, "sliding_window": 8}
+    if family != "falcon":
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.CONFIG_MAPPING[family](**sizes)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+        if "sliding_attention" in transformers.CONFIG_MAPPING[family](num_hidden_layers=8).layer_types:
+            config.layer_types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SHOWN])
+@torch.no_grad()
+def test_a_packed_row_is_the_row_alone(family):
+    """Told by positions alone, as verl does, and by `row_lengths`; FP32, so that only leaks and positions count."""
+    model = random_model(family)
+    ids = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in ids.split(LENGTHS, 1)], 1)
+    whole = model(input_ids=ids, use_cache=False).logits
+    assert (whole - alone).abs().max() > 0.1, "rows that see each other must give other logits"
+    assert use_rows_attention(model) == attends_in_rows(model) == (family not in PADDED)
+    if family in PADDED:
+        return
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    for given in ({}, {"row_lengths": LENGTHS}):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_attention_cannot_tell_apart_are_not_packed():
+    config = random_model("falcon").config
+    with pytest.raises(UserError, match=r"rows of falcon cannot be packed[\s\S]*set model.use_remove_padding=false"):
+        check_rows(config, packed=True)
+    check_rows(config, packed=False)
+    check_rows(random_model("mistral").config, packed=True)
+    policy = Policy(random_model("falcon"), get_scheme("bf16"), ("lm_head",), align="off")
+    assert not policy.packed
+    assert Policy(random_model("mistral"), get_scheme("bf16"), ("lm_head",), align="off").packed
+
+
+@torch.no_grad()
+def test_plain_and_masked_forwards_are_transformers_own():
+    """Full rows, a mask for padding on the left, and generation with a cache."""
+    plain, rows = random_model("mistral"), random_model("mistral")
+    use_rows_attention(rows)
+    assert rows.config._attn_implementation == ROWS_ATTENTION
+    ids = torch.randint(1, 64, (3, 24), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    for given in ({}, {"attention_mask": mask}):
+        assert torch.equal(rows(input_ids=ids, **given).logits, plain(input_ids=ids, **given).logits)
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(rows.generate(ids, **how), plain.generate(ids, **how))
+
+
+def random_rows(batch: int, tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+
+
+def test_padded_rows_are_computed_at_their_length_and_end_in_zeros():
+    query, key, value = random_rows(3, 40)
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    found, _ = rows_attention(module, query, key, value, None, scaling=0.25, row_lengths=(40, 1, 9))
+    for i, length in enumerate((40, 1, 9)):
+        row = (one[i : i + 1, :, :length] for one in (query, key, value))
+        expected, _ = rows_attention(module, *row, None, scaling=0.25)
+        assert torch.equal(found[i : i + 1, :length], expected)
+        assert not found[i, length:].any()
+
+
+def test_gradients_go_to_the_rows_they_come_from():
+    query, key, value = (one.float().requires_grad_() for one in random_rows(1, 12))
+    seen = []
+
+    def attend(row: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append((row, q.shape[2]))
+        return (q * row).transpose(1, 2)
+
+    in_rows(attend, query, key, value, (2, 7, 3)).sum().backward()
+    assert seen == [(0, 2), (1, 7), (2, 3)]
+    assert query.grad is not None and query.grad[0, 0, :, 0].tolist() == [0.0] * 2 + [1.0] * 7 + [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(1, (5, 6)), (1, (13,)), (2, (12,)), (2, (12, 13)), (1, (12, 0)), (3, (4, 4, 4, 4))]
+)
+def test_lengths_of_other_rows_are_refused(batch, lengths):
+    query, key, _ = random_rows(batch, 12)
+    with pytest.raises(ValueError, match=f"are not those of a forward of {batch} x 12"):
+        lengths_of_rows(query, key, {"row_lengths": lengths})
+
+
+def test_lengths_come_from_positions_that_start_again():
+    query, key, _ = random_rows(1, 6)
+    for positions, expected in (
+        ([0, 1, 0, 0, 1, 2], (2, 1, 3)),
+        ([0, 1, 2, 3, 4, 5], None),
+        ([3, 4, 0, 1, 2, 3], (2, 4)),
+    ):
+        assert lengths_of_rows(query, key, {"position_ids": torch.tensor([positions])}) == expected
+    assert lengths_of_rows(query[:, :, :1], key, {"position_ids": torch.tensor([[5]])}) is None

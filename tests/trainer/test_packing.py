@@ -1,0 +1,208 @@
+"""Packed rows: what goes into a pack, and that a row's log-probs, the loss and gradients do not depend on it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.kept import Truncation
+from qarl.metrics.mismatch import PhaseTimer
+from qarl.quant import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.tbpo import TBPOConfig
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.packing import fill, lay_out, micro_batches
+from qarl.trainer.policy import Policy
+
+EXACT = pytest.param(
+    "exact",
+    marks=[
+        needs_w4a16_cpu,
+        pytest.mark.skipif(vllm_attention.unavailable("cpu", 32) is not None, reason="needs vLLM's attention"),
+    ],
+)
+LEVELS = ["off", "linears", pytest.param("model", marks=needs_w4a16_cpu), EXACT]
+LENGTHS = [(3, 40), (9, 1), (1, 7), (30, 200), (5, 0), (12, 33), (2, 64), (4, 90)]
+"""Tokens of prompt and response. PyTorch cuts attention differently from 192 tokens on; one response is empty."""
+
+
+def made_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 64, (count,), generator=generator).tolist()
+
+    prompts, responses = [tokens(p) for p, _ in lengths], [tokens(r) for _, r in lengths]
+    log_probs = [(-4 - torch.rand(len(row), generator=generator)).tolist() for row in responses]
+    rollout = RolloutBatch(prompts, responses, log_probs, ["stop"] * len(lengths), weight_version=0)
+    advantages = torch.tensor([1.0, -0.5] * len(lengths))[: len(lengths)]
+    return make_batch(rollout, torch.zeros(len(lengths)), advantages, pad_token_id=2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_random_model(root / family, family) for family in ("qwen3", "qwen3_moe")}
+
+
+def make_policy(folder: Path, level: str, scheme: str = "w4a16", *, packed: bool = True) -> Policy:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    policy = Policy(model, get_scheme(scheme, group_size=32), ("lm_head",), align=level, packed=packed)
+    assert policy.align == level
+    return policy
+
+
+def log_probs(policy: Policy, batch: Batch, packs: list[list[int]]) -> torch.Tensor:
+    found = torch.full_like(batch.rollout_log_probs, torch.nan)
+    with torch.no_grad():
+        for pack in packs:
+            found[pack] = policy.response_log_probs(batch, torch.tensor(pack), temperature=1.0)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rows_log_probs_are_those_of_the_row_alone(folders, family, level):
+    """Of a plain forward of one row for each row: whatever the order and the neighbours, packed or padded."""
+    batch = made_batch()
+    policy = make_policy(folders[family], level)
+    alone = torch.zeros_like(batch.rollout_log_probs)
+    for i, length in enumerate(batch.lengths.tolist()):
+        prompt = int(batch.prompt_lengths[i])
+        extra = {"prompt_lengths": batch.prompt_lengths[i : i + 1]} if level == "exact" else {}
+        with torch.no_grad():
+            logits = policy.model(input_ids=batch.input_ids[i : i + 1, :length], use_cache=False, **extra).logits[0]
+        chosen = logits.float().log_softmax(-1)[prompt - 1 : length - 1]
+        alone[i, : length - prompt] = chosen.gather(1, batch.input_ids[i, prompt:length, None])[:, 0]
+    assert alone[batch.response_mask].std() > 0.1
+    order = list(range(len(batch)))
+    for packs in ([order], [order[::-1]], [[3, 0], [1], [4], [2, 7, 5, 6]]):
+        assert torch.equal(log_probs(policy, batch, packs), alone), packs
+    assert torch.equal(log_probs(make_policy(folders[family], level, packed=False), batch, [order]), alone)
+
+
+def update(policy: Policy, batch: Batch, old: torch.Tensor, **actor: Any) -> tuple[float, list[dict], dict]:
+    """The loss of one mini-batch, TBPO's statistics of its micro-batches, and its FP32 gradients."""
+    trainer: Any = object.__new__(LocalTrainer)
+    keys = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": None, "log_prob_max_token_len_per_gpu": None}
+    trainer.config = SimpleNamespace(actor=SimpleNamespace(**keys | actor), rollout=SimpleNamespace(temperature=1.0))
+    trainer.policy, trainer.tbpo, trainer.timer = policy, TBPOConfig(seq_clip_ratio_high=9.0), PhaseTimer()
+    settings = SimpleNamespace(
+        name="adamw", lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, lr_warmup_steps=0, min_lr_ratio=0.0,
+        lr_scheduler_type="constant", muon_lr=0.0, muon_momentum=0.9, master_dtype="fp32",
+    )  # fmt: skip
+    trainer.optimizer = MasterOptimizer(policy.model.named_parameters(), settings, total_training_steps=1, seed=0)
+    found = trainer.backward(batch, old, 0, len(batch))
+    gradients = {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
+    trainer.optimizer.zero_grad()
+    return sum(one["sum/loss"] for one in found), found, gradients
+
+
+@needs_w4a16_cpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_loss_and_the_gradient_do_not_depend_on_the_micro_batches(folders, family):
+    batch = made_batch()
+    old = log_probs(make_policy(folders[family], "model"), batch, [list(range(len(batch)))]) + 0.01
+    results = {}
+    for name, packed, actor in (
+        ("all", True, {"ppo_max_token_len_per_gpu": 10_000}),
+        ("few", True, {"ppo_max_token_len_per_gpu": 230}),
+        ("rows", True, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}),
+        ("padded", False, {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 2}),
+    ):
+        results[name] = update(make_policy(folders[family], "model", packed=packed), batch, old, **actor)
+    assert len(results["all"][1]) == 1 and len(results["few"][1]) == 3
+    assert results["rows"][0] == results["padded"][0]  # the same rows side by side: the same sums
+    loss, _, whole = results["all"]
+    for name, (other, statistics, gradients) in results.items():
+        assert other == pytest.approx(loss, rel=1e-5) and abs(loss) > 0.01, name
+        assert sum(one["sum/responses"] for one in statistics) == 7
+        for parameter, gradient in whole.items():
+            if gradient.norm() > 1e-6:  # BF16 roundings of each product, and of an embedding's every occurrence
+                bound = 0.1 if "embed_tokens" in parameter else 2**-5
+                assert (gradients[parameter] - gradient).norm() <= bound * gradient.norm(), (name, parameter)
+
+
+def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
+    chosen = random.Random(0)
+    for _ in range(300):
+        limit = chosen.randint(10, 100)
+        lengths = [chosen.randint(1, limit) for _ in range(chosen.randint(1, 40))]
+        packs = fill(lengths, limit)
+        assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+        assert all(pack and sum(lengths[row] for row in pack) <= limit for pack in packs)
+        assert packs == sorted(packs) and all(pack == sorted(pack) for pack in packs)
+        assert packs == fill(list(lengths), limit)
+        assert len(packs) >= -(-sum(lengths) // limit)
+    assert fill([], 10) == [] and fill([10], 10) == [[0]]
+    with pytest.raises(ValueError, match="a row of 11 tokens does not fit into a micro-batch of 10 tokens"):
+        fill([3, 11], 10)
+
+
+def test_packs_are_as_few_and_as_even_as_verls():
+    """verl's own partition of the same lengths, by tokens, apart from ties."""
+    seqlen_balancing = pytest.importorskip("verl.utils.seqlen_balancing")
+    chosen = random.Random(1)
+    for _ in range(50):
+        lengths = [min(1000, max(50, int(chosen.lognormvariate(5, 0.7)))) for _ in range(64)]
+        packs = fill(lengths, 2048)
+        sums = [sum(lengths[row] for row in pack) for pack in packs]
+        theirs = seqlen_balancing.get_seqlen_balanced_partitions(lengths, len(packs), equal_size=False)
+        their_sums = [sum(lengths[row] for row in pack) for pack in theirs]
+        assert max(sums) - min(sums) <= max(their_sums) - min(their_sums) + 0.01 * 2048
+        fewer = seqlen_balancing.get_seqlen_balanced_partitions(lengths, max(len(packs) - 1, 1), equal_size=False)
+        assert len(packs) == 1 or max(sum(lengths[row] for row in pack) for pack in fewer) > 2048
+
+
+def test_a_part_of_the_batch_is_split_into_its_own_rows():
+    batch = made_batch()
+    actor: Any = SimpleNamespace(
+        use_dynamic_bsz=True, ppo_max_token_len_per_gpu=240, log_prob_max_token_len_per_gpu=None
+    )
+    for start, stop in itertools.combinations(range(len(batch) + 1), 2):
+        found = micro_batches(batch, actor, start=start, stop=stop)
+        assert sorted(row for rows in found for row in rows.tolist()) == list(range(start, stop))
+    assert len(micro_batches(batch, actor)) == 3 == len(micro_batches(batch, actor, log_probs=True))
+    actor.log_prob_max_token_len_per_gpu = 1000
+    assert len(micro_batches(batch, actor, log_probs=True)) == 1 and len(micro_batches(batch, actor)) == 3
+
+
+def test_a_layout_by_hand():
+    """Two of three rows: 2 + 3 tokens and 5 + 1."""
+    batch, rows = made_batch([(2, 3), (1, 1), (5, 1)]), torch.tensor([0, 2])
+    layout = lay_out(batch, rows)
+    ids = [*batch.input_ids[0, :5].tolist(), *batch.input_ids[2, :6].tolist()]
+    assert layout.inputs["input_ids"].tolist() == [ids + [0] * 21]
+    assert layout.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(21)]]
+    assert layout.inputs["row_lengths"] == (5, 6, 21)
+    assert layout.places.tolist() == list(range(11)) and layout.predictors.tolist() == [1, 2, 3, 9]
+    padded = lay_out(batch, rows, packed=False)
+    assert padded.inputs["input_ids"].tolist() == batch.input_ids[rows].tolist()
+    assert padded.inputs["row_lengths"] == (5, 6)
+    assert padded.predictors.tolist() == [1, 2, 3, 10]
+    for one in (layout, padded):
+        assert torch.equal(one.unflatten(one.flatten(batch.input_ids[rows], -1)), batch.input_ids[rows] * one.valid)
+
+
+def test_kept_tokens_are_stored_at_their_rows(folders):
+    policy, batch = make_policy(folders["qwen3"], "linears", "bf16"), made_batch()
+    with torch.no_grad():
+        for pack in ([6, 0], [1, 2, 3, 4, 5, 7]):
+            policy.response_log_probs(batch, torch.tensor(pack), temperature=1.0, truncation=Truncation(top_k=5))
+    whole = made_batch()
+    with torch.no_grad():
+        policy.response_log_probs(whole, slice(0, 8), temperature=1.0, truncation=Truncation(top_k=5))
+    assert torch.equal(batch.kept, whole.kept) and batch.kept[6].any()
+    assert torch.equal(batch.outside, whole.outside) and batch.outside[0].any()

@@ -1,7 +1,7 @@
 """One decoder layer of Qwen3-30B-A3B at its real size, through a training step of the local backend and real vLLM.
 
     OMP_NUM_THREADS=2 python scripts/experts_real_size.py --linears --output real_size.json
-    OMP_NUM_THREADS=1 python scripts/experts_real_size.py --tensor-parallel 2 --master-dtype bf16 --output two.json
+    OMP_NUM_THREADS=1 python scripts/experts_real_size.py --tensor-parallel 2 --on-disk /tmp --output two.json
 
 The layer has 128 experts, 8 per token, with random weights; the vocabulary is shortened (`--vocabulary`), or the
 embeddings would be as large as the layer. The run is `configs/qwen3_30b_w4a16.yaml` but for the keys in `overrides`:
@@ -12,7 +12,9 @@ The script publishes, samples, compares the log-probs of both sides, takes `--st
 of resident memory, summed over this process and the engine's workers; Linux resets it at the start of a phase.
 
 With `--tensor-parallel 2`, two worker processes share the engine (`workers_engine.py`), each with half of every expert,
-and the trainer is at `linears`, to which `model` falls back.
+and the trainer is at `linears`, to which `model` falls back. `--on-disk FOLDER` keeps the FP32 masters and AdamW's
+moments, 12 bytes per parameter, in files there that are mapped into memory: the step is the same, and Linux may write
+these pages out where memory is short.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from qarl.metrics.tracker import write_versions
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer, request_seed
+from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
 from qarl.trainer.setup import engine_config, prepare_run
 
@@ -124,7 +127,6 @@ def run_config(folder: Path, args: argparse.Namespace) -> Config:
         "actor.log_prob_micro_batch_size_per_gpu": 2 * PROMPTS,
         "optim.name": "adamw",
         "optim.lr": 1e-3,
-        "optim.master_dtype": args.master_dtype,
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": args.steps,
@@ -189,7 +191,22 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, float]:
     }
 
 
-def measure(config: Config, also: Sequence[tuple[str, str]], meter: Meter, workers: int) -> dict[str, Any]:
+def keep_on_disk(optimizer: MasterOptimizer, folder: Path) -> None:
+    """Move the masters of AdamW to mapped files, and begin its moments there."""
+    for number, master in enumerate(optimizer._updated.values()):
+        names = ("master", "exp_avg", "exp_avg_sq")
+        files = {name: _mapped(folder / f"{number}.{name}", master) for name in names}
+        master.data = files.pop("master").copy_(master.data)
+        optimizer._inner.state[master] = {"step": torch.tensor(0.0), **files}
+
+
+def _mapped(file: Path, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+
+
+def measure(
+    config: Config, also: Sequence[tuple[str, str]], meter: Meter, workers: int, disk: Path | None
+) -> dict[str, Any]:
     """The whole run: what was published, δ by level before training, each step's metrics, and δ after them. `also`:
     more levels to compare, with or without replay; their policies take memory beside the run's."""
     with meter.phase("load the policy and quantize"):
@@ -198,6 +215,8 @@ def measure(config: Config, also: Sequence[tuple[str, str]], meter: Meter, worke
     with meter.phase("start vLLM, make FP32 masters"):
         engine = WorkersEngine(engine_config(config, routing=True), workers) if workers > 1 else None
         trainer = LocalTrainer(config, parts, engine)
+        if disk is not None:
+            keep_on_disk(trainer.optimizer, disk)
     with trainer.engine:
         with meter.phase("publish"):
             report = trainer.publish()
@@ -242,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--linears", action="store_true", help="compare the first samples at linears, too")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--master-dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--on-disk", type=Path, help="folder for masters and moments")
     args = parser.parse_args(argv)
     if args.tensor_parallel > 1:
         args.align = "linears"
@@ -254,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = ModelSize.from_config(json.loads((folder / "model" / "config.json").read_text()))
         config = run_config(folder, args)
         also = [("linears", "on"), ("linears", "off")] if args.linears else []
-        found = measure(config, also, meter, args.tensor_parallel)
+        with tempfile.TemporaryDirectory(dir=args.on_disk) as disk:
+            found = measure(config, also, meter, args.tensor_parallel, Path(disk) if args.on_disk else None)
         versions = json.loads(write_versions(folder).read_text())
     estimated = {phase: estimate(size, config, device="cpu").total(phase) / GIB for phase in ("update", "step")}
     setting = {
@@ -262,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "scheme": config.quant.scheme,
         "align": args.align,
         "tensor_parallel": args.tensor_parallel,
-        "master_dtype": args.master_dtype,
+        "optimizer_on_disk": args.on_disk is not None,
         "responses": 2 * PROMPTS,
         "response_tokens": RESPONSE_TOKENS,
     }

@@ -11,8 +11,8 @@ For dense layers and for experts, in each scheme, with the FP32 masters sharded 
     cost    2 ranks and larger layers: one forward for log-probs and two micro-batches forward and backward, then the
             optimizer. Peak memory is over the rank's memory before the model was built, as the kernel counts it
 
-`--former` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The two are
-compared by `--beside FORMER.json`.
+`--former` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The file keeps
+what it has of other parts, kinds and schemes, so they can be measured one by one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ GROUP = 64
 VOCABULARY = 256
 IGNORE = ("lm_head",)
 STEPS, TRAIN_ROWS = 30, 4
-COST_ROUNDS = 3
+COST_ROUNDS = 2
 SIZES: dict[tuple[str, bool], dict[str, int]] = {
     ("dense", False): {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2},
-    ("dense", True): {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4},
+    ("dense", True): {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3},
     ("experts", False): {"hidden_size": 192, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 12},
-    ("experts", True): {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 32},
+    ("experts", True): {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 3, "num_experts": 12},
 }
 
 
@@ -210,14 +210,16 @@ def memory(field: str) -> int:
 def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
     import transformers  # noqa: F401  before the memory is read
 
+    from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
     from qarl.quant.convert import invalidate_quantized
     from qarl.quant.phases import measure_phases
 
+    cpu_ops_missing("cpu_gemm_wna16")  # imports vLLM, if it is installed
     gc.collect()
     before = memory("VmRSS")
     model, wire = build(kind, scheme, large=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    ids = rows(4, 256)[dist.get_rank() :: 2]
+    ids = rows(4, 192)[dist.get_rank() :: 2]
     found: dict[str, list[float]] = {}
     for number in range(COST_ROUNDS + 1):
         gc.collect()
@@ -239,14 +241,14 @@ def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
         values = {"cpu": time.process_time() - cpu}
         values |= {"step": time.perf_counter() - start, "gather": wire.seconds, "sent_bytes": float(wire.bytes)}
         values |= {"prepare": phases["prepare"], "quantize": phases["quantize"] + phases["pack"]}
-        make_ready(model, former=former)
-        with torch.no_grad():
-            model(ids)  # so that what a rank keeps from step to step is there
-        gc.collect()
-        values |= {"rest_bytes": float(memory("VmRSS") - before), "peak_bytes": float(memory("VmHWM") - before)}
         for name, value in values.items() if number else ():
             found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+    made = {name: statistics.median(values) for name, values in found.items()}
+    make_ready(model, former=former)
+    with torch.no_grad():
+        model(ids)  # so that what a rank keeps from step to step is there
+    gc.collect()
+    return made | {"rest_bytes": memory("VmRSS") - before, "peak_bytes": memory("VmHWM") - before}
 
 
 def child(rank: int, world: int, port: int, jobs: list[tuple[str, str, str]], folder: str, former: bool) -> None:
@@ -277,23 +279,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--former", action="store_true")
-    parser.add_argument("--beside", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
     worlds = {"equal": (1, 2, 3, 4), "train": (1, 2, 4), "cost": (2,)}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2, 3, 4):
             jobs = [(w, k, s) for w in args.what if world in worlds[w] for k in args.kinds for s in args.schemes]
-            if jobs:
-                run(world, jobs, folder, args.former)
+            # Memory is measured in processes of its own.
+            together = [job for job in jobs if job[0] != "cost"]
+            for some in (together, *([job] for job in jobs if job[0] == "cost")):
+                if some:
+                    run(world, some, folder, args.former)
             for what, kind, scheme in jobs:
                 made = json.loads(Path(folder, f"{what}_{kind}_{scheme}_{world}.json").read_text())
-                found.setdefault(what, {}).setdefault(f"{kind} {scheme}", {})[str(world)] = made
+                part = found.setdefault("former" if args.former else what, {})
+                part.setdefault(f"{kind} {scheme}", {})[str(world)] = made
                 print(what, kind, scheme, world, made, flush=True)
-    if args.beside:
-        found["former"] = json.loads(args.beside.read_text())["cost"]
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

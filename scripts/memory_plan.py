@@ -8,7 +8,8 @@ old log-probs, and makes an update with Muon, as a run does. A rank's peak is th
 process group. The prediction is the estimate without vLLM and without the allowance for libraries. `ratio` is measured
 by predicted.
 
-Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's allocator would use again; MALLOC_ settings make it return them.
+Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's
+allocator would use again; MALLOC_ settings make it return them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 RANKS, PROMPT, RESPONSE, ROWS = 2, 64, 448, 2
 SIZES: dict[str, dict[str, Any]] = {
     "80M": {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 12, "vocab_size": 16384},
-    "220M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 16384},
+    "160M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10, "vocab_size": 16384},
     "moe": {
         "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 16384,
         "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True,

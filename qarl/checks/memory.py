@@ -97,6 +97,7 @@ def estimate(
         *terms.activations(size, config, align),
         *terms.logits(size, config),
         *engine,
+        *terms.kept(size, config, device),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
     parallel = config.rollout.tensor_model_parallel_size

@@ -206,6 +206,16 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     ]
 
 
+def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
+    """Return the published tensors that both sides keep for delta publishes. They are in host memory, so they count
+    only on a CPU. The local trainer keeps none, because it compares with the engine's."""
+    if device != "cpu" or config.publish.delta == "off":
+        return []
+    one = sum(published(size, config).values())
+    ours = [Part("kept for delta publishes: trainer", one)] if config.backend == "verl" else []
+    return [*ours, Part("kept for delta publishes: engine", one)]
+
+
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
     """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size

@@ -180,11 +180,12 @@ def test_the_local_trainer_by_hand() -> None:
         "vLLM: weights": wire + 2 * 320 + 2 * 12800,
         "vLLM: KV cache": GIB // 2,
         "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
+        "kept for delta publishes: engine": wire + 2 * 320 + 2 * 12800,
         "libraries and runtime (allowance)": RUNTIME_BYTES,
     }
     assert wire == 34784
     assert found.kv_tokens == 2**29 // 256
-    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
+    rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + 2 * (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
     assert found.total("rollout") == rollout
     update = rollout + 298240 + 149120 + 122880 + 227200 + 28800
     assert found.total("update") == update
@@ -213,6 +214,10 @@ def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
 
 def test_what_the_options_change() -> None:
     base = parts(estimate(SMALL, run(), device="cpu"))
+    assert base.keys() - parts(estimate(SMALL, run(publish__delta="off"), device="cpu")).keys() == {
+        "kept for delta publishes: engine"
+    }
+    assert not [name for name in parts(estimate(SMALL, run(), device="cuda")) if "kept" in name]  # host memory
     assert "low-bit tensors in the kernels' layout" not in base  # no kernel given: one that reads what is published
     bf16_masters = estimate(SMALL, run(optim__master_dtype="bf16"), device="cpu")
     assert base.keys() - parts(bf16_masters).keys() == {"FP32 masters"}

@@ -173,8 +173,6 @@ FAULTS: dict[str, Fault] = {
     "run folder is a file": (taken("out/bad"), ["output_dir=out"]),
 }
 
-FAULTS["what verl cannot do"] = (nothing, ["backend=verl", "optim.master_dtype=bf16"])
-
 FAULTS["responses of a rank that are no whole micro-batches"] = (
     nothing,
     ["backend=verl", "actor.log_prob_micro_batch_size_per_gpu=5"],

@@ -38,7 +38,8 @@ llm = LLM(
 
 def generate(prompts: list[list[int]]) -> Any:
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    requests: Any = [{"prompt_token_ids": p} for p in prompts]
+    outputs: Any = llm.generate(requests, params, use_tqdm=False)
     done = [output.outputs[0] for output in outputs]
     log_probs = [[p[t].logprob for t, p in zip(c.token_ids, c.logprobs, strict=True)] for c in done]
     return [[list(c.token_ids) for c in done], log_probs]

@@ -203,8 +203,12 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         thread.start()
         try:
             self.server.publish(self._stream)
-        finally:
+        except BaseException as error:
             thread.join(self.info.seconds)
+            if failures:
+                error.add_note(f"the engine's side: {type(failures[0]).__name__}: {failures[0]}")
+            raise
+        thread.join(self.info.seconds)
         if failures:
             raise failures[0]
         self.client.finish_weight_update(str(self.version))

@@ -41,7 +41,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, host: str | None = None) -> None:
         self.is_master, self.host = is_master, host
-        self.rank, self.token = 0, ""
+        self.token = ""
         self.address: Address | None = None
         self.server: WeightServer | None = None
 
@@ -72,11 +72,11 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
         return arguments(actor_wg_world_size, 0), arguments(rollout_world_size, actor_wg_world_size)
 
-    def init_process_group(self, rank: int, receivers: int, address: Address, token: str) -> None:
-        """Take over what `build_topology` returned. Nothing connects before the first byte is sent."""
-        self.rank, self.address, self.token = rank, address, token
+    def init_process_group(self, **arguments: Any) -> None:
+        """Take over what `build_topology` returned for this rank. Nothing connects before the first byte is sent."""
+        self.address, self.token = arguments["address"], arguments["token"]
         if self.server is not None:
-            self.server.receivers = receivers
+            self.server.receivers = arguments["receivers"]
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
         """Send `weights`, the actor's `get_per_tensor_param`. All ranks of the actor call this together.

@@ -19,9 +19,8 @@ from torch import nn
 from verl.utils import tensordict_utils as tu
 
 from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies
+from qarl.trainer.policy import PLAIN_HEADS
 
-PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Families whose logits are lm_head's unchanged output."""
 _OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
 
 

@@ -180,7 +180,19 @@ def an_unknown_tensor(stream):
         yield name, tensor
 
 
+def never_announced(stream):
+    """A changed tensor is lost, and its entry in the unit's record too."""
+    for name, tensor in stream:
+        if name == UNIT:
+            content = read_record(UNIT, tensor)
+            content["digests"].pop(Q, None)
+            name, tensor = record(UNIT, content)
+        if name != Q:
+            yield name, tensor
+
+
 FAULTS = {
+    "never announced": (never_announced, "the engine has other tensors than version 2"),
     "lost": (lose(Q), "did not arrive as it was sent"),
     "lost unit": (lose_a_unit, "is not complete"),
     "lost begin": (lose(BEGIN), "outside of a publish"),

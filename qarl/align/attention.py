@@ -4,8 +4,8 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch's attention scales the product instead. Then, unless the
-              scale is a power of two, 10 to 300 times as many outputs differ from vLLM's as with scaled queries
+              (csrc/cpu/cpu_attn_vec.hpp). PyTorch's attention scales the product instead. That makes 10 to 300
+              times as many outputs differ from vLLM's, unless the scale is a power of two
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
@@ -15,8 +15,8 @@ Two functions are registered:
     qarl_fp32     the form that this CPU runs, in PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's operator itself (level `exact`)
 
-Both compute each row by itself, with its own length (`qarl.align.rows`). So a row's bits do not depend on the rows
-beside it, whether these are padded or packed.
+Both compute each row by itself, with its own length (`qarl.align.rows`). So a row's bits do not depend on other rows,
+nor on whether the rows are padded or packed.
 
 The gradients of both are those of the unrounded FP32 attention. transformers' `sdpa` does not match vLLM. On BF16
 tensors it also rounds the softmax's numerators, but it subtracts a different largest score.

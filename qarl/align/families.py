@@ -44,7 +44,7 @@ of a pack (`qarl.align.rows`). In a pack of Falcon, rows would even see each oth
 
 
 def check_rows(hf_config: Any, packed: bool) -> None:
-    """Raise UserError if rows are to be packed and the attention of this family cannot be kept within them."""
+    """Raise UserError if rows are to be packed and this family's attention would not stop at the end of a row."""
     if packed and hf_config.model_type in PADDED:
         raise UserError(
             f"rows of {hf_config.model_type} cannot be packed",

@@ -1,4 +1,4 @@
-"""Attention within each row of a forward, so that its cost follows the tokens.
+"""Attention within each row of a forward, so that a pack of rows costs only the sum of its rows.
 
 The trainer packs the rows of a micro-batch, one after the other, into one forward [1, tokens] without padding.
 Positions start at 0 in each row. transformers' `sdpa` accepts such a forward, but with a mask of tokens x tokens: it
@@ -9,13 +9,13 @@ which calls an attention function once for each row. No mask is built.
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
                 own variable-length Flash Attention (torch.nn.attention.varlen)
 
-A row is computed with its own length, in a pack and between padded rows. This matters: PyTorch's attention on CPU cuts
-the queries into blocks whose size depends on the length, and with it the last bits change. So packed and padded rows
-give the same bits.
+A row is computed with its own length, in a pack and between padded rows, so both give the same bits. With the length
+of the whole forward they would not: PyTorch's attention on CPU cuts the queries into blocks whose size depends on the
+length, and the last bits of the output depend on the blocks.
 
 The lengths of the rows come from `row_lengths`, which the trainer passes to the model's forward. Without it they are
-read from `position_ids`, as transformers' Flash Attention does; verl's engine passes only these. transformers hands
-both to the attention function if the model's class has `_supports_attention_backend`. Rows of other models are padded
+read from `position_ids`, as transformers' Flash Attention does. verl itself passes only `position_ids`. transformers
+hands both to the attention function if the model's class has `_supports_attention_backend`. Other models need padding
 (`qarl.align.families.PADDED`).
 """
 
@@ -45,7 +45,7 @@ def register_rows_attention() -> None:
 
 
 def use_rows_attention(model: Any) -> bool:
-    """Let a transformers model that uses `sdpa` compute attention row by row. Return whether it does."""
+    """Switch a transformers model from `sdpa` to `qarl_rows`. Return False, and change nothing, if that fails."""
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
     register_rows_attention()

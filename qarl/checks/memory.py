@@ -1,4 +1,4 @@
-"""Estimates the memory of a run, in bytes per GPU for each part. It needs the configs of model and run, but no weights.
+"""Estimates the memory of each part of a run, in bytes per GPU, from the configs of the model and of the run.
 
 This is pure arithmetic without torch. `qarl.checks.memory_terms` has a function for each term. The result lists the
 parts, each with the phases in which it takes memory. The doctor and dry runs print it. The estimate adds up tensor

@@ -4,17 +4,17 @@ P is the number of weights, R the number of trainer processes over which FSDP2 s
 full length, V the vocabulary and H the hidden size.
 
     states        masters P * 4 (FP32) or 2 (BF16); moments P * 8 (AdamW) or P * 4 (Muon's matrices); FP32 gradients
-                  P * 4. With verl all are divided by R. A step also needs 16 bytes for each weight of one parameter.
-    gathered      verl only. Two decoder blocks at a time as they travel: (4 + 16 / g) / 16 of BF16's bytes for int4,
-                  half for 8 bits. Embeddings and lm_head in BF16. A block's gradient waits in BF16 and is copied to
-                  FP32 before it is scattered; that of lm_head waits in BF16 until the backward ends.
+                  P * 4. With verl all are divided by R. A step also needs 16 bytes per weight of the largest parameter.
+    gathered      verl only. Two decoder blocks at a time, in the format that is sent: int4 in groups of g weights takes
+                  (4 + 16 / g) / 16 of BF16's bytes, 8 bits take half. Embeddings and lm_head in BF16. Until it is
+                  scattered, a block's gradient in BF16 and FP32. Until the backward ends, lm_head's in BF16.
     low_bit       the quantized weights that stay between steps: all of them locally, P / R of them with verl; their
                   copies in a kernel's layout; and the dequantized weights of the backward.
-    activations   what autograd saves, for each token: of all blocks, or with recomputation H numbers of each block and
-                  all of one block.
-    logits        10 bytes for each of T * V in the forward (18 with verl, which also wants entropies), 12 if a backward
-                  follows. In blocks of `LOGITS_AT_A_TIME`: as much for each logit of a block, 18 bytes in the
-                  backward, and 4 bytes for each weight of lm_head.
+    activations   what autograd saves for each token: everything in all blocks. With recomputation, H numbers of each
+                  block and everything in one block.
+    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (18 with verl, which also wants
+                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 12 bytes per logit. If there are
+                  more than `LOGITS_AT_A_TIME`, it needs 18 bytes for that many, and 4 for each weight of lm_head.
     engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
 """
 
@@ -72,7 +72,7 @@ def optimizer_state(size: ModelSize, config: Config) -> int:
 
 
 def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
-    """Masters, moments and gradients."""
+    """Return the parts for masters, moments and gradients, and for the update of one parameter."""
     verl, fp32 = config.backend == "verl", config.optim.master_dtype == "fp32"
     shards, parameters = ranks(config) if verl else 1, size.parameters
     # verl loads the optimizer state for the whole update (EngineTrainModeCtx), not only for the optimizer's step.
@@ -101,7 +101,7 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
 
 
 def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """What FSDP2 gathers, and gradients before they are scattered. Nothing for the local backend."""
+    """Return the parts for gathered weights and for gradients before FSDP2 scatters them. None for backend `local`."""
     if config.backend != "verl":
         return []
     scheme, group = config.quant.scheme, config.quant.group_size
@@ -134,7 +134,7 @@ def published(size: ModelSize, config: Config) -> dict[str, int]:
 
 
 def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
-    """Quantized weights that stay, their copies in the kernels' layout, and dequantized weights."""
+    """Return the parts for quantized weights, for their copies in the kernels' layout, and for dequantized weights."""
     quantized = quantized_linears(size, config) if align != "off" else {}
     if not quantized:
         return []
@@ -165,7 +165,7 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
 
 
 def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """What autograd saves for the backward of one micro-batch, outside lm_head."""
+    """Return the parts for what autograd saves in the forward of one micro-batch, without lm_head."""
     layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
     kept = sum(layer_bytes)
     if config.model.gradient_checkpointing:
@@ -188,8 +188,8 @@ def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
 
 
 def logits(size: ModelSize, config: Config) -> list[Part]:
-    """Logits of one micro-batch and what their softmax needs. verl computes those of prompts, too. A limit on tokens is
-    taken as filled by responses."""
+    """Return the parts for the logits of one micro-batch and their softmax. verl computes logits of prompts, too.
+    Micro-batches that are limited by tokens are assumed to hold only tokens of responses."""
     data = config.data
     tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
     if config.backend == "local" and not config.actor.use_dynamic_bsz:
@@ -208,7 +208,7 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
 
 def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
     """Return the published tensors that both sides keep for delta publishes. They are in host memory, so they count
-    only on a CPU. The local trainer keeps none, because it compares with the engine's."""
+    only on a CPU. The local trainer keeps none, because it compares new tensors with those that the engine keeps."""
     if device != "cpu" or config.publish.delta == "off":
         return []
     one = sum(published(size, config).values())

@@ -61,7 +61,7 @@ def _whole_micro_batches(mini: int, n: int, micro: int | None) -> Problem | None
 
 
 def _one_kind_of_micro_batch(key: str, by_tokens: str) -> None:
-    """Register the check that `key` is given if micro-batches have a number of responses, and only then."""
+    """Register the check that `key` is null if, and only if, micro-batches are limited by tokens (key `by_tokens`)."""
 
     @_between("actor.use_dynamic_bsz", f"actor.{key}")
     def _check(dynamic: bool, size: int | None) -> Problem | None:
@@ -81,7 +81,7 @@ _one_kind_of_micro_batch("log_prob_micro_batch_size_per_gpu", "log_prob_max_toke
 
 
 def _tokens_hold_a_row(key: str) -> None:
-    """Register the checks of a limit on tokens: it is used, and a row of full length is within it."""
+    """Register the check that `key` is given only with actor.use_dynamic_bsz, and allows a row of full length."""
 
     @_between(f"actor.{key}", "actor.use_dynamic_bsz", "data.max_prompt_length", "data.max_response_length")
     def _check(limit: int | None, dynamic: bool, prompt: int, response: int) -> Problem | None:

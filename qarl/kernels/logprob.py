@@ -80,7 +80,7 @@ def chosen_log_probs(
 def log_probs_and_entropies(
     hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, *, temperature: float, rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `chosen_log_probs`, bit for bit, and the entropy of each place in nats, FP32 [T]. Neither has a gradient.
+    """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
     Needs 18 bytes for each logit of a block.
     """

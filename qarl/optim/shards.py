@@ -1,9 +1,9 @@
 """Muon's update of matrices that FSDP2 has sharded by rows: every rank orthogonalizes some of them.
 
 Matrices are taken in rounds of as many as there are ranks. In a round, each rank receives the rows of one matrix from
-all ranks, orthogonalizes it, and sends every rank its rows of the update. Both exchanges are one all-to-all in BF16,
-which loses nothing: Newton-Schulz starts by rounding to BF16, and its result is BF16. So a matrix travels once in each
-direction, no rank computes what another one does, and the arithmetic of a matrix is that of one device.
+all ranks, orthogonalizes it, and sends every rank its rows of the update. Each of the two exchanges is an all-to-all
+in BF16. That loses nothing, because Newton-Schulz starts by rounding to BF16 and its result is BF16. So a matrix is
+sent once in each direction, only one rank orthogonalizes it, and the result is computed as on a single device.
 
 Experts [E, N, K] are sharded by experts. Each rank orthogonalizes its own in one batch, and nothing is sent.
 """
@@ -23,7 +23,7 @@ from qarl.optim.rounding import Region
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, which shares its memory. A plain tensor is its own part."""
+    """Return this rank's part of a DTensor, sharing its memory. A plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -7,12 +7,12 @@
 So no rank ever holds a BF16 copy of a quantized weight, or the whole model in low bits. Three things differ from
 `qarl.quant.linear` for this reason:
 
-- The kernel's own layout is made in each forward and dropped right after it, because it would have to be freed with the
-  gathered tensors. Kernels can make this cheap (`prepare_gathered` in `qarl.kernels.registry`).
+- The copy in the kernel's own layout is made in each forward and dropped right after it. If it were kept, it would
+  have to be freed with the gathered tensors. Kernels can make it cheap (`prepare_gathered` in `qarl.kernels.registry`).
 - Each backward dequantizes the weight.
-- FSDP2 must be told to gather in low bits: call `quantize_shards` before a forward. It also quantizes what has changed.
+- Call `quantize_shards` before a forward. It makes FSDP2 gather in low bits, and quantizes weights that changed.
 
-Scheme bf16 has nothing to quantize. FSDP2 gathers these experts in BF16, and each forward packs them for its kernel.
+With scheme bf16 nothing is quantized. FSDP2 gathers experts in BF16, and each forward packs them for its kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 class _Sharded(nn.Module):
-    """What both kinds of layers share: a shard for each parameter that is gathered in low bits, by leaf name."""
+    """Base of both kinds of layers. `shards`: leaf name -> shard, for each parameter that is gathered in low bits."""
 
     shards: dict[str, WeightShard]
 
@@ -56,8 +56,8 @@ class _Sharded(nn.Module):
             shard.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Also free the quantized rows of parameters that are moved, because memory may be needed for something else
-        (verl's `param_offload`)."""
+        """Do what `nn.Module` does, and free the quantized rows of parameters that were moved. verl's `param_offload`
+        moves parameters because it needs the memory."""
         super()._apply(fn, recurse)
         for leaf, shard in self.shards.items():
             parameter = self.get_parameter(leaf)
@@ -108,8 +108,8 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
 
 
 class _GatheredExperts(NamedTuple):
-    """The gathered stacks of a layer. The dictionaries are FSDP2's, which fills them for the forward and again for the
-    backward, so everything else is made from them when it is needed."""
+    """The gathered stacks of a layer. FSDP2 fills the two dictionaries for the forward and again for the backward, so
+    the other attributes are computed from them whenever they are read."""
 
     kernel: type[ExpertsKernel]
     gathered_gate_up: dict[str, torch.Tensor]

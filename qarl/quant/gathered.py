@@ -1,10 +1,10 @@
 """`GatheredWeight`: the parameter that FSDP2 registers while a layer's low-bit tensors are gathered.
 
-FSDP2 needs one tensor with the shape of the original parameter, which autograd gives a gradient. The forward needs
-several low-bit tensors. A `GatheredWeight` has the shape and dtype of the first and holds the others. It has no storage
-for a BF16 weight, so every operation that would read one raises.
+FSDP2 needs one tensor with the shape of the original parameter, for which autograd computes a gradient. The forward
+needs several low-bit tensors. A `GatheredWeight` has the parameter's shape and dtype and holds the low-bit tensors. It
+has no storage for a BF16 weight, so every operation that would read one raises.
 
-torchao's FP8 weights work in the same way. There, too, `__torch_dispatch__` is the extension point of PyTorch.
+torchao's FP8 weights work in the same way. They, too, use PyTorch's extension point `__torch_dispatch__`.
 """
 
 from __future__ import annotations

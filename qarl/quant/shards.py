@@ -1,18 +1,18 @@
 """`WeightShard`: one rank's rows of a quantized weight, which FSDP2 gathers in low bits.
 
 FSDP2 shards a linear's weight [N, K] by rows and a stack of experts [E, N, K] by experts. A scale belongs to one row or
-to a group inside one row, so each rank can quantize its own rows. The bytes are those of the whole weight quantized at
-once. The rows are quantized after each optimizer step, in the BF16 cast of the master, as the forward would see it.
+to a group inside one row, so each rank can quantize its own rows, with the same bytes as if the whole weight were
+quantized at once. After each optimizer step the master's rows are cast to BF16, as for a forward, and quantized.
 
 FSDP2 asks the sharded tensor what to gather (`fsdp_pre_all_gather`) and what to make of the result
-(`fsdp_post_all_gather`). torchao defines these methods on a tensor subclass. Here they are attributes of the ordinary
-tensor, which FSDP2 looks up in the same way and PyTorch's own tests do. So the masters stay ordinary FP32 DTensors for
+(`fsdp_post_all_gather`). torchao defines these methods in a tensor subclass. Here they are set as attributes of an
+ordinary tensor, as in PyTorch's own tests; FSDP2 finds them there, too. So the masters stay ordinary FP32 DTensors for
 optimizers, clipping and checkpoints. A new tensor, as after moving a model, must be given the methods again (`attach`).
 
     uneven shards   FSDP2 pads every shard to the rows of the first. The padding is quantized too, and cut off after the
-                    gather. With five arguments `fsdp_pre_all_gather` would have to return tensors of the master's
-                    shape, which packed ones do not have. With one argument FSDP2 does not check this.
-    one rank        FSDP2 then copies only the first tensor. Therefore all tensors are parts of one buffer of bytes.
+                    gather. `fsdp_pre_all_gather` may have one parameter or five. If it had five, FSDP2 would require
+                    tensors of the master's shape, which packed tensors do not have. So it has one.
+    one rank        FSDP2 copies only the first tensor. Therefore all tensors are parts of one buffer of bytes.
     tiles           If the kernel reads int4 codes in tiles of rows and the shards consist of whole tiles, the codes are
                     gathered in this layout, so no rank has to convert a whole weight in every forward.
 
@@ -64,7 +64,7 @@ class WeightShard:
         self._versions = (-1, -1)
 
     def attach(self, parameter: DTensor) -> None:
-        """Make FSDP2 gather `parameter` through this object. The quantized rows of another tensor are dropped."""
+        """Make FSDP2 gather `parameter` through this object. Drop the rows that were quantized from another tensor."""
         placement, dim = parameter.placements[-1], parameter.device_mesh.ndim - 1
         if not isinstance(placement, Shard) or placement.dim != 0:
             raise ValueError(f"{self.name} is placed as {parameter.placements}, not sharded by rows in dimension {dim}")
@@ -101,7 +101,7 @@ class WeightShard:
 
     @torch.no_grad()
     def quantize(self, device: torch.device | None = None) -> None:
-        """Quantize this rank's rows on `device` unless they are up to date. Default: where they are.
+        """Quantize this rank's rows unless that is up to date. `device`: where to compute; default: the rows' device.
 
         Raises:
             UserError: a weight of these rows is NaN or Inf, or the shape does not fit the scheme.
@@ -154,7 +154,7 @@ class WeightShard:
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None:
-        """Wrap the gathered tensors. They stay FSDP2's buffers, which it frees and fills again; nothing is copied."""
+        """Wrap the gathered tensors without a copy. They are views of buffers that FSDP2 frees and fills again."""
         if len(gathered) == 1:
             gathered = tuple(slot.of(gathered[0]) for slot in self._slots)
         tensors = {slot.name: self._cut(tensor) for slot, tensor in zip(self._slots, gathered, strict=True)}
@@ -182,7 +182,7 @@ class WeightShard:
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
-    """Return the tensor itself that FSDP2 looks at. In torch 2.13 `to_local` of a parameter returns a view of it."""
+    """Return the tensor on which FSDP2 looks for the methods. In torch 2.13 `to_local` returns only a view of it."""
     return parameter._local_tensor
 
 

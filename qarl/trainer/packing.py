@@ -1,14 +1,13 @@
 """Splits a batch into micro-batches, and lays out the rows of a micro-batch for a forward.
 
-A micro-batch has a number of rows (`actor.ppo_micro_batch_size_per_gpu`) or at most a number of tokens
-(`actor.ppo_max_token_len_per_gpu`, with `actor.use_dynamic_bsz`). Keys and meaning are verl's. Its rows are packed into
-one forward [1, tokens] without padding. Positions start at 0 in each row, and attention stays within the row
-(`qarl.align.rows`). So a forward costs as much as its tokens, not as its longest row.
+A micro-batch has either a fixed number of rows (`actor.ppo_micro_batch_size_per_gpu`) or, if `actor.use_dynamic_bsz`
+is set, a limit on its tokens (`actor.ppo_max_token_len_per_gpu`). These keys mean the same as in verl. The rows of a
+micro-batch are packed into one forward [1, tokens] without padding. Positions start at 0 in each row, and attention
+stays within the row (`qarl.align.rows`). So the cost of a forward depends on its tokens, not on its longest row.
 
-By tokens, a batch is split into as few micro-batches as its tokens need, of nearly equal size. Like verl
-(`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar and Karp.
-verl balances an estimate of the work, with a term for the square of a row's length; here tokens are balanced, because
-they are also what is limited.
+With a limit on tokens, a batch is split into as few micro-batches as possible, with nearly equal numbers of tokens.
+Like verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py) this uses the differencing method of Karmarkar
+and Karp. verl balances an estimate of the work, with a term for the square of a row's length. QaRL balances tokens.
 
 With `model.use_remove_padding=false`, rows are padded to the longest row of the batch instead. This is for debugging.
 The log-probs of a row are the same in both layouts.
@@ -56,10 +55,10 @@ def micro_batches(
 
 
 def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Distribute rows over as few packs of at most `limit` tokens as `balanced` finds.
+    """Distribute rows over packs of at most `limit` tokens. Use the fewest packs for which `balanced` keeps the limit.
 
-    Return the row numbers of each pack in ascending order. The packs are ordered by their first row. Equal lengths give
-    equal packs.
+    Return the row numbers of each pack in ascending order. The packs are ordered by their first row. The same `lengths`
+    always give the same packs.
 
     Raises:
         ValueError: a row has more than `limit` tokens.
@@ -76,8 +75,8 @@ def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Split rows into `count` sets of nearly equal sums by the differencing method of Karmarkar and Karp.
 
-    At first each row is a partition of its own, with one full set and empty ones. The two partitions with the largest
-    differences between their sets are joined, the largest set of one with the smallest of the other, and so on.
+    Each row starts as a partition into `count` sets, one with the row and the others empty. In each step, the two most
+    uneven partitions are joined: the largest set of one with the smallest set of the other, and so on.
     """
     Sets = list[tuple[int, list[int]]]
     heap: list[tuple[int, int, Sets]] = []

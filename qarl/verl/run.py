@@ -273,8 +273,8 @@ def actor_keys(config: Config) -> Keys:
 
 
 def token_limits(actor: ActorConfig) -> Keys:
-    """Return verl's limits on the tokens of a micro-batch. If QaRL's key is null, verl's default stays, which is its
-    limit for the update."""
+    """Return verl's keys that limit the tokens of a micro-batch, except those that are null in QaRL's config. verl's
+    default limit for log-probs is its limit for the update."""
     limits = {
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": actor.log_prob_max_token_len_per_gpu,

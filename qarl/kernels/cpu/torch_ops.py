@@ -68,7 +68,7 @@ def int8_linear(
 
 
 def int_mm(prepared: PreparedScaled) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return `multiply` for `int8_linear`. It calls `torch._int_mm`; the weight, int8 [K, N], may have any strides."""
+    """Return a function for `int8_linear` that multiplies with `torch._int_mm`. The weight may have any strides."""
 
     def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch._int_mm(rows, prepared.weight)).mul_(prepared.scale)
@@ -134,7 +134,7 @@ class VllmCpuFP8Linear:
 def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Return finite `values`, float8_e4m3fn, in FP32. PyTorch's conversion takes three times as long on a CPU.
 
-    Moved to the same place in FP16, exponent and mantissa mean a number 2^8 times smaller, subnormal numbers too.
+    Its exponent and mantissa, shifted to their places in FP16, mean a number 2^8 times smaller, even if subnormal.
     """
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # two copies of the sign
     return bits.bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)

@@ -133,8 +133,8 @@ class VllmCpuInt8Linear:
 
     @staticmethod
     def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """Return views. `torch._int_mm` reads the weight as it is and has the same integer sums as the handler, which
-        would take longer to pack than a product with 512 rows."""
+        """Return views of the tensors, which `linear` multiplies with `torch._int_mm`. Its integer sums are those of
+        vLLM's handler, and packing a handler would take longer than a product with 512 rows."""
         return PreparedScaled(tensors["weight"].t(), tensors["weight_scale"].t())
 
     @staticmethod

@@ -134,8 +134,8 @@ def choose_experts_kernel(
 
 
 class ExpertsWeights(Protocol):
-    """One layer's experts. `prepared` is read once in a forward, the other two are the stacked wire tensors and read
-    once in a backward. Implementations may make them only then."""
+    """One layer's experts. A forward reads `prepared` once. A backward reads `gate_up` and `down`, the stacked wire
+    tensors, once. Implementations may compute an attribute when it is read."""
 
     @property
     def kernel(self) -> type[ExpertsKernel]: ...

@@ -6,11 +6,11 @@
                           error. A receiver that fails reads the rest of the stream first, so its answer is not lost
 
 A frame is a JSON header, preceded by its length, and the tensor's bytes. Nothing is unpickled. TCP delivers bytes in
-order, and reports a peer that was killed at once. For a peer that is stopped, or a host that is gone, every operation
-has a time limit. The checks of the publish itself (manifest, checksums, versions) are those of every publish.
+order, and reports at once that a peer was killed. Every operation has a time limit, because TCP does not report a peer
+that is stopped or a host that is gone. The publish is checked like every other one (manifest, checksums, versions).
 
-The token only prevents mistakes, such as the engine of another run. The data are not encrypted, so use this inside a
-trusted network, as NCCL and verl's transports.
+The token only prevents mistakes, such as a connection to the engine of another run. The data are not encrypted. So, as
+with NCCL and verl's transports, use this only inside a trusted network.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WeightClient:
     def stream(self) -> Iterator[NamedTensor]:
         """Yield the tensors and records of the publish, up to its last record. Each tensor has its own memory.
 
-        A transport may have numbered the records, as `qarl.commit#7`."""
+        The names of records may end with a number that a transport added, for example `qarl.commit#7`."""
         name = ""
         while name.partition("#")[0] != COMMIT:
             with _lost("the trainer", self.seconds):

@@ -1,25 +1,24 @@
 """QaRL's publish as a transfer engine of vLLM: `WeightTransferConfig(backend="qarl")`.
 
-vLLM has a registry for transfer engines, so nothing stands in the way of another transport (vllm/distributed/
-weight_transfer in 0.29). vLLM's own engines load BF16 weights by layerwise reload. This one carries the stream of
-`qarl.rollout.publish.wire` over TCP (`qarl.rollout.publish.sockets`), so the manifest, the checksums, the versions and
-deltas are those of every publish.
+vLLM 0.29 has a registry for transfer engines (vllm/distributed/weight_transfer), and QaRL adds one to it. vLLM's own
+engines load BF16 weights by layerwise reload. This one receives the stream of `qarl.rollout.publish.wire` over TCP
+(`qarl.rollout.publish.sockets`), with the same manifest, checksums, versions and deltas as any publish.
 
     trainer                                           vLLM's worker
     init_weight_transfer_engine(address, token)  ->   makes its receiver from its own config
-    start_weight_update()                        ->   is stale
+    start_weight_update()                        ->   marks its weights as stale
     update_weights({})                           ->   connects, receives, checks, writes, answers
     finish_weight_update(version)                ->   raises unless the publish is complete
 
 Three things are missing in vLLM's interface. First, vLLM never asks a transfer engine whether its weights are complete.
 So after a failed publish vLLM itself would still generate, and the trainer must not ask it to. Second,
-`finish_weight_update` leaves the prefix cache as it is, so `send_weights` cannot reset it: the client must. Third, a
-transfer engine gets the model but not the model runner. So the KV caches, which must be set to zero after NaN, are
-found in the attention layers. `update_weights` of the base class synchronizes an accelerator, which a CPU lacks, so it
-is overridden.
+`finish_weight_update` does not reset the prefix cache, and `send_weights` has no way to do so. The client must. Third,
+a transfer engine gets the model but not the model runner. So it looks in the attention layers for the KV caches, which
+must be set to zero after NaN. `update_weights` is overridden because that of the base class synchronizes an
+accelerator, which a CPU lacks.
 
-vLLM 0.24 cannot run this engine (read, not run). It passes a transfer engine neither the config nor the start and the
-end of an update, and its worker begins a layerwise reload of the whole model before the engine has seen a record.
+According to its source, vLLM 0.24 cannot run this engine. It passes a transfer engine neither the config nor the start
+and end of an update, and its worker begins a layerwise reload of the whole model before the engine has seen a record.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class QaRLInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class QaRLUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the records of the publish say everything."""
+    """Has no fields, because the records in the stream say everything about a publish."""
 
 
 class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):

@@ -8,12 +8,12 @@ verl/experimental). Its synchronous trainers share the GPUs and set the backend 
 
 The actor's first rank sends the stream of `qarl.verl.plugin.transport` once to every rollout worker over TCP
 (`qarl.rollout.publish.sockets`), with deltas if all engines hold what was sent last. The other ranks only take part in
-the gathers. Each rollout worker passes the stream on to its vLLM worker, as verl does with any backend. There QaRL's
-receiver makes the checks of every publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
+the gathers. Each rollout worker passes the stream on to its vLLM worker, as verl does with any backend. QaRL's receiver
+in the vLLM worker checks it like any publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
 
-The stream names its run by the host's Raylet, which differs between hosts. So a rollout worker writes its own name into
-the stream. That both belong to one run is proved by a token, which the actor makes for every publish and verl's manager
-passes on.
+The stream names its run by the host's Raylet, and each host has a different one. So a rollout worker replaces the
+actor's Raylet in the stream with its own. A token proves that actor and rollout worker belong to one run. The actor
+makes a new token for every publish, and verl's manager passes it on.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
         self.server.publish(lambda held: iter(weights))
 
     def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]
-        """Return the stream, for verl's sender to the vLLM worker on this host. Its sockets get a time limit.
+        """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.
 
         Raises:
             PeerLost: in the middle of the stream, if the actor was lost.

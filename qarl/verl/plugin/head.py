@@ -4,8 +4,8 @@ For Qwen3 at the paper's 22528 tokens those are 38 GiB in the update (12 bytes f
 fused kernels avoid them, too, but `qarl.kernels.logprob` says why their numbers are not the engine's.
 
 The model's forward calls lm_head, and FSDP2 has gathered lm_head's weight only there. So `LogProbHead` replaces the
-linear and returns log-probs [1, tokens, 1] instead of logits if it was told the tokens before the forward. It was not
-told (and returns logits) for padded rows, for models whose logits are scaled or capped, for gradients of entropies, and
+linear and returns log-probs [1, tokens, 1] instead of logits if it was given the tokens before the forward (`ask`).
+Logits are still computed for padded rows, for models whose logits are scaled or capped, for gradients of entropies, and
 for verl's distillation and sums of squared probabilities.
 """
 
@@ -26,7 +26,7 @@ _OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distilla
 
 @dataclass
 class Request:
-    """What the next forward shall compute: log-probs of `tokens`, int64 [tokens], and entropies if `entropy`."""
+    """Asks the next forward for the log-probs of `tokens`, int64 [tokens], and for `entropies` if `entropy` is true."""
 
     tokens: torch.Tensor
     temperature: float
@@ -56,7 +56,7 @@ class LogProbHead(nn.Linear):
 
 
 def replace_head(module: Any, vocabulary: int) -> LogProbHead | None:
-    """Replace the model's lm_head, before FSDP wraps it. Return the new one, or None if the model's is of another kind.
+    """Replace the model's lm_head, before FSDP wraps it. Return the new one, or None if it cannot replace the old one.
 
     Parameters and their names stay the same.
     """
@@ -87,9 +87,9 @@ def ask(head: LogProbHead | None, micro_batch: Any, output_args: Any) -> None:
 def take(
     head: LogProbHead | None, output: Any, micro_batch: Any, output_args: Any, gather: Any
 ) -> dict[str, torch.Tensor] | None:
-    """Return verl's model outputs of the forward that has just run, jagged like `input_ids`; None if it made logits.
+    """Return the outputs that verl expects from the last forward, jagged like `input_ids`, or None if it made logits.
 
-    `output`: the model's. FSDP2 has put its hooks for the backward on these tensors. `gather`: verl's function that
+    `output`: the model's output, whose tensors carry FSDP2's hooks for the backward. `gather`: verl's function that
     joins the parts of a packed sequence and removes padding.
     """
     if head is None or head.request is None:

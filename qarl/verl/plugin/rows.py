@@ -21,7 +21,7 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool, split: 
 
     Args:
         exact: whether attention is the engine's, which needs the lengths of the prompts.
-        split: whether ranks share a sequence (Ulysses). Attention then gets the rows from verl.
+        split: whether ranks share a sequence (Ulysses). Then `row_lengths` is not set, and verl describes the rows.
     """
     lengths = micro_batch["input_ids"].offsets().diff()
     padded = inputs.get("attention_mask") is not None

@@ -4,8 +4,8 @@ vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds t
 the CPU decides which one runs:
 
     vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). PyTorch's attention scales the product instead. That makes 10 to 300
-              times as many outputs differ from vLLM's, unless the scale is a power of two
+              (csrc/cpu/cpu_attn_vec.hpp). If the product is scaled instead, as in PyTorch, and the scale is not
+              a power of two, then 10 to 300 times as many outputs differ from vLLM's as with scaled queries
     tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
               BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
               (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's

@@ -45,7 +45,7 @@ def register_rows_attention() -> None:
 
 
 def use_rows_attention(model: Any) -> bool:
-    """Switch a transformers model from `sdpa` to `qarl_rows`. Return False, and change nothing, if that fails."""
+    """Switch a transformers model from `sdpa` to `qarl_rows`. Return False, and change nothing, if impossible."""
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
     register_rows_attention()

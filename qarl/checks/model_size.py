@@ -119,7 +119,7 @@ class ModelSize:
         return max(sum(n * k for n, k in self.block_linears(i).values()) for i in range(self.layers))
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Return the bytes of a token's BF16 keys and values on one GPU. Each has at least one KV head per layer."""
+        """Return the bytes of a token's BF16 keys and values on a GPU. Each GPU has at least one KV head per layer."""
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:

@@ -130,8 +130,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def write(parameter: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Copy `rounded` into `parameter`. Equal numbers keep their bytes.
+    """Copy `rounded` into `parameter`, but keep the old bytes of elements that are equal.
 
-    A zero update would turn -0.0 into +0.0, and digests should change only with values.
+    Otherwise a zero update would turn -0.0 into +0.0, and a digest would change although no value does.
     """
     parameter.copy_(torch.where(rounded == parameter, parameter, rounded))

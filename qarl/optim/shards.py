@@ -64,7 +64,7 @@ def region(tensor: torch.Tensor) -> Region:
 
 
 def rounds(parameters: Sequence[torch.nn.Parameter], ranks: int) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters in groups of `ranks`, one for each rank. The matrices of a group are about equally large.
+    """Return the parameters in groups, with one parameter for each rank. Matrices of a group are about equally large.
 
     All ranks get the same order.
     """

@@ -101,7 +101,7 @@ class WeightShard:
 
     @torch.no_grad()
     def quantize(self, device: torch.device | None = None) -> None:
-        """Quantize this rank's rows unless that is up to date. `device`: where to compute; default: the rows' device.
+        """Quantize this rank's rows if they have changed. `device`: where to compute; default: the rows' device.
 
         Raises:
             UserError: a weight of these rows is NaN or Inf, or the shape does not fit the scheme.

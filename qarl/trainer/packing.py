@@ -37,7 +37,7 @@ def micro_batches(
 ) -> list[Rows]:
     """Return the micro-batches that together cover the rows from `start` to `stop`, each row once.
 
-    `log_probs`: whether they are for the old log-probs, whose micro-batches have keys of their own.
+    `log_probs`: whether they are for the old log-probs, whose micro-batches have separate config keys.
     """
     stop = len(batch) if stop is None else stop
     if not actor.use_dynamic_bsz:
@@ -96,8 +96,8 @@ class Layout:
     """The rows of a micro-batch in a forward. A place is an index into the flattened `input_ids`.
 
     inputs      the model's keyword arguments; `input_ids` is [1, tokens] packed or [rows, T] padded
-    valid       bool [rows, T]; the tokens of the rows, as they lie in the batch
-    places      int64 [valid tokens]; the place of each of them
+    valid       bool [rows, T]; whether the batch has a token here, and not padding
+    places      int64 [valid tokens]; the place of each of these tokens
     predictors  int64 [response tokens]; the place whose logits predict each response token
     """
 

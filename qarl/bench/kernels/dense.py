@@ -95,7 +95,7 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """Return the dequantized weight: BF16 for W4A16, but float64 for 8 bits, whose kernels scale the sums instead."""
+    """Return the dequantized weight: BF16 for W4A16, but float64 for 8 bits, whose kernels scale the sums."""
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
     tensors = quantized.tensors

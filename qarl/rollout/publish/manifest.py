@@ -97,7 +97,7 @@ def expected_manifest(
 
 
 def engines_manifest(hf_config: Any, vllm_model: Any) -> Manifest:
-    """Return the manifest of an engine that runs by itself, from its own quantization config.
+    """Return the manifest that a vLLM engine expects, read from its own quantization config.
 
     Raises:
         UserError: trainer and engine would quantize different layers.

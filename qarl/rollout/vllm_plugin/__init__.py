@@ -4,7 +4,7 @@ processes through the entry point `vllm.general_plugins`.
 On a CPU, vLLM 0.29 serves only BF16 experts, returns wrong outputs for them after any reload of weights, and does not
 return the experts that a token was routed to. With the plugin, vLLM serves W4A16, W8A8 and FP8 experts in the format of
 compressed-tensors, and multiplies with the function that the trainer calls (`qarl.kernels.cpu.experts`). BF16 experts
-are correct after a reload, and the routing is returned. On other devices the plugin does nothing, and vLLM uses its own
+are correct after a reload, and the routing is returned. On other devices the plugin leaves experts to vLLM's own
 backends.
 
 On every device, the plugin also registers the transfer engine `qarl`, which receives publishes from another process or
@@ -53,7 +53,7 @@ def register() -> None:
 def _register_transfer() -> None:
     """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it.
 
-    vLLM 0.24 cannot: its worker passes a transfer engine no config, and reloads the model around it."""
+    vLLM 0.24 cannot: its worker passes a transfer engine no config, and reloads the model during each update."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     except ImportError:

@@ -46,7 +46,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
         self.server: WeightServer | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return, on the actor's first rank, the address at which it listens from now on, and a new token."""
+        """On the actor's first rank, start to listen, and return the address and a new token. Other ranks return {}."""
         self.finalize()
         if not self.is_master:
             return {}

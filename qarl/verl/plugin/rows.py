@@ -5,7 +5,7 @@ from which attention reads the rows (`qarl.align.rows`). Otherwise verl pads the
 QaRL drops this mask, because no token of a row sees the padding behind it, and passes the lengths of the rows instead.
 A mask would make attention compute in another way, and so change a row's log-probs.
 
-verl fills a micro-batch by tokens with `use_dynamic_bsz`, and gives all ranks the same number of micro-batches, because
+With `use_dynamic_bsz` verl limits a micro-batch by tokens. It gives all ranks the same number of micro-batches, because
 FSDP's collectives need it (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, verl 0.9.1).
 """
 

@@ -77,7 +77,8 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`. Check a local checkpoint by digests. verl's tensors are checked when read.
+    """Open the checkpoint in `folder`. If the local backend wrote it, check it now by its digests. The tensors of a
+    verl checkpoint are checked when they are read.
 
     Raise UserError if the checkpoint is damaged or its files cannot be read.
     """

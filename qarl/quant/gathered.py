@@ -40,7 +40,7 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all others."""
+        """For operations with which FSDP2 and `nn.Parameter` wrap a tensor, return an alias of it; refuse others."""
         weight = args[0]
         whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
         if func in _ALIASES or whole:

@@ -52,7 +52,8 @@ _ASSEMBLY_3 = tl.constexpr(_assembly(3))
 
 @triton.jit
 def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
-    """Return the BF16 weights of the codes at POSITION (0..3) in `packed` int16; `scale` is BF16 of the same shape.
+    """Return the BF16 weights of the codes at POSITION (0..3) of the four in each int16 of `packed`. `scale`: BF16, of
+    the shape of `packed`.
     `PTX`: use NVIDIA's instructions (sm_80 and later), else Triton's arithmetic, which gives the same values."""
     if not PTX:
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF

@@ -14,7 +14,8 @@ from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_p
 
 
 class Outbox:
-    """What one sender has sent last. `kept`: the tensors. `tally`, `sent`: changed words and bytes of the last time."""
+    """What one sender has sent last. `kept`: the tensors. `tally`: the words that changed in
+    the last publish. `sent`: its bytes."""
 
     def __init__(self) -> None:
         self.kept = KeptTensors()

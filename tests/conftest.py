@@ -54,6 +54,15 @@ def verl_is_imported_by_marked_tests_only(request: pytest.FixtureRequest) -> Ite
         pytest.fail("this test imports verl: mark it with pytest.mark.verl")
 
 
+@pytest.fixture(autouse=True)
+def torchs_default_dtype_stays() -> Iterator[None]:
+    """vLLM changes it while it builds a model. A test that leaves it changed would make others fail."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32, "the test left torch's default dtype changed"
+
+
 @pytest.fixture(scope="module")
 def in_the_checkout() -> Iterator[None]:
     """The quickstart's paths are relative to the checkout."""

@@ -133,7 +133,7 @@ def rows_attention(
     if lengths is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     window = given.get("sliding_window")
-    if query.is_cuda and len(query) == 1 and not given.get("dropout"):
+    if query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2] and not given.get("dropout"):
         return _varlen(query, key, value, lengths, given.get("scaling"), window), None
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

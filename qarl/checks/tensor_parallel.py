@@ -125,7 +125,14 @@ Problem = tuple[str, str, str]
 def check_tensor_parallel(config: Config, hf_config: Any) -> None:
     """Raise UserError if vLLM cannot split the model over `rollout.tensor_model_parallel_size` workers. Needs no
     weights."""
-    workers = config.rollout.tensor_model_parallel_size
+    workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if ranks % workers:
+        raise UserError(
+            f"{KEY}={workers}: {ranks} ranks do not split into engines of {workers} workers",
+            where="trainer.nnodes * trainer.n_gpus_per_node",
+            why="verl gives each engine as many ranks as it has workers",
+            fix=f"choose a divisor of {ranks}",
+        )
     if workers > 1:
         for problem in split_model(config, hf_config).problems(workers):
             raise problem

@@ -20,6 +20,7 @@ from qarl.config.ignore import is_ignored, resolve_ignored
 from qarl.errors import UserError
 from qarl.quant.experts import QuantExperts, check_experts, quantize_stack
 from qarl.quant.linear import QuantLinear
+from qarl.quant.marks import watch_optimizers
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.quant.stacks import STACKS, is_stack, matrices, stacked_experts, unstacked
@@ -167,6 +168,7 @@ def replace_selected(
     device: torch.device | None = None,
 ) -> QuantReport:
     """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
+    watch_optimizers()
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)

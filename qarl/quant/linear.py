@@ -9,8 +9,8 @@ quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `
 the same state-dict key, so optimizers, checkpoints and FSDP need no change.
 
 The quantized tensors are made once per optimizer step. They are made again if the weight's storage or its autograd
-version counter has changed. Every in-place update advances that counter, but writing through `weight.data` does not, so
-call `invalidate_quantized` afterwards.
+version counter has changed. In-place updates advance that counter, and `qarl.quant.marks` advances it for optimizers.
+Writing through `weight.data` does not advance it, so call `invalidate_quantized` afterwards.
 """
 
 from __future__ import annotations

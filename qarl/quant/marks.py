@@ -1,10 +1,28 @@
-"""Check whether a weight has changed since something was made from it."""
+"""Check whether a weight has changed since something was made from it.
+
+Autograd's version counter of a tensor tells. In-place updates advance it, but fused optimizers do not (torch 2.13:
+AdamW with fused=True), and for DTensors foreach optimizers do not either, which are torch's default on GPUs. So
+`watch_optimizers` advances the counters of an optimizer's parameters after each of its steps.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+@cache
+def watch_optimizers() -> None:
+    """Advance the version counters of all parameters that any torch optimizer steps. A second call changes nothing."""
+
+    def advance(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.autograd.graph.increment_version(group["params"])
+
+    register_optimizer_step_post_hook(advance)
 
 
 class Mark(NamedTuple):

@@ -27,6 +27,10 @@ OWN_KEYS = {
     "trainer.total_epochs": "trainer.total_training_steps",
     "trainer.resume_mode": "trainer.resume_mode",
     "trainer.resume_from_path": "trainer.resume_from_path",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "optim.master_dtype",
+    "actor_rollout_ref.actor.optim.optimizer": "optim.name",
+    "actor_rollout_ref.actor.optim.optimizer_impl": "optim.name",
 }
 """verl's keys that the section `verl` may not set, each with QaRL's key to set instead. QaRL reads only its own keys to
 check model and data, to choose the checkpoint and to decide whether the run is finished."""

@@ -230,3 +230,15 @@ def test_a_copy_makes_its_own_quantized_tensors(scheme, kernel):
     assert other.prepared is None and torch.equal(other(x), before)
     del layer
     assert torch.equal(other(x), before)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_a_step_of_any_optimizer_is_noticed(options: dict[str, bool]) -> None:
+    """Fused optimizers change weights without advancing autograd's version counter."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+    quantize_model(model, scheme="w4a16", group_size=32, ignore=())
+    before = dict(packed_state_dict(model))["0.weight_packed"].clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(dict(packed_state_dict(model))["0.weight_packed"], before)

@@ -114,6 +114,7 @@ def changes_through_buckets() -> dict[str, Any]:
     runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model, kv_caches=[])
     receiver = MAKE(runner)
     worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
+    worker.parallel_config, worker.rank = SimpleNamespace(world_size=2), 1  # the last of two workers answers
     answers: list[str | None] = []
     result: list[dict[str, Any]] = []
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from qarl.quant.meta import default_dtype_kept
+
 
 @contextmanager
 def distributed_vllm() -> Iterator[None]:
@@ -42,7 +44,7 @@ def worker_model(checkpoint: Path, rank: int, workers: int, **given: Any) -> tup
     config = EngineArgs(
         str(checkpoint), dtype="bfloat16", enforce_eager=True, max_model_len=64, **arguments
     ).create_engine_config()
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), default_dtype_kept():
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(1, 1)  # a mixture's has one group more
         group = parallel_state.get_tp_group()

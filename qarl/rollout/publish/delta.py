@@ -50,10 +50,11 @@ def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
     if before.dtype != now.dtype or before.shape != now.shape:
         raise ValueError(f"{before.dtype} {list(before.shape)} cannot become {now.dtype} {list(now.shape)}")
     old, new = _words(before), _words(now)
+    count, total = int(old.ne(new).sum()), new.numel()
+    # Positions take eight bytes each, several times, so they are made only if the values alone are small enough.
+    if not count or _HEADER + count * new.itemsize >= now.nbytes:
+        return Changes(count, total, None)
     positions = _differing(old, new)
-    count, total = positions.numel(), new.numel()
-    if not count:
-        return Changes(0, total, None)
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     sizes = {_MASK: -(-total // 8)} | {width: width * (count + int((gaps // _escape(width)).sum())) for width in _GAPS}
     coding = min(sizes, key=lambda code: sizes[code])

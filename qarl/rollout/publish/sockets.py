@@ -30,6 +30,7 @@ from qarl.rollout.publish.wire import COMMIT, NamedTensor, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
+_MAX_HELLO = 1 << 12
 _MAX_HEADER = 1 << 20
 _PIECE = 1 << 20
 Address = tuple[str, int]
@@ -96,12 +97,13 @@ class WeightServer:
             with _lost(f"{self.receivers - len(peers)} of {self.receivers} receivers", self.seconds):
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
-            peer.settimeout(max(min(_HELLO_SECONDS, end - time.monotonic()), 1e-3))
             try:
-                hello = _receive_header(peer)
+                hello = _receive_header(peer, most=_MAX_HELLO, end=min(end, time.monotonic() + _HELLO_SECONDS))
             except (OSError, TransferFailed):  # not a receiver, or one that is gone: the others may still come
                 continue
-            if not hmac.compare_digest(str(hello.get("token")).encode(), self.token.encode()):
+            if not hmac.compare_digest(repr(hello.get("token")).encode(), repr(self.token).encode()):
+                continue
+            if _is_closed(peer):
                 continue
             peer.settimeout(self.seconds)
             peers.append(peer)
@@ -199,10 +201,24 @@ def _send(peer: socket.socket, header: dict[str, Any], data: memoryview | bytes 
         peer.sendall(view[start : start + _PIECE])
 
 
-def _receive(peer: socket.socket, size: int) -> bytearray:
+def _is_closed(peer: socket.socket) -> bool:
+    """Return whether the peer has gone. One that gave up earlier may have left a whole hello behind."""
+    peer.setblocking(False)
+    try:
+        return not peer.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _receive(peer: socket.socket, size: int, end: float | None = None) -> bytearray:
+    """Return `size` bytes. `end`: time limit for all of them (`time.monotonic`), besides the socket's for each read."""
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:
+        if end is not None:
+            peer.settimeout(max(end - time.monotonic(), 1e-3))
         count = peer.recv_into(view[have : have + _PIECE])
         if not count:
             raise ConnectionResetError("the connection was closed in the middle")
@@ -210,12 +226,12 @@ def _receive(peer: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _receive_header(peer: socket.socket) -> dict[str, Any]:
-    size = int.from_bytes(_receive(peer, 4), "big")
+def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float | None = None) -> dict[str, Any]:
+    size = int.from_bytes(_receive(peer, 4, end), "big")
     content: Any = None
-    if size <= _MAX_HEADER:
-        with suppress(ValueError):
-            content = json.loads(_receive(peer, size))
+    if size <= most:
+        with suppress(ValueError, RecursionError):
+            content = json.loads(_receive(peer, size, end))
     if not isinstance(content, dict):
         raise TransferFailed(
             "a frame of a publish cannot be read",

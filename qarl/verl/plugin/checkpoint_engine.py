@@ -88,7 +88,12 @@ class QaRLCheckpointEngine(CheckpointEngine):
             for _ in weights:
                 pass
             return
-        self.server.publish(lambda held: iter(weights))
+        try:
+            self.server.publish(lambda held: iter(weights))
+        except BaseException:
+            for _ in weights:  # the other ranks still gather each tensor together with this one
+                pass
+            raise
 
     def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]
         """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.

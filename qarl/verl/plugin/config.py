@@ -109,7 +109,8 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
     """Raise UserError for verl settings that the quantized forward does not support."""
-    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
+    actor, reference = "actor_rollout_ref.actor", "actor_rollout_ref.ref.fsdp_config._target_"
+    where = f"{actor}.fsdp_config"
     precision = engine_config.mixed_precision or {}
     param_dtype = precision.get("param_dtype", "bf16")
     unknown = set(precision) - PRECISION_KEYS
@@ -124,6 +125,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
         (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
         (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
         (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
+        (engine_config.ulysses_sequence_parallel_size > 1, f"{actor}.ulysses_sequence_parallel_size", "1"),
     ]
     wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
     if wrong:

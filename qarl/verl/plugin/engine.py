@@ -42,6 +42,7 @@ from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
+from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox
@@ -159,6 +160,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return build_optimizer(module, self.optimizer_config)
         return super()._build_optimizer(module)
 
+    def optimizer_step(self) -> float:
+        norm: float = super().optimizer_step()
+        self._weights_changed()
+        return norm
+
+    def _weights_changed(self) -> None:
+        """Drop the quantized rows, without relying on version counters, which not every optimizer advances."""
+        if self.quant is not None:
+            invalidate_quantized(self.module)
+
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
@@ -169,6 +180,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is not None:
             check_files(self, local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
+        self._weights_changed()
         if self.quant is not None:
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
 

@@ -33,15 +33,22 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
     model_runner: Any
     device: Any
+    parallel_config: Any
+    rank: int
 
     def __new__(cls, **kwargs: Any) -> Any:
         allow_matrix_tiles()  # before vLLM loads and warms up the model
         return super().__new__(cls, **kwargs)
 
     def qarl_check_held(self, fingerprint: str) -> None:
-        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`)."""
+        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`).
+
+        Only the last worker of an engine answers. All workers get the same streams, so they hold the same tensors. But
+        vLLM's executor reads replies up to the first error, and would take what is left for replies to the next call.
+        """
         held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
-        if held != fingerprint:
+        workers = self.parallel_config.world_size
+        if held != fingerprint and self.rank % workers == workers - 1:
             raise RuntimeError(f"this worker holds {held}, so the trainer sends all tensors instead of changes")
 
     def update_weights_from_ipc(

@@ -112,7 +112,8 @@ class WeightShard:
         versions, local = self._now(), _local(parameter)
         ranks = parameter.device_mesh.size(-1)
         padded = -(-self.shape[0] // ranks)
-        rows = local.detach().to(device or local.device, torch.bfloat16)
+        # Cast on `device`: verl's offload may still be copying the masters, and a cast on the host would not wait.
+        rows = local.detach().to(device or local.device, non_blocking=True).to(torch.bfloat16)
         if len(rows) < padded:
             rows = torch.cat((rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])))
         made = quantize(rows.flatten(0, -2), self.scheme, name=self.name).tensors

@@ -1,4 +1,4 @@
-"""Checks the run folder: whether it can be written to and has enough space, and what happens to an earlier run."""
+"""Checks the run folder: whether it is writable, has enough space, and contains an earlier run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_space(context: Context, topic: Topic) -> None:
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Try to make a folder in `folder`; return why it fails, or None. `os.access` would miss read-only disks."""
+    """Try to make a folder in `folder`. Return why it fails, or None. `os.access` would not notice read-only disks."""
     try:
         with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
             return None

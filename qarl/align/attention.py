@@ -219,8 +219,8 @@ def engine_attention(
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "quant.align=exact needs whole rows, packed or padded on the right, without attention_mask, key-value "
-            "cache or attention dropout"
+            "quant.align=exact needs rows from position 0, packed or padded on the right, without attention_mask, "
+            "key-value cache or attention dropout"
         )
     lengths = lengths_of_rows(query, key, kwargs) or (query.shape[2],) * len(query)
     prefilled = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()

@@ -169,7 +169,7 @@ def check_rotary(config: Any) -> None:
     fix = "train a model with a different rotary embedding"
     unlike = "trainer and rollout engine would compute different rotary embeddings from this config"
     if "mrope_section" in parameters:
-        raise UserError(unlike, where=where, why="vLLM uses three positions per token, transformers one", fix=fix)
+        raise UserError(unlike, where=where, why="vLLM uses three positions per token, but transformers one", fix=fix)
     try:
         match = match_rotary(config)
     except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys

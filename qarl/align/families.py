@@ -60,7 +60,7 @@ def check_family(hf_config: Any) -> None:
     if family in FAMILIES or family in SHOWN:
         return
     raise UserError(
-        f"models of the family {family} are refused: trainer and rollout engine were never shown to agree on one",
+        f"models of the family {family} are refused, because trainer and rollout engine were never compared on one",
         where="model.path: config.json: model_type",
         why="vLLM's class for this family may compute a different model than transformers; then the policy that learns "
         "would differ from the policy that samples",

@@ -123,7 +123,7 @@ class _Replay:
     def __call__(self, router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
         logits, _, own = output
         if len(logits) != len(self.experts):
-            raise ValueError(f"the forward has {len(logits)} tokens, the replay {len(self.experts)}")
+            raise ValueError(f"the forward has {len(logits)} tokens, but the replay has {len(self.experts)}")
         experts = torch.where(self.known, self.experts, own)
         weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
         return logits, weights(logits, experts, renormalize=router.norm_topk_prob), experts

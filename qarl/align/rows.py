@@ -97,7 +97,7 @@ def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, 
         return tuple(end - start for start, end in pairwise(edges))
     fits = sum(lengths) == tokens if batch == 1 and len(lengths) > 1 else len(lengths) == batch
     if not fits or max(lengths) > tokens or min(lengths) < 1:
-        raise ValueError(f"rows of {lengths} tokens are not those of a forward of {batch} x {tokens}")
+        raise ValueError(f"rows of {lengths} tokens do not fit a forward of {batch} x {tokens}")
     return lengths
 
 

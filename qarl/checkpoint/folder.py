@@ -88,7 +88,7 @@ class Checkpoint:
             raise
         except Exception as error:  # which exception torch or Python raises depends on what is wrong in the file
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            raise damaged(self.folder, f"{name} does not hold what was saved: {why}") from error
+            raise damaged(self.folder, f"{name} does not contain what was saved: {why}") from error
 
 
 def save_checkpoint(

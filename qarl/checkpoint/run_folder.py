@@ -33,7 +33,7 @@ def fresh_run_dir(run_dir: Path) -> None:
             why=error.strerror,
             fix="choose a different name=... or output_dir=...",
         ) from error
-    note(f"{run_dir} held an earlier run, which is now in {target}")
+    note(f"{run_dir} contained an earlier run, which is now in {target}")
 
 
 def holds_a_run(run_dir: Path) -> bool:

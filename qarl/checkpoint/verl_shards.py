@@ -115,7 +115,7 @@ class Rank:
             tensors = load_part(file)
             if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
                 raise UserError(
-                    f"{file.name} cannot be used", where=str(file), why=f"has an entry {wrong[0]} that is not a tensor"
+                    f"{file.name} cannot be used", where=str(file), why=f"its entry {wrong[0]} is not a tensor"
                 )
         except UserError as error:
             raise UserError(
@@ -134,7 +134,7 @@ class Rank:
         saved = self.record.get(f"model.{name}")
         if self.record and (saved is None or saved.lower() != f"{checksums([local])[0] & (2**64 - 1):016x}"):
             raise UserError(
-                f"{name} is not what was saved",
+                f"{name} differs from what was saved",
                 where=str(self.file),
                 why="its checksum is not the one recorded when the checkpoint was written",
                 fix="export a different step",

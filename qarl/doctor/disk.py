@@ -53,7 +53,7 @@ def check_start(context: Context, topic: Topic) -> None:
         topic.ok("the run starts fresh")
     if not stays and run_folder.holds_a_run(run_dir):
         topic.note(
-            f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",
+            f"{run_dir} contains an earlier run, which will be moved to {run_dir}.1 or the next free number",
             fix="nothing to do, or choose a different name=...",
         )
 

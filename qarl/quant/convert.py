@@ -81,7 +81,7 @@ def select_linears(
         raise UserError(
             f"{len(problems)} linears cannot be quantized to {scheme.name}",
             where="; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else ""),
-            why=f"the scheme groups weights along the input dimension by group_size={scheme.group_size}",
+            why=f"weights are quantized in groups of group_size={scheme.group_size} along the input dimension",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
     check_whole_experts(selected, skipped)

@@ -205,7 +205,7 @@ def _int4(group_size: int) -> QuantArgs:
         raise UserError(
             f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
             where="quant.group_size",
-            why=f"an int32 holds {PACK_FACTOR} four-bit values, and a group must not begin inside an int32",
+            why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside an int32",
             fix="use 128, or 32 for small models",
         )
     return QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)

@@ -30,7 +30,7 @@ BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do 
 def unavailable(device_type: str, head_size: int) -> str | None:
     """Return why the engine's attention cannot be called for this device and head size, or None if it can."""
     if device_type != "cpu":
-        return f"vLLM's attention is wrapped only for cpu, not for {device_type}"
+        return f"QaRL calls vLLM's attention only on cpu, not on {device_type}"
     if missing := vllm_missing():
         return missing
     configure_vllm_process()

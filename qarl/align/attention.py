@@ -3,24 +3,18 @@
     qarl_fp32     PyTorch, with FP32 products of the BF16 operands (level `model`)
     qarl_engine   vLLM's own operator (level `exact`)
 
-Both are registered in transformers' AttentionInterface. Both compute each row by itself (`qarl.align.rows`), so a row's
-bits depend neither on other rows nor on padding or packing. Their gradients are those of unrounded FP32 attention.
+Both compute each row by itself (`qarl.align.rows`), so a row's bits depend neither on other rows nor on padding or
+packing. Both round queries, keys and values to BF16 first, because the aligned rotary embedding (`qarl.align.blocks`)
+and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
 
-vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds the output once. The CPU decides between
-two variants of the kernel. `qarl_fp32` follows the variant that vLLM uses on this CPU:
+vLLM's CPU kernel has two variants. Both sum in FP32 and round the output once. `qarl_fp32` follows the variant that
+vLLM uses on this CPU:
 
-    vectors   without AMX. Everything is FP32. Queries are multiplied by the softmax scale before the product with the
-              keys (csrc/cpu/cpu_attn_vec.hpp). PyTorch scales the product. Then 10 to 300 times as many outputs
-              differ from vLLM's, unless the scale is a power of two
-    tiles     with AMX. The product is scaled. exp(score - largest score) is rounded to BF16 before it multiplies the
-              values, but the divisor sums the unrounded numbers (csrc/cpu/cpu_attn_amx.hpp). Without this rounding,
+    vectors   without AMX (csrc/cpu/cpu_attn_vec.hpp). The queries are scaled before the product with the keys. PyTorch
+              scales the product. That changes the result unless the scale is a power of two
+    tiles     with AMX (csrc/cpu/cpu_attn_amx.hpp). The product is scaled. exp(score - largest score) is rounded to
+              BF16 before it multiplies the values, but the divisor sums the unrounded numbers. Without this rounding,
               one output in five differs from vLLM's
-
-transformers' `sdpa` on BF16 tensors does not match vLLM: it rounds the same numbers, but subtracts a different largest
-score.
-
-The rotary embedding returns queries and keys in FP32 (`qarl.align.blocks`), and a key-value cache also returns values
-in FP32. The functions here round all of them to BF16 first.
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ ENGINE_ATTENTION = "qarl_engine"
 
 
 def register_attention() -> None:
-    """Register both names with transformers. A second call changes nothing."""
+    """Register both attention functions with transformers. Repeated calls do nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, function in ((FP32_ATTENTION, fp32_attention), (ENGINE_ATTENTION, engine_attention)):
@@ -60,7 +54,8 @@ def fp32_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
-    Attention is causal if `attention_mask` is None. `kwargs` may describe the rows (`qarl.align.rows`)."""
+    Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows (`qarl.align.rows`).
+    """
     tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,15 @@
 
     residual   vLLM adds in FP32, normalises the unrounded sum, and keeps the sum rounded to BF16 as the residual
                (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds before it normalises. Here a
-               layer returns the unrounded FP32 sum as its hidden state. The next norm reads this sum. The next
-               addition rounds it first.
+               layer returns the unrounded FP32 sum. The next norm reads it unrounded, and the next addition rounds it.
     rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
-               rounds each product. Here transformers' formula gets the BF16 cosines and sines cast to FP32, so it
-               computes in FP32. The attention functions of `qarl.align.attention` then round queries and keys.
+               rounds each product. Here its formula gets FP32 copies of the BF16 cosines and sines, so it computes in
+               FP32. The attention function then rounds queries and keys (`qarl.align.attention`).
 
-q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head already round in the same way on both sides.
+All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides.
 
-To align a layer, its class is replaced by a subclass with the same name. FSDP2's `fully_shard` does the same.
-Parameters, state-dict keys, hooks, gradient checkpointing and wrapping by class name do not change.
+To align a layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
+checkpointing and wrapping by class name do not change.
 """
 
 from __future__ import annotations

@@ -3,17 +3,16 @@
     off       nothing: the trainer is plain BF16, and only the rollout is quantized
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
     model     also the engine's rounding of residual additions, norms, rotary embedding and attention, in PyTorch
-    exact     also the engine's own attention operator, so δ (`qarl.metrics.guard`) is 0. For prompts of more than
+    exact     also the engine's own attention operator. δ (`qarl.metrics.guard`) is then 0. For prompts of more than
               about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
-              (`qarl.kernels.cpu.attention`)
 
 `align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
-In a mixture of experts they also use the engine's router and, if the experts are BF16, its operator for experts. Other
-models and devices get the next lower level, and the report says why.
+For experts they also use the engine's router and, if the experts are BF16, the engine's operator. Other models and
+devices get the next lower level, and the report says why.
 
-At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX the order was
-the same up to 192 keys, so δ was 0. With more keys, about one output of attention in 10,000 is off by a BF16 step. With
-AMX such differences begin with the first keys, because AMX tiles sum even and odd neighbours separately.
+At level `model` only the order of attention's FP32 sums differs from the engine's. Without AMX this changes nothing up
+to 192 keys. With more keys, about one output of attention in 10,000 is off by a BF16 step. With AMX such differences
+begin with the first keys.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def split_unavailable(workers: int) -> str | None:
 
 
 def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why level `model` is not available for this config, device and dtype, or None if it is."""
+    """Return why level `model` cannot be used for this config, device and dtype, or None if it can."""
     if device_type != "cpu":
         return f"is built for cpu, not for {device_type}"
     if dtype != torch.bfloat16:
@@ -212,7 +211,7 @@ def rotary_unavailable(config: Any) -> str | None:
 
 
 def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:
-    """Return why level `exact` is not available or not exact for this config, device and dtype, or None if it is."""
+    """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
     if why_not := model_unavailable(config, device_type, dtype):
         return why_not
     if "reference" in kernels:

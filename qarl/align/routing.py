@@ -8,12 +8,11 @@ From the same logits, the engine and transformers choose the same experts (excep
     transformers    takes a softmax over all logits in FP32 and then the k largest probabilities, sorted. It divides
                     them by their sum and rounds to BF16
 
-The order matters because a token's experts are summed in this order, in FP32. On CUDA vLLM keeps the weights in FP32.
+The order matters because a token's experts are summed in this order.
 
 A tiny difference in the hidden states can still send a token to different experts than in the rollout, which changes
 all later tokens. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights come from
-the trainer's own logits, so the router still gets a gradient. Replay and recording are forward hooks on the routers,
-and work at every level of alignment.
+the trainer's own logits, so the router still gets a gradient. Replay works at every level of alignment.
 """
 
 from __future__ import annotations

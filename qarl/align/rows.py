@@ -1,19 +1,18 @@
 """Attention within each row of a forward, so that packed rows cost no more than separate rows.
 
 The trainer packs the rows of a micro-batch, one after the other, into one forward [1, tokens] without padding.
-transformers' `sdpa` would compute the scores of every pair of tokens in the pack, and then mask most of them.
-transformers' Flash Attention computes only within rows, but needs a GPU and another package. So this module registers
-an attention function that runs once per row and needs no mask:
+transformers' `sdpa` would compute the scores of every pair of tokens in the pack, and then mask most of them. This
+module registers an attention function that runs once per row and needs no mask:
 
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
                 variable-length Flash Attention (torch.nn.attention.varlen)
 
-A padded row is also computed with its own length, so a row has the same bits padded or packed. (PyTorch's attention on
-CPU chooses the size of its blocks by the length, and the last bits depend on this size.)
+A padded row is also computed with its own length, so a row has the same bits padded or packed. (The last bits depend on
+the size of the blocks that PyTorch's CPU attention chooses by the length.)
 
 The trainer passes the lengths of the rows to the model's forward as `row_lengths`. Without it, as in verl, they are
-computed from `position_ids`. transformers passes both to the attention function only if the model's class has
-`_supports_attention_backend`. Other models need padding (`qarl.align.families.PADDED`).
+computed from `position_ids`. Models without `_supports_attention_backend` do not pass them on, so these models need
+padding (`qarl.align.families.PADDED`).
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 A folder is first written as `NAME.partial-PID` beside its final place. Its files are synced to disk, then it is
 renamed. So after a kill or a power cut the folder is either complete or absent. To replace or remove a folder, it is
-first renamed to `NAME.old-PID`. `recover` cleans up after killed processes, but does not touch folders of running ones.
+first renamed to `NAME.old-PID`. `recover` cleans up after killed processes.
 
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-The folder may be a link. Replacing it replaces the link's target. Removing it also removes the target, but only if the
-target has the same name. Then somebody has probably moved the folder there, for example to a larger disk. A target that
-is a checkpoint of a different run stays.
+If the folder is a link, its target is replaced. When the folder is removed, a target of the same name is removed too,
+because somebody has probably moved the folder there. A target that is a checkpoint of a different run stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Call a user's function, such as a reward, with a time limit: `call_within`.
 
 In the main thread, a timer signal raises an exception inside the function. This interrupts endless loops, sleeps,
-waiting for a socket, and regular expressions that backtrack forever. The timer fires every second, in case the function
-catches the exception. If the function sets an alarm itself (`signal.alarm`), that replaces our timer, and the time is
-checked only when the function returns.
+waiting for a socket, and slow regular expressions. The timer fires every second, in case the function catches the
+exception. If the function sets an alarm itself (`signal.alarm`), the time is checked only when it returns.
 
 Python delivers signals only to the main thread, but verl calls rewards in other threads. There, `call_within` runs the
 function in a new thread and waits for it until the limit. Then it raises an error, and stops the new thread at its next

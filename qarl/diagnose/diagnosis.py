@@ -10,9 +10,8 @@ Everything else follows the engine as closely as possible:
     staleness      the trainer is one update ahead of the engine (no difference if the first learning rate is 0)
     none           there is no cause. This is the difference that remains at the closest level, `exact`
 
-The causes do not add up, because activations that are quantized per token amplify earlier differences. A table of one
-response marks the positions at which trainer and engine have different most likely tokens (as in table 1 of arXiv
-2605.14220).
+The causes do not add up. A table of one response marks the positions at which trainer and engine have different most
+likely tokens (as in table 1 of arXiv 2605.14220).
 """
 
 from __future__ import annotations

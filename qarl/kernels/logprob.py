@@ -7,23 +7,20 @@ Rows are processed in blocks:
 
 If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`).
 
-`log_probs_of_logits` does the same with all logits at once. Its y, and its gradient of `hidden`, have the same bits if
-the BF16 product of a row does not depend on other rows. This is true for PyTorch on CPU from 17 rows on, but cuBLAS
-does not promise it. The gradient of `weight` is summed over blocks in FP32 and rounded once, so it can differ in the
-last BF16 bit.
+`log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
+a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
+the last BF16 bit. It is summed over blocks in FP32 and rounded once.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
 in the backward. If there are several blocks, a gradient of `weight` needs 4 more bytes per weight.
 `log_probs_of_logits` needs 10 and 12 bytes for every logit.
 
-These implementations are not used (Liger-Kernel at ead96b6, verl 0.9.1), also because none returns the likeliest token:
+Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
 
-    verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides BF16 logits by the temperature in
-           BF16, and adds weight gradients of blocks in BF16.
-    verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32, but the engine rounds them.
-    Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stores logits in FP16 and adds weight gradients in
-           BF16. On other GPUs it works like verl's `FusedLinearForPPO`.
-    Liger  `LigerFusedLinearCrossEntropyFunction` needs a loss that is a sum over tokens. TBPO's is not.
+    verl   `FusedLinearForPPO` divides BF16 logits by the temperature in BF16, and sums gradients in BF16
+    verl   `linear_cross_entropy` keeps its logits in FP32, but the engine rounds them
+    Liger  `LigerFusedLinearScaledCrossEntropyFunction` sums gradients in BF16
+    Liger  `LigerFusedLinearCrossEntropyFunction` needs a loss that is a sum over tokens, which TBPO's is not
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ defined as in verl, but its prefix is `mismatch/` instead of `rollout_corr/`. Th
   correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In arXiv
-2605.14220, the mean of |δ| is small while its maximum is near 1.
+The metrics include quantiles, the maximum and the effective sample size, because the mean of |δ| can hide problems
+(arXiv 2605.14220).
 """
 
 from __future__ import annotations

@@ -3,18 +3,16 @@
     direction        Nesterov momentum. Elements are independent, so a rank computes it on its shard.
     orthogonalized   five Newton-Schulz steps by the package's `zeropower_via_newtonschulz5`. They need a whole matrix.
 
-The package's `muon_update` does both, but it overwrites the gradient, and its distributed class needs whole parameters
-on every rank.
+The package's `muon_update` is not used, because it overwrites the gradient and needs whole parameters on every rank.
 
 A matrix has N rows (outputs) and K columns (inputs). Newton-Schulz brings the singular values near 1: the largest is
 then between 1.05 and 1.2, and all but the smallest few are above 0.67. The package multiplies the result by sqrt(max(1,
-N / K)). So an update with learning rate lr has
+N / K)). So an update with learning rate lr (`optim.muon_lr`) has
 
-    spectral norm              lr * sqrt(max(1, N / K)) * (1.05 to 1.2). For a [384, 128] matrix this is 1.97 lr
-    root mean square           lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
+    spectral norm       lr * sqrt(max(1, N / K)) * (1.05 to 1.2)
+    root mean square    lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
 
-QaRL keeps the package's factor, because the second line is then the same for every shape. `optim.muon_lr` is this lr.
-docs/configs.md compares it with the paper's 1e-6.
+docs/configs.md compares this lr with the paper's 1e-6.
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@
     backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.fused
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
-their names. transformers' registry of functions for experts is not used, because it has one function for all layers of
-a model, while `quant.ignore` can name a single layer.
+their names. transformers' registry of functions for experts is not used, because it has one function for all layers,
+while `quant.ignore` can name a single layer.
 
 A whole stack is quantized at once, and once per optimizer step. The bytes are the same as if each gate_proj, up_proj
-and down_proj were quantized alone, because a scale never covers more than one row. After writing through `.data`, call
-`invalidate_quantized`.
+and down_proj were quantized alone. After writing through `.data`, call `invalidate_quantized`.
 
 With scheme bf16 nothing is quantized, and the forward is the engine's BF16 operator. `qarl.align.model` uses this for
-unquantized experts at levels `model` and `exact`.
+unquantized experts.
 """
 
 from __future__ import annotations

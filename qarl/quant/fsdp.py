@@ -4,11 +4,10 @@
     forward, backward         FSDP2 gathers codes and scales of one block, and frees them when it reshards the block
     publish                   the same codes and scales are gathered, one layer at a time
 
-So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. For this, three things
-differ from `qarl.quant.linear`:
+So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
+`qarl.quant.linear`:
 
-- Each forward makes the copy in the kernel's layout and then drops it. Kernels can make it cheap (`prepare_gathered` in
-  `qarl.kernels.registry`).
+- Each forward makes the copy in the kernel's layout and then drops it.
 - Each backward dequantizes the weight.
 - The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
   them in low bits.

@@ -4,13 +4,12 @@
     backward  dX = dY Ŵ                        Ŵ: the forward's weight, dequantized to BF16
               dW = dYᵀ X̂,  db = sum of dY      X̂: the activations, dequantized to BF16 if the forward quantized them
 
-The backward ignores both roundings, that of x and that of the master weight (arXiv 2604.07853, section 3.1). Fake
-quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
-the same state-dict key, so optimizers, checkpoints and FSDP need no change.
+The backward ignores the rounding of x and of the master weight (arXiv 2604.07853, section 3.1). verl's QAT (fake
+quantization) also rounds the weight, but multiplies in BF16. `weight` stays an ordinary parameter, so optimizers,
+checkpoints and FSDP need no change.
 
-The weight is quantized once per optimizer step: when its storage or its autograd version counter has changed. In-place
-updates advance that counter, and `qarl.quant.marks` advances it for optimizers. Writing through `weight.data` does not
-advance it, so call `invalidate_quantized` afterwards.
+The weight is quantized when its storage or its autograd version counter has changed, so once per optimizer step. After
+writing through `weight.data`, which does not advance the counter, call `invalidate_quantized`.
 """
 
 from __future__ import annotations

@@ -9,12 +9,9 @@ is rounded to the weight's dtype:
 - int4 codes are stored with offset 8, eight in an int32, lowest nibble first.
 - 8-bit scales are upcast to FP32 for the wire, because vLLM stores them in FP32.
 
-For int4 the code gets these results by different arithmetic, in a third of the time. It relies on three facts.
-Non-negative floats sort like their bits. Adding a constant whose unit in the last place is 1 rounds a number half to
-even and puts code + 8 in the low bits of the sum. Clamping commutes with rounding, because the bounds are integers.
-
-Do not compile this code, because a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a
-little-endian machine. On GPUs one fused kernel replaces it if both give equal bits (`qarl.quant.fused`).
+For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
+a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
+fused kernel replaces it if both give equal bits (`qarl.quant.fused`).
 """
 
 from __future__ import annotations

@@ -4,20 +4,17 @@ FSDP2 shards a linear's weight [N, K] by rows and a stack of experts [E, N, K] b
 each rank casts its rows of the master to BF16 and quantizes them. The bytes are the same as if the whole weight were
 quantized at once, because a scale never covers more than one row.
 
-FSDP2 calls two methods of the sharded tensor, `fsdp_pre_all_gather` (what to send) and `fsdp_post_all_gather` (how to
-wrap the received tensors). torchao defines them in a tensor subclass. Here they are attributes of an ordinary tensor,
-as in PyTorch's own tests. So the masters stay ordinary FP32 DTensors for optimizers, clipping and checkpoints. A new
-tensor, as after moving a model, needs these attributes again (`attach`).
+FSDP2 calls two methods of the sharded tensor: `fsdp_pre_all_gather` returns what to send, and `fsdp_post_all_gather`
+wraps what was received. Here they are attributes of an ordinary tensor, so the masters stay ordinary FP32 DTensors for
+optimizers, clipping and checkpoints. A new tensor, as after moving a model, needs them again (`attach`).
 
     uneven shards   FSDP2 pads every shard to the rows of the first. The padding is quantized too, and cut off after the
                     gather
-    signature       `fsdp_pre_all_gather` has one parameter. With five, FSDP2 would require tensors of the master's
-                    shape, which packed tensors do not have
     one rank        FSDP2 copies only the first tensor. Therefore all tensors share one buffer of bytes
     tiles           some kernels read int4 codes in tiles of rows. If each shard consists of whole tiles, the codes are
                     gathered in this layout, so no forward has to convert a whole weight
 
-All of this is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+This is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from __future__ import annotations
@@ -145,6 +142,8 @@ class WeightShard:
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
         """Return the tensors that this rank sends. FSDP2 calls this before every gather, on GPUs in a stream for
         communication.
+
+        It must have one parameter. With five, FSDP2 would require tensors of the master's shape.
         """
         if self._buffer is None or self.stale:
             raise RuntimeError(f"{self.name} has changed since its rows were quantized; call quantize_shards before")

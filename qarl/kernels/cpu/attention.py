@@ -1,15 +1,13 @@
 """vLLM's attention on CPU, for the trainer. The same operator on the same operands gives the engine's bits.
 
-The engine writes keys and values into a paged cache and reads them back block by block. `causal_attention` makes such a
-cache for each row (sequence).
+The engine stores keys and values in a paged cache. `causal_attention` makes such a cache for each row (sequence).
 
-The operator's tiles fit the L2 cache. From 334 keys on (at head size 128), the order of its sums depends on the number
-of queries in a request. So the prompt is one request here, as in the engine's prefill, and each response token is one
-request, as in its decoding.
+From 334 keys on (at head size 128), the order of the operator's sums depends on the number of queries in a request. So
+the prompt is one request here, as in the engine's prefill, and each response token is one request, as in its decoding.
 
-`causal_attention` is batch-invariant for two reasons. The keys of one query are never split among threads
-(`enable_kv_split` is false here and, by `qarl.process`, in the engine). Each row is a separate call. The engine's
-prefill is not batch-invariant, because one call computes several requests, or only a piece of a long prompt.
+`causal_attention` is batch-invariant, because each row is a separate call, and the keys of one query are never split
+among threads (`enable_kv_split` is false, here and by `qarl.process` in the engine). The engine's prefill is not
+batch-invariant, because one call computes several requests, or only a piece of a long prompt.
 
 The operator has no autograd. `qarl.align.attention` adds it.
 """

@@ -1,17 +1,16 @@
 """Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call this code.
 
     VllmCpuExperts       low-bit experts. It multiplies each expert's rows with the linear kernel that vLLM uses for
-                         dense layers on this machine. In the engine, QaRL's plugin for vLLM calls it
-                         (`qarl.rollout.vllm_plugin`)
+                         dense layers on this machine
     VllmCpuBf16Experts   BF16 experts, by vLLM's own operator
 
-vLLM 0.29 has no sufficient low-bit experts on CPUs. Without AMX it has none. With AMX, its W4A16 experts would use int8
-activations, and it has no FP8 experts with a scale per channel.
+vLLM 0.29 has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
+experts with a scale per channel are missing. So in the engine, QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`)
+calls `VllmCpuExperts`.
 
 Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A token's experts
-are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts compute in FP32, and round only
-after silu(gate) * up and at the end. So trainer and engine must use the same class. W4A16 weights that are dequantized
-for the BF16 operator give results that differ by 1%.
+are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts round only after silu(gate) * up
+and at the end. So trainer and engine must use the same class.
 
 A token's result does not depend on other tokens.
 """
@@ -96,7 +95,7 @@ class VllmCpuExperts:
 
     @staticmethod
     def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
-        """Prepare each expert's weights when they are used, for one forward."""
+        """Return weights that are prepared when they are used, for one forward."""
         products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
         return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, given)) for kernel, given in products))
 

@@ -4,9 +4,9 @@ int8: sums are exact. The kernel quantizes activations as vLLM does and scales i
 scale) * token scale, with the bias added by a fused multiply-add.
 
 fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel calls `torch._scaled_mm` with unit scales and FP32 output, and
-computes (sum * token scale) * weight scale + bias. An FP32 `matmul` of the upcast operands gives the same bits if it
-adds in the same order. It takes the time of 2 to 3 BF16 products instead of 3 to 11, but needs four bytes of memory per
-weight. Both pad fewer than 17 rows to 17, because an FP32 `matmul` of fewer rows adds in a different order.
+computes (sum * token scale) * weight scale + bias. Here an FP32 `matmul` of the upcast operands replaces `_scaled_mm`
+if it adds in the same order. It is faster, but needs four bytes of memory per weight. Both pad fewer than 17 rows to
+17, because an FP32 `matmul` of fewer rows adds in a different order.
 """
 
 from __future__ import annotations

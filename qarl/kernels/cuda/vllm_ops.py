@@ -5,16 +5,14 @@
     vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
-Each kernel does the same as a class of vLLM (MacheteLinearKernel, MarlinLinearKernel, CutlassInt8ScaledMMLinearKernel,
-CutlassFP8ScaledMMLinearKernel in vllm/model_executor/kernels/linear/). It supports a layer only if vLLM on this machine
-would use that class. vLLM 0.24.0 and 0.29.0 have the same arguments for these operators. `qarl.vllm_versions` rejects
-releases with different arguments.
+Each kernel does the same as a class of vLLM, for example MacheteLinearKernel (vllm/model_executor/kernels/linear/). It
+supports a layer only if vLLM on this machine would use that class. vLLM 0.24.0 and 0.29.0 have the same arguments for
+these operators. `qarl.vllm_versions` rejects releases with different arguments.
 
 Engine and trainer can still differ in three ways that this module cannot detect:
 
-    fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may be true for the fused
-                     layer but not for one projection. vLLM's tiles and splits over K depend on N, so rounding may
-                     differ
+    fused layers     the engine multiplies q, k and v (gate and up) at once. vLLM's choice of a class, its tiles and its
+                     splits over K depend on N, so rounding may differ
     linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class. QaRL does not set it
     compilation      with torch.compile, vLLM quantizes activations by compiled PyTorch, not by these operators
 

@@ -10,7 +10,7 @@ backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the 
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
 Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
-the last BF16 bit. W4A8 is not supported. A token's experts must all be different, which routers guarantee.
+the last BF16 bit. W4A8 is not supported. A token's experts must all be different.
 """
 
 from __future__ import annotations

@@ -6,12 +6,10 @@ A tile of int16 gives four planes, one for each position j in the int16. Plane j
 
 - No data moves between threads. A tensor core takes BF16 operands as 32-bit registers of two adjacent values. Two
   adjacent int16 also fill one such register, and `(r >> 4j) & 0x000F000F` leaves their two codes in the right places.
-- Four instructions make two weights. OR with 0x4300 makes 128 + code in BF16, exactly. Subtracting 136 is exact too.
-  Only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, as in vLLM's CPU
-  kernel and in Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight, instead of 9 with codes in order.
-  At 4.3 TB/s each SM can issue 3.5 instructions per weight.
-- Hopper's tensor cores can read the first operand from registers. The weight is the first operand (acc is [N, M]), so
-  the dequantized tile never goes through shared memory. The second operand may have as few as 8 rows of activations.
+- Four instructions make two weights. OR with 0x4300 makes 128 + code in BF16, and subtracting 136 makes code - 8, both
+  exactly. Only the multiplication by the scale rounds, as in vLLM's CPU kernel and in Marlin.
+- The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
+  dequantized tile never goes through shared memory. The second operand may have as few as 8 rows of activations.
 
 Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16, GROUP the group
 size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the pointer.

@@ -37,7 +37,7 @@ class ScaledWeight(NamedTuple):
 
 
 def unavailable(scheme_name: str, device: torch.device) -> str | None:
-    """Return why Triton cannot serve the scheme on `device`, or None if it can."""
+    """Return why Triton does not support the scheme on `device`, or None if it does."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":

@@ -7,12 +7,11 @@ vLLM's CUTLASS kernels (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
 Hopper's e4m3 instructions keep about 14 bits of a sum. Therefore the sum of every BK products is added to FP32
 registers, as in `torch._scaled_mm`. With `fast_accumulation` it stays in the tensor core, as in vLLM's CUTLASS kernels.
 
-Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of the first operand,
-but few of the second (tokens). A product has 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s,
-1580 TFLOP/s) memory is the limit below M = 184. There K is split over programs if there are few tiles. Above M = 184
-the L2 cache limits: a 128 by 256 tile loads 48 KiB per step, 12 TB/s in total at the tensor cores' peak. So tiles are
-as large as the registers allow. M = 8192, K = 4096, N = 12288 takes 0.52 ms. Loads use the tensor memory accelerator if
-the GPU has one (`TMA`).
+The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of the first operand. A
+product has 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s, 1580 TFLOP/s) memory is the limit
+below M = 184. There K is split over programs if there are few tiles. For larger M the L2 cache is the next limit, so
+tiles are as large as the registers allow. M = 8192, K = 4096, N = 12288 takes 0.52 ms at the peak rate. Loads use the
+tensor memory accelerator if the GPU has one (`TMA`).
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 A table has a list of rules for each operation. The first rule whose bounds include the shape (rows M, output channels
 N, input channels K, group size) decides. `max_m`, `max_n` and `max_k` are inclusive. If no rule of a W4A16 operation
-matches, the weight is dequantized first. Operations whose name ends in `_invariant` have at most one rule, without a
-bound on M.
+matches, the weight is dequantized first. Rules of operations whose name ends in `_invariant` have no bound on M.
 
 Nothing is timed at run time, so the same shape on the same kind of GPU always gets the same tile and order of
 summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
 
-Every tile of the Ampere table fits in 99 KiB of shared memory, so the table also serves capabilities 8.6 and 8.9. The
-tiles of the Blackwell table compile without spills, but their speed was not measured.
+The Ampere table also serves capabilities 8.6 and 8.9. The tiles of the Blackwell table compile without spills, but
+their speed was not measured.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ Each product has two paths. The tables (`tables.py`) say up to how many rows M t
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). This moves N K / 2 bytes of codes, 2 N K / g of
   scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
-  below 46. There the time is that of reading 0.516 bytes per weight at g = 128, 3.9 times fewer than in BF16.
-- dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. A product that is
-  bound by the tensor cores gains nothing from fewer bytes. The pass adds 3% to the time at M = 8192.
+  below 46. There the product moves 3.9 times fewer bytes than in BF16 (g = 128).
+- dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. The pass adds 3%
+  to the time at M = 8192.
 
 Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
 Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
-(`_split.py`), so the same inputs give the same bits. With `batch_invariant` one tile without a split is used for every
-M, so the bits of a row do not depend on the number of rows.
+(`_split.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every M,
+so the bits of a row do not depend on the number of rows.
 """
 
 from __future__ import annotations

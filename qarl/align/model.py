@@ -154,8 +154,7 @@ def resolve_level(
     dtype: torch.dtype = torch.bfloat16,
     workers: int = 1,
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the level that applies to a model with this transformers config, and the reasons if it is lower than
-    `level`.
+    """Return the level that applies to this transformers config, and the reasons if it is lower than `level`.
 
     `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
     split over.

@@ -52,7 +52,7 @@ PLAIN = {
 def is_plain(config: Any) -> bool:
     """Return whether tests have shown that both sides compute the same embedding for this config.
 
-    Such a config needs no comparison, and so no slow import of vLLM.
+    Such a config needs no comparison, so vLLM (a slow import) is not imported.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))

@@ -47,8 +47,8 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return the weights that vLLM gives to `experts` [T, k], in the dtype of `logits` [T, E]: [T, k],
-    differentiable.
+    """Return the weights [T, k] that vLLM gives to `experts` [T, k], differentiable, in the dtype of `logits`
+    [T, E].
     """
     chosen = logits.gather(-1, experts)
     if renormalize:

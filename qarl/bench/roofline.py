@@ -164,10 +164,9 @@ class Roofline:
         return seconds, gathered + others * published, published
 
     def product(self, rows: float, scheme: str) -> float:
-        """Return seconds of all linears for `rows` tokens: the larger of the times for arithmetic and for reading the
-        weights.
+        """Return seconds of all linears for `rows` tokens: the longer of arithmetic and reading the weights.
 
-        Experts without tokens are not read.
+        The weights of experts without tokens are not read.
         """
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
@@ -201,7 +200,8 @@ class Roofline:
     def decode(self) -> float:
         """Return seconds to decode all responses of an engine.
 
-        At a time, the engine decodes as many responses as fit in its KV cache at half their length.
+        The number of responses that the engine decodes at once is limited by its KV cache. Each one counts with half
+        its final length.
         """
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)

@@ -58,7 +58,7 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """Return two dicts by step: the folders of the complete checkpoints, and for incomplete ones what is missing."""
+    """Return two dicts by step: the folders of complete checkpoints, and what is missing in incomplete ones."""
     folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
     torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
     return {step: folder for step, folder in folders.items() if step not in torn}, torn

@@ -130,7 +130,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def write(parameter: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Copy `rounded` into `parameter`, but keep the old bytes of elements that are equal.
+    """Copy `rounded` into `parameter`, but leave elements alone whose value does not change.
 
     Otherwise a zero update would turn -0.0 into +0.0, and change a digest.
     """

@@ -134,8 +134,7 @@ def quantize_model(
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
 ) -> QuantReport:
-    """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
-    place.
+    """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
     Parameters keep their names. Raises UserError if a weight is not BF16 or the model is already quantized, and for the
     reasons given at `select_linears`.
@@ -191,9 +190,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return each module of `selected` once, by its own name. In `selected`, a module of experts appears once per
-    matrix.
-    """
+    """Return each module of `selected` once, by its own name. `selected` lists a module of experts once per matrix."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }

@@ -186,8 +186,9 @@ class QuantExperts(nn.Module):
 
 
 def check_experts(experts: nn.Module, name: str) -> None:
-    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)), have no biases, and stack gate
-    and up.
+    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)) without biases.
+
+    Gate and up must be in one stack.
     """
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]

@@ -18,9 +18,7 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class GatheredWeight(torch.Tensor):
-    """`tensors`: the gathered tensors by name. They are views of buffers that FSDP2 reuses, so they are valid only
-    until the next resharding.
-    """
+    """`tensors`: the gathered tensors by name. FSDP2 reuses their memory after the next resharding."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -41,9 +39,7 @@ class GatheredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all other
-        operations.
-        """
+        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all others."""
         weight = args[0]
         whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
         if func in _ALIASES or whole:

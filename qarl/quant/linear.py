@@ -93,9 +93,7 @@ class QuantLinear(nn.Linear):
         return self._generation
 
     def quantized(self) -> QuantizedTensor:
-        """Return the low-bit tensors of the current weight. The forward multiplies by them, and the publisher sends
-        them.
-        """
+        """Return the low-bit tensors of the current weight, for the forward and the publisher."""
         if self._quantized is None or self.stale:
             self._quantized = self._make(self.weight.detach())
             self._made_from = Mark.of(self.weight)

@@ -97,9 +97,7 @@ class Scheme:
         return self.weights.group_size if self.weights else None
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
-        """Return why this scheme cannot quantize a [out_features, in_features] weight called `name`, or None
-        if it can.
-        """
+        """Return why this scheme cannot quantize the weight `name` [out_features, in_features], or None if it can."""
         if self.weights is None:
             return None
         shape = f"{name} has shape [{out_features}, {in_features}]"

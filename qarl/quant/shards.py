@@ -126,9 +126,7 @@ class WeightShard:
         self.generation += 1
 
     def _store(self, made: Tensors) -> None:
-        """Copy the tensors into one buffer. The tensors with the widest numbers come first, which keeps all of them
-        aligned.
-        """
+        """Copy the tensors into one buffer. Those with the widest numbers come first, so that all are aligned."""
         slots: list[_Slot] = []
         end = 0
         for name, tensor in sorted(made.items(), key=lambda item: -item[1].element_size()):
@@ -140,8 +138,7 @@ class WeightShard:
         self._buffer, self._slots = buffer, tuple(slots)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Return the tensors that this rank sends. FSDP2 calls this before every gather, on GPUs in a stream for
-        communication.
+        """Return the tensors that this rank sends. FSDP2 calls this before every gather.
 
         It must have one parameter. With five, FSDP2 would require tensors of the master's shape.
         """

@@ -18,8 +18,7 @@ minimum, because only large values overflow. For very negative ones, ratio and g
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each row of `values` [B, T] over the positions where `mask` is true: [B]. An empty row gives
-    0.
+    """Return the mean [B] of `values` [B, T] over the positions where `mask` is true. An empty row gives 0.
 
     A NaN at a masked position affects neither the mean nor its gradient.
     """
@@ -27,11 +26,10 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_log_ratio(log_prob: torch.Tensor, reference_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return mean_t(log_prob - reference_log_prob) over each response's valid tokens: FP32 [B]. An empty response gives
-    0.
+    """Return mean_t(log_prob - reference_log_prob) over each response's valid tokens: FP32 [B].
 
-    Both inputs, [B, T], are upcast to FP32 first. In BF16 the difference of two log-probs near -1 would have steps of
-    4e-3, ten times the width of a band.
+    An empty response gives 0. Both inputs, [B, T], are upcast to FP32 first. In BF16 the difference of two log-probs
+    near -1 would have steps of 4e-3, ten times the width of a band.
     """
     return masked_mean(log_prob.float() - reference_log_prob.float(), mask)
 
@@ -47,8 +45,7 @@ def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) ->
 
 
 def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
-    """Return each ratio unchanged if its `learns` is true. Otherwise clip it to [1 + lower, 1 + upper], without
-    gradient.
+    """Return each ratio unchanged if its `learns` is true. Otherwise detach it and clip it to [1 + lower, 1 + upper].
 
     `torch.where` makes the gradient of a clipped ratio exactly +0. The gradient of `clamp` might not be.
     """

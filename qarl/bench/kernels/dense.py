@@ -97,8 +97,9 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """Return the dequantized weight: BF16 for W4A16, float64 for 8 bits. 8-bit kernels do not round it, but scale the
-    sums.
+    """Return the dequantized weight: BF16 for W4A16, float64 for 8 bits.
+
+    8-bit kernels do not round the weight to BF16, because they scale the sums.
     """
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)

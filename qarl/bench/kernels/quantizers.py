@@ -81,8 +81,9 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize BF16 [M, K] to 8 bits. PyTorch's scales may differ by rounding, codes by
-    one.
+    """Return the competitors that quantize BF16 [M, K] to 8 bits.
+
+    PyTorch's scales may differ by rounding, and its codes by one.
     """
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)

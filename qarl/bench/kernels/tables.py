@@ -25,9 +25,7 @@ def line(place: str, entry: Entry) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a table per operation and layer, with times relative to the baseline: a line per kernel, a
-    column per m.
-    """
+    """Return a Markdown table of relative times per operation and layer: a line per kernel, a column per m."""
     tops = document["ceilings"]
     parts = [
         f"{report.head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "

@@ -142,7 +142,7 @@ def choose_experts_kernel(
 class ExpertsWeights(Protocol):
     """One layer's experts: `prepared` for the forward, `gate_up` and `down` (stacked wire tensors) for the backward.
 
-    Each is read once per pass, so an implementation may compute it when it is read.
+    Each attribute is read once per pass, so an implementation may compute it when it is read.
     """
 
     @property

@@ -105,7 +105,7 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return grad_e^T @ x_e for each expert, BF16 [E, N, K], from BF16 grad [M, N] and x [M, K].
 
-    It is 0 without rows.
+    For experts without rows it is 0.
     """
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
@@ -128,9 +128,7 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
 
 
 class ExpertsShape(NamedTuple):
-    """Sizes of an expert layer. gate_up is [E, 2I, H] with gate first, and down is [E, H, I]. H: hidden, I:
-    intermediate.
-    """
+    """Sizes of an expert layer: gate_up [E, 2I, H] with gate first, and down [E, H, I]. H: hidden, I: intermediate."""
 
     experts: int
     top_k: int

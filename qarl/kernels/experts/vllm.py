@@ -88,8 +88,9 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Return why the functions behind `classes` cannot be called or are not vLLM's choice, or None if they
-    can be used.
+    """Return why the functions behind `classes` cannot be used, or None if they can.
+
+    One possible reason is that vLLM on this machine uses different classes.
     """
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:

@@ -81,8 +81,9 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_value(code, HARDWARE: tl.constexpr):
-    """float8_e4m3fn bits, as uint8 -> FP32, exact. The bits are moved to their places in an FP32 and multiplied by
-    2**120.
+    """float8_e4m3fn bits, as uint8 -> FP32, exact.
+
+    The bits are moved to their places in an FP32, and the result is multiplied by 2**120.
     """
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

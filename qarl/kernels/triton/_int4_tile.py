@@ -165,8 +165,8 @@ def backward_tile(
     grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return four FP32 [BH, BM]. Number j has the columns start + 4h + j of dX = dY W, summed over blocks first..last-1
-    of N.
+    """Return four FP32 [BH, BM] of dX = dY W, summed over blocks first..last-1 of N. Number j has the columns start +
+    4h + j.
 
     `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY. All must exist.
     """

@@ -89,9 +89,7 @@ def grouped_scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N]. A tile at the edge of an expert also computes parts of the next expert, but does not store
-    them.
-    """
+    """Compute y [M, N]. The last tile of an expert also computes rows of the next expert, but does not store them."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -130,8 +128,9 @@ def grouped_w4a16_linear(
 def grouped_w4a16_backward_input(
     grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """Return dX = grad @ W_e, BF16 [M, K], from grad BF16 [M, N] sorted by expert. The rest is as in
-    `grouped_w4a16_linear`.
+    """Return dX = grad @ W_e, BF16 [M, K], from grad BF16 [M, N] sorted by expert.
+
+    Other arguments and errors are those of `grouped_w4a16_linear`.
     """
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(grad, n, packed)

@@ -63,8 +63,9 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """Return (p, r) such that (w * p) * r rounds to the same BF16 number as w / scale. p keeps r finite if the scale is
-    tiny.
+    """Return (p, r) such that (w * p) * r rounds to the same BF16 number as w / scale.
+
+    p keeps r finite if the scale is tiny.
     """
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)

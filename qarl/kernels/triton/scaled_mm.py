@@ -103,9 +103,9 @@ def scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (tiles, parts).
+    """Compute y [M, N]. The grid is (tiles, parts).
 
-    If PERSISTENT, it is (programs, 1), and a program computes every `programs`-th tile.
+    If PERSISTENT, the grid is (programs, 1), and a program computes every `programs`-th tile.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)

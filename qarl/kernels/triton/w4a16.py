@@ -4,7 +4,7 @@ Each product has two paths. The tables (`tables.py`) say up to how many rows M t
 
 - fused: the weight is dequantized in registers (`_int4_tile.py`). This moves N K / 2 bytes of codes, 2 N K / g of
   scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
-  below 46. There the product moves 3.9 times fewer bytes than in BF16 (g = 128).
+  below 46. There it is faster because the weight has 3.9 times fewer bytes than in BF16 (g = 128).
 - dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. The pass adds 3%
   to the time at M = 8192.
 

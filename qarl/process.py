@@ -60,7 +60,7 @@ def runs_on_cpu(backend: str) -> bool:
 
 
 def vllm_missing() -> str | None:
-    """Return why vLLM is not installed, or None if it is. Do not import vLLM."""
+    """Return why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 

@@ -200,8 +200,7 @@ class Roofline:
     def decode(self) -> float:
         """Return seconds to decode all responses of an engine.
 
-        The number of responses that the engine decodes at once is limited by its KV cache. Each one counts with half
-        its final length.
+        The KV cache limits how many responses are decoded at once. Each is assumed to have half its final length.
         """
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)

@@ -7,10 +7,10 @@ W4A16 is `cpu_gemm_wna16`. Each weight becomes `bf16(float(q - 8) * float(scale)
 order of K, and rounded once. So fusing layers along N does not change a result. K and N must be multiples of 32, and
 the group size even.
 
-W8A8 is a oneDNN product. vLLM also applies the token scales in oneDNN, which takes a quarter of the total time at 4096
-rows (csrc/cpu/dnnl_kernels.cpp). This module gets FP32 sums from oneDNN and applies the token scales itself. This gives
-the same bits in less time. On CPUs with AMX, vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which rounds
-differently.
+W8A8 is a oneDNN product. vLLM's code around it (csrc/cpu/dnnl_kernels.cpp) applies the token scales, which takes a
+quarter of the total time at 4096 rows. This module gets FP32 sums from oneDNN and applies the token scales itself. This
+gives the same bits in less time. On CPUs with AMX, vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which
+rounds differently.
 """
 
 from __future__ import annotations

@@ -164,9 +164,10 @@ class Roofline:
         return seconds, gathered + others * published, published
 
     def product(self, rows: float, scheme: str) -> float:
-        """Return seconds of all linears for `rows` tokens: the longer of arithmetic and reading the weights.
+        """Return seconds of all linears for `rows` tokens.
 
-        The weights of experts without tokens are not read.
+        This is the longer of two times, one for arithmetic and one for reading the weights. The weights of experts
+        without tokens are not read.
         """
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights

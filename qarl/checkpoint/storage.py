@@ -7,8 +7,8 @@ first renamed to `NAME.old-PID`. `recover` cleans up after killed processes.
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-If the folder is a link, its target is replaced. When the folder is removed, a target of the same name is removed too,
-because somebody has probably moved the folder there. A target that is a checkpoint of a different run stays.
+Replacing a link replaces its target. Removing a link also removes a target of the same name, because somebody has
+probably moved the folder there. A target that is a checkpoint of a different run stays.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def file_sha256(path: Path) -> str:
 def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
-    This is true if process `pid` runs and started before `path` was last changed. A process that started later has only
-    the same number, which is common in containers.
+    This is true if process `pid` runs and started before `path` was last changed. If it started later, it did not make
+    `path` but reuses the process number, as is common in containers.
     """
     if pid == os.getpid():
         return False

@@ -69,9 +69,8 @@ def load_prompts(
     `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts and ignore later rows.
 
     Raises:
-        UserError: a file is missing, unreadable or empty; a column is missing; a row's prompt is not a list of `{role,
-            content}`, or it has no ground truth; a prompt is too long and `filter_overlong_prompts` is off; all prompts
-            are too long; the tokenizer has no chat template.
+        UserError: a file, column or row is missing or invalid, the tokenizer has no chat template, a prompt is too long
+            (unless `filter_overlong_prompts` is on), or all prompts are too long.
     """
     files = [files] if isinstance(files, str) else list(files)
     if not files:

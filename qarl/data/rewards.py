@@ -1,4 +1,4 @@
-"""Call, find and check reward functions, built-in ones and the user's.
+"""Call, find and check reward functions, both built-in ones and the user's.
 
 A reward function has the signature of verl's custom rewards, so one function works with both backends:
 
@@ -8,9 +8,9 @@ It may also return a dict with the number under "score". As in verl, the argumen
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
 
-The run stops with an error that names the row if the function raises, calls `sys.exit`, does not return a finite number
-or takes longer than `reward.timeout_s`. If an exception scored 0 instead, the model would learn to avoid the bug. If a
-timeout scored 0, the rewards would depend on how busy the machine is.
+If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
+run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
+a timeout scored 0, the rewards would depend on how busy the machine is.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Target:
 
     `device`: "cpu" or "cuda". `here`: whether it is this machine, so that its current state is checked too.
     `capability` (compute capability times ten) and `gpu_memory_bytes` describe one GPU, or are None if unknown. `gpus`:
-    number of GPUs. None stands for a different machine with as many GPUs as the run needs.
+    number of GPUs. None means a different machine, which is assumed to have as many GPUs as the run needs.
     """
 
     device: str

@@ -73,9 +73,10 @@ def _bits(device: torch.device) -> torch.Tensor:
 def find_kept(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token had to be added.
+    """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
+    mask.
 
-    The sampled token is added to its mask if it is not among the computed tokens.
+    It is added if the computed mask lacks it.
     """
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]

@@ -60,7 +60,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter from its `.grad`, which is not changed: FP32, or BF16 for a BF16 parameter.
+        """Update every parameter from its `.grad`. Gradients are FP32, or BF16 for BF16 parameters, and are not
+        changed.
 
         AdamW skips a parameter without a gradient. Muon treats the missing gradient as zero, so momentum and weight
         decay still act, and all ranks exchange the same matrices.

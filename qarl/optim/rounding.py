@@ -33,7 +33,7 @@ class Region:
         return cls(shape, 0, 0, shape[0] if shape else 1)
 
     def positions(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Return the positions in the flattened whole tensor of the region's elements `first` to `last`, int64."""
+        """Return the int64 positions of the region's elements `first` to `last` in the flattened whole tensor."""
         inner = 1
         for size in self.shape[self.dim + 1 :]:
             inner *= size

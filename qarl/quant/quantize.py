@@ -62,7 +62,7 @@ two, or for float32 1.5 times a power of two. The low four bits of c are zero.""
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
-    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. `name`: for errors.
+    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. Errors show `name`.
 
     Pass the weight that the forward uses: for an FP32 master and a BF16 forward, the master's BF16 cast. Scales of int4
     groups have the dtype of `weight`, which must be BF16 for the wire. Scales of 8-bit channels are FP32.

@@ -3,8 +3,8 @@
 All kernels that work on this machine compete with BF16, and with gemlite if it is installed. A kernel that fails or
 gives wrong numbers gets no figure, and the exit code is 1.
 
-A line shows two shares, because arithmetic or memory may be the limit: the FLOP/s relative to a large BF16 product on
-this machine, and the necessary bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
+A line shows two shares, because arithmetic or memory may be the limit: FLOP/s relative to a large BF16 product on this
+machine, and bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations

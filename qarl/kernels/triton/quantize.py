@@ -1,8 +1,9 @@
 """Quantize weights in one pass over the master, and dequantize them to BF16, bit for bit like qarl.quant.quantize.
 
-Every step is rounded to the same dtype as there, `grid`. With `grid` FP32 every quotient is an IEEE division. With BF16
-the code multiplies by the reciprocal, which gives the same bits: the quotient of two 8-bit significands is never nearer
-than 2**-17 (relative) to the middle of two BF16 numbers, and the product's error is at most 2**-21.
+As in that module, every step is rounded to one dtype, `grid`. With `grid` FP32 every quotient is an IEEE division. With
+BF16 the code multiplies by the reciprocal, which is cheaper and gives the same bits. (The quotient of two 8-bit
+significands is at least 2**-17, relative, away from the middle of two BF16 numbers. The product's error is at most
+2**-21.)
 
 A kernel that finds a NaN or an Inf does not stop. It stores 1 to a flag, which the caller reads once for all weights.
 

@@ -4,8 +4,8 @@
                (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds before it normalises. Here a
                layer returns the unrounded FP32 sum. The next norm reads it unrounded, and the next addition rounds it.
     rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
-               rounds each product. Here its formula gets FP32 copies of the BF16 cosines and sines, so it computes in
-               FP32. The attention function then rounds queries and keys (`qarl.align.attention`).
+               rounds each product. Here transformers' formula gets FP32 copies of the BF16 cosines and sines, so it
+               computes in FP32. The attention function then rounds queries and keys (`qarl.align.attention`).
 
 All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides.
 

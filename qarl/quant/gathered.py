@@ -2,7 +2,7 @@
 
 FSDP2 needs one tensor with the shape of the original parameter, for which autograd computes a gradient. The forward
 needs several low-bit tensors. So a `GatheredWeight` has the parameter's shape and dtype, and the low-bit tensors as an
-attribute. It has no BF16 data, and every operation that would read them raises.
+attribute. It has no BF16 data. Operations that would read BF16 data raise.
 
 Like torchao's FP8 weights, it uses PyTorch's extension point `__torch_dispatch__`.
 """

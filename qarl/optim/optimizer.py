@@ -59,7 +59,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter from its `.grad`. Gradients are FP32, or BF16 for BF16 parameters, and are not
         changed.
 

@@ -77,7 +77,7 @@ LAYERS = (
     ("metrics",),
     ("checks",),
     ("trainer",),
-    ("verl",),
+    ("verl", "trl"),
     ("diagnose", "doctor", "bench"),
     ("train", "export", ""),
     ("__main__",),

@@ -41,7 +41,8 @@ PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 class Policy:
-    """`model`: the module that is trained. `scheme` and `ignore` say how to quantize it. `align`: the alignment level
+    """`model`: the module that is trained. `called`: what the forward calls, `model` or a wrapper such as DDP.
+    `scheme` and `ignore` say how to quantize it. `align`: the alignment level
     that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
     level is lower, the reason. `packed`: whether the rows of a forward are packed; otherwise they are padded."""
 
@@ -57,6 +58,7 @@ class Policy:
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
+        self.called = model
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
@@ -188,14 +190,15 @@ class Policy:
             hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
             return hidden.flatten(0, 1)[places], True
         if not self.packed:
-            return self.model(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
+            return self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
         kept = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
-        return self.model(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
+        return self.called(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether to compute the logits of `positions` in blocks: there are too many, and lm_head allows it."""
         head, config = self.model.get_output_embeddings(), self.model.config
         plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        plain = plain and self.called is self.model
         return plain and positions * head.out_features > LOGITS_AT_A_TIME
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:

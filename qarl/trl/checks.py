@@ -7,6 +7,7 @@ TRL is pinned, because exact log-probs need an override of one of its private me
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 from qarl.checks.run import RunInputs, checks_for
@@ -71,6 +72,13 @@ def check_args(args: Any) -> None:
     if args.top_k not in (0, -1):
         raise UserError(
             f"QaRLTrainer does not support top_k={args.top_k}", where="top_k", why=tokens, fix="set top_k=0"
+        )
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
+        raise UserError(
+            "QaRLTrainer does not support FSDP",
+            where="fsdp, or accelerate's configuration",
+            why="the publish needs whole weights in each process",
+            fix="use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights",
         )
     _check_choices(args)
     _check_saves(args)

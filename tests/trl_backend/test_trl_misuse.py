@@ -103,6 +103,12 @@ def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, A
     assert not [key for key in RUN_KEYS if "." in key and key in text]
 
 
+def test_fsdp_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="FSDP"):
+        build(model, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["peft_config", "quantization_config", "rollout_func", "environment_factory", "tools"])
 def test_an_argument_is_refused(model: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=name):

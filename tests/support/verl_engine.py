@@ -207,7 +207,7 @@ class Servers:
 def ask_servers(engine: Any, dead: bool) -> list[dict[str, Any]]:
     """When each rank had its answers and its stream, and what it raised."""
     engine._servers = servers = Servers(dead)
-    error = refusal(engine.get_per_tensor_param)
+    error = refusal(partial(engine.get_per_tensor_param, base_sync_done=True))
     return gathered({"answered": servers.answered, "begun": time.monotonic(), "error": error})
 
 

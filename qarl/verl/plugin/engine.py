@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ from qarl.verl.plugin.held import all_hold
 from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
-from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.rows import row_inputs
 from qarl.verl.plugin.state import check_files, check_record, save_record
@@ -307,11 +308,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        held = self._ask_servers()
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive). With other backends
+        # the servers wait for tensors already and answer no questions. The checkpoint engine says what they hold.
+        held = [self._ask_servers()] if base_sync_done else []
+        outbox = self._outbox if base_sync_done or self.rank == 0 else None  # only the first rank's stream is sent
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        run, outbox = run_identity(), self._outbox
-        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
+        stream = encode(self._wire_tensors(), version=version, run=run_identity(), outbox=outbox, held=held)
+        return guarded(stream) if base_sync_done else Publication(stream, ExitStack(), held), None
 
     def _ask_servers(self) -> str | None:
         """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those

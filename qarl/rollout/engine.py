@@ -190,7 +190,11 @@ class RolloutEngine:
         version = self.weight_version
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
-            raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
+            raise UserError(
+                "the rollout engine refuses to generate",
+                why=why,
+                fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
+            )
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

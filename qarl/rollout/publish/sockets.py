@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from qarl.rollout.publish.wire import COMMIT, NamedTensor, TransferFailed
+from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
@@ -109,7 +109,7 @@ class WeightServer:
             raise TransferFailed(
                 f"{len(errors)} of {len(answers)} workers of the engines refused the publish",
                 why=errors[0],
-                fix="publish again, with all tensors",
+                fix=RETRY,
             )
         return [answer.get("held") for answer in answers]
 
@@ -229,7 +229,7 @@ class WeightClient:
             raise TransferFailed(
                 "another worker did not get the publish, so this one does not use it",
                 why=f"its error: {verdict.get('why')}. All workers of an engine must have weights of one version",
-                fix="publish again, with all tensors",
+                fix=RETRY,
             )
 
     def refuse(self, error: BaseException) -> None:
@@ -283,7 +283,7 @@ class _lost:
             raise PeerLost(
                 f"{self.who} did not answer for {self.seconds:g} s" if late else f"the publish lost {self.who}",
                 why=f"{type(error).__name__}: {error}; it was killed, is stuck, or the network failed",
-                fix="start it again if it is gone, then publish again: all tensors will be sent",
+                fix=f"start it again if it is gone, then {RETRY}",
             ) from error
 
 
@@ -331,7 +331,7 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
         raise TransferFailed(
             "a frame of a publish cannot be read",
             why=f"its header has {size} bytes and is not a JSON object",
-            fix="publish again; if the error comes back, another program uses this port",
+            fix=f"{RETRY}; if the error comes back, another program uses this port",
         )
     return content
 
@@ -343,7 +343,7 @@ def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> 
         raise TransferFailed(
             "a frame of a publish has no dtype or shape",
             why=f"its header is {str(header)[:200]}",
-            fix="publish again; if the error comes back, use the same version of QaRL on both sides",
+            fix=f"{RETRY}; if the error comes back, install the same version of QaRL on both sides",
         )
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize > limit:  # a shape with 0 must fit into an integer, too
         raise TransferFailed(

@@ -148,7 +148,11 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     def _ready(self) -> tuple[WeightReceiver, QaRLInitInfo]:
         if self.receiver is None or self.info is None:
             raise UserError(
-                "the engine does not know where the trainer is", fix="call init_weight_transfer_engine first"
+                "the engine does not know where the trainer is",
+                where="vLLM's worker, weight_transfer_config.backend=qarl",
+                why="its weight update was started before init_weight_transfer_engine",
+                fix="make the trainer's side first with WeightTransferTrainerFactory.trainer_init; after a restart of "
+                "the engine call its connect()",
             )
         return self.receiver, self.info
 
@@ -243,7 +247,13 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             TransferFailed: a worker refused the publish. Publish again: no engine generates before that.
             Exception: what the client raised.
         """
-        assert self.source is not None, "pass a source, for example PackedSource(policy.quantize)"
+        if self.source is None:
+            raise UserError(
+                "the trainer has no tensors to publish",
+                where="WeightTransferTrainerFactory.trainer_init(..., source=None)",
+                why="send_weights reads them from its source",
+                fix="pass source=PackedSource(policy.quantize), or your own function that yields (name, tensor)",
+            )
         self.version = self.version + 1 if version is None else version
         if self.server is None:
             for _ in self.source:

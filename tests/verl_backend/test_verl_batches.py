@@ -136,7 +136,12 @@ REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         ({}, KL | {REFERENCE: 7}, f"verl.{REFERENCE}", ["rank's 96 responses"]),
         ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0, got 'many'"]),
         ({}, KL, f"verl.{REFERENCE}", ["whole number above 0, got None"]),
-        ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["= 112 tokens", "to 112 or more, or lower data.max_response_length"]),
+        (
+            {},
+            BY_TOKENS | {TOKENS: 111},
+            f"verl.{TOKENS}",
+            ["= 112 tokens", "to 112 or more, or lower"],
+        ),
         ({}, BY_TOKENS | {LOG_PROB_TOKENS: 100}, f"verl.{LOG_PROB_TOKENS}", ["does not hold a row of full length"]),
         ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
     ],

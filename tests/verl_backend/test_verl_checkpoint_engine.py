@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ from qarl.errors import UserError
 from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.sockets import PeerLost
 from qarl.rollout.publish.wire import COMMIT
+from qarl.verl.plugin import publishing
 from qarl.verl.plugin.checkpoint_engine import QaRLCheckpointEngine
+from qarl.verl.plugin.config import QuantSettings
+from qarl.verl.plugin.engine import QaRLFSDPEngine
 from qarl.verl.plugin.publishing import TIMEOUT_VARIABLE, Publication, run_identity
 from qarl.verl.plugin.transport import encode
 
@@ -149,6 +153,36 @@ def test_workers_say_what_they_hold_only_after_a_publish_that_was_complete_for_a
         assert outbox.tally.known == known, version
         tensors = [(name, tensor + (name == LATE)) for name, tensor in tensors]
     both.master.finalize()
+
+
+def actor(rank: int, asked: list[str]) -> Any:
+    """QaRL's engine of verl, with tensors that are given instead of gathered."""
+    engine: Any = object.__new__(QaRLFSDPEngine)
+    engine.quant, engine.rank, engine._outbox = QuantSettings(), rank, Outbox()
+    engine.lr_scheduler, engine._wire_tensors = SimpleNamespace(last_epoch=1), lambda: iter(weights("llama"))
+    engine._servers = SimpleNamespace(ask=lambda: asked.append("asked"), dead=lambda seconds: {})
+    return engine
+
+
+def test_the_actor_asks_the_servers_only_if_verl_publishes_itself(monkeypatch, tmp_path):
+    """With a checkpoint engine they wait for tensors at that time. Only the first rank's stream is sent, so only that
+    rank keeps the tensors, and the turn for this host's sockets is the rollout worker's."""
+    monkeypatch.setattr(publishing, "SOCKET_FOLDER", tmp_path)
+    asked: list[str] = []
+    first, second = actor(0, asked), actor(1, asked)
+    for known in (False, True):
+        stream, config = first.get_per_tensor_param()
+        assert isinstance(stream, Publication) and config is None and list(tmp_path.iterdir()) == []
+        stream.tell([first._outbox.kept.fingerprint] * 2)
+        for _ in stream:
+            pass
+        assert first._outbox.tally.known == known
+    stream, _ = second.get_per_tensor_param()
+    assert [n for n, _ in stream if not n.startswith("qarl.")] == list(dict(weights("llama")))
+    assert second._outbox.kept.tensors == {} and asked == []
+    stream, _ = first.get_per_tensor_param(layered_summon=False, base_sync_done=True)  # as verl's naive backend
+    assert asked == ["asked"] and len(list(tmp_path.rglob("*.holder"))) == 1
+    stream.close()
 
 
 def test_an_error_of_the_sender_does_not_stop_the_gathers_of_other_ranks(monkeypatch):

@@ -31,17 +31,15 @@ from qarl.rollout.publish.checksum import checksums
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 6
-MIXTURE = {
-    "model.path": "models/tiny-qwen3-moe",
-    "quant.align": "linears",
-    "rollout.tensor_model_parallel_size": 2,
+MIXTURE = {"quant.align": "linears", "rollout.tensor_model_parallel_size": 2}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("quickstart_verl.yaml", {"optim.lr": 1e-6}),
+    "dense, lr of the quickstart": ("quickstart_verl.yaml", {}),
+    "experts, two workers": ("quickstart_moe.yaml", {"optim.lr": 1e-6} | MIXTURE),
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "dense": {"optim.lr": 1e-6},
-    "dense, lr 1.5e-4": {"optim.lr": 1.5e-4},
-    "experts, two workers": {"optim.lr": 1e-6} | MIXTURE,
-}
+"""By name the config and what is changed in it."""
 SETTINGS = {
+    "backend": "verl",
     "trainer.n_gpus_per_node": 2,
     "trainer.total_training_steps": STEPS,
     "trainer.val_before_train": "false",
@@ -50,16 +48,18 @@ SETTINGS = {
     "trainer.logger": "[console]",
     "data.train_batch_size": 4,
     "actor.ppo_mini_batch_size": 2,
+    "actor.ppo_micro_batch_size_per_gpu": 8,
+    "actor.log_prob_micro_batch_size_per_gpu": 16,
     "publish.delta": "auto",
 }
 WATCHED = {"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls": "watched_worker.WatchedWorker"}
 
 
-def run(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def run(config: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train, and return what the run logged and what its workers found. Raise SystemExit if the run fails."""
     watch = folder / "watch"
     watch.mkdir()
-    values = yaml.safe_load((ROOT / "configs/quickstart_verl.yaml").read_text())
+    values = yaml.safe_load((ROOT / "configs" / config).read_text())
     (folder / "run.yaml").write_text(yaml.safe_dump(values | {"name": "run", "verl": WATCHED}))
     given = [f"{key}={value}" for key, value in (SETTINGS | settings | {"output_dir": folder}).items()]
     path = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -127,10 +127,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         versions = json.loads(write_versions(folder).read_text())
         for number, name in enumerate(given.runs):
+            config, changes = RUNS[name]
             here = Path(folder) / str(number)
             here.mkdir()
             start = time.monotonic()
-            rows[name] = {"settings": RUNS[name]} | judged(run(RUNS[name], here))
+            rows[name] = {"config": config, "changes": changes} | judged(run(config, changes, here))
             rows[name]["seconds"] = round(time.monotonic() - start, 1)
             print(name, json.dumps(rows[name]), flush=True)
             if given.output:

@@ -9,13 +9,15 @@ had before the model was built: Python, torch, vLLM, verl and the process group.
 because the kernel frees pages of libraries in between. The prediction is the estimate without vLLM, without what an
 engine keeps, and without the allowance for libraries. `ratio` is measured by predicted.
 
-Rows of an existing output file are kept, unless they are measured again. glibc keeps small freed blocks, which a GPU's
+Rows of an existing output file are kept, unless they are measured again; their predictions are computed again. `commit`
+is that of the measurement. glibc keeps small freed blocks, which a GPU's
 allocator would use again; MALLOC_ settings make it return them.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import socket
@@ -40,6 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GROUP = 64
 SECONDS_BETWEEN_READINGS = 0.003
+PHASES = ("old_log_prob", "update", "step")
 
 
 def run_config(master: str, scheme: str) -> Any:
@@ -70,16 +73,22 @@ def run_config(master: str, scheme: str) -> Any:
     )
 
 
+def model_config(sizes: dict[str, Any]) -> Any:
+    import transformers
+
+    kind: Any = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    heads = sizes["hidden_size"] // 64
+    return kind(
+        **sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=False
+    )
+
+
 def make_model(folder: Path, sizes: dict[str, Any]) -> Path:
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    kind: Any = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
-    heads = sizes["hidden_size"] // 64
-    config = kind(
-        **sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=False
-    )
+    config = model_config(sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t0"))
@@ -88,22 +97,21 @@ def make_model(folder: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def predict(folder: Path, master: str, scheme: str) -> dict[str, Any]:
+def predict(name: str, master: str, scheme: str) -> dict[str, Any]:
     from qarl.checks.memory import estimate
     from qarl.checks.memory_terms import Part
     from qarl.checks.model_size import ModelSize
 
-    size = ModelSize.from_config(json.loads((folder / "config.json").read_text()))
+    size = ModelSize.from_config(model_config(SIZES[name]))
     config = run_config(master, scheme)
     kernels = dict.fromkeys(size.linears().values(), "vllm_cpu_wna16" if scheme == "w4a16" else "")
     found = estimate(size, config, device="cpu", align="linears", kernels=kernels)
     elsewhere = ("vLLM", "libraries", "kept for delta publishes: engine")
     counted: list[Part] = [part for part in found.parts if not part.name.startswith(elsewhere)]
-    phases = ("old_log_prob", "update", "step")
     return {
         "parameters": size.parameters,
         "parts": {part.name: part.bytes for part in counted},
-        "predicted": {phase: sum(p.bytes for p in counted if phase in p.phases) for phase in phases},
+        "predicted": {phase: sum(p.bytes for p in counted if phase in p.phases) for phase in PHASES},
     }
 
 
@@ -273,10 +281,14 @@ def measure(name: str, master: str, scheme: str) -> dict[str, Any]:
         ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS)]
         if any(rank.wait(timeout=3600) for rank in ranks):
             raise SystemExit(f"a rank of {name} failed")
-        row = {"model": name, "masters": master, "scheme": scheme} | predict(folder, master, scheme)
         every = json.loads(output.read_text())
-    row["imports"] = [one["start"] for one in every]
-    row["measured"] = {phase: max(one["peaks"][phase] for one in every) for phase in row["predicted"]}
+    row = {"model": name, "masters": master, "scheme": scheme, "imports": [one["start"] for one in every]}
+    return row | {"measured": {phase: max(one["peaks"][phase] for one in every) for phase in PHASES}}
+
+
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """Return `row` with the prediction and its ratios."""
+    row |= predict(row["model"], row["masters"], row["scheme"])
     row["ratio"] = max(row["measured"].values()) / max(row["predicted"].values())
     row["ratios"] = {phase: row["measured"][phase] / value for phase, value in row["predicted"].items()}
     return row
@@ -285,7 +297,7 @@ def measure(name: str, master: str, scheme: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), help=f"of {', '.join(SIZES)}; none: only predict")
     parser.add_argument("--masters", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -295,21 +307,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.rank is not None:
         measure_rank(given.rank, given.port, given.model, given.masters[0], given.scheme, given.output)
         return 0
+    from qarl.checkpoint.json_file import write_json
+    from qarl.metrics.tracker import write_versions
+
+    with tempfile.TemporaryDirectory() as folder:
+        versions = json.loads(write_versions(folder).read_text())
     rows = json.loads(given.output.read_text())["rows"] if given.output and given.output.exists() else []
     for name in given.sizes:
         for master in given.masters:
             rows = [row for row in rows if (row["model"], row["masters"]) != (name, master)]
-            rows.append(measure(name, master, given.scheme))
+            rows.append(compared(measure(name, master, given.scheme) | {"commit": versions["git_commit"]}))
             shown = {key: rows[-1][key] for key in ("model", "masters", "predicted", "measured", "ratio")}
             print(json.dumps(shown), flush=True)
+    rows = [compared(row) for row in rows]
     good = all(1 / 1.15 <= row["ratio"] <= 1.15 for row in rows)
     if given.output:
-        from qarl.checkpoint.json_file import write_json
-        from qarl.metrics.tracker import write_versions
-
-        with tempfile.TemporaryDirectory() as folder:
-            versions = json.loads(write_versions(folder).read_text())
-        write_json(given.output, {"ranks": RANKS, "rows": rows, "within_15_percent": good, "versions": versions})
+        date = datetime.date.today().isoformat()
+        found = {"date": date, "versions": versions, "ranks": RANKS, "rows": rows, "within_15_percent": good}
+        write_json(given.output, found)
     return 0 if good else 1
 
 

@@ -16,8 +16,8 @@ rounds once. This gradient can differ from that of one product over all rows in 
 to float64.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
-the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks.
-`log_probs_of_logits` takes 10 and 12 bytes for every logit.
+the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks. With a single block
+the backward needs 14 bytes. Entropies need 8. `log_probs_of_logits` takes 10 and 12 bytes for every logit.
 
 Existing implementations, and why they are not used (Liger-Kernel at ead96b6, verl 0.9.1):
     verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
@@ -82,7 +82,7 @@ def log_probs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
-    Needs 18 bytes for each logit of a block.
+    Needs 8 bytes for each logit of a block.
     """
     log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
     entropies = torch.empty_like(log_probs)
@@ -90,6 +90,7 @@ def log_probs_and_entropies(
         every = (F.linear(hidden[block], weight).float() / temperature).log_softmax(-1)
         log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
         entropies[block] = every.exp().mul_(every).sum(-1).neg_()
+        del every  # the next block needs its memory
     return log_probs, entropies
 
 

@@ -13,8 +13,7 @@ the last BF16 bit. It is summed over blocks in FP32 and rounded once.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
 in the backward (with a single block 14; entropies need 8). If there are several blocks, a gradient of `weight` needs 4
-more bytes per weight.
-`log_probs_of_logits` needs 10 and 12 bytes for every logit.
+more bytes per weight. `log_probs_of_logits` needs 10 and 12 bytes for every logit.
 
 Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
 

@@ -76,9 +76,8 @@ def run(config: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         name: f"{digest & (2**64 - 1):016x}"
         for name, digest in zip(exported, checksums(exported.values()), strict=True)
     }
-    return {"steps": [one for one in read_metrics(folder / "run") if one["step"] > 0], "workers": workers} | {
-        "export": digests
-    }
+    steps = [one for one in read_metrics(folder / "run") if one["step"] > 0]
+    return {"steps": steps, "workers": workers, "export": digests}
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
         "workers": len(workers),
         "publishes": [[one["version"] for one in worker] for worker in workers],
         "deltas": [[one["delta"] for one in worker] for worker in workers],
-        "tensors": last[0] and len(last[0]),
+        "tensors": len(last[0]),
         "damaged": sum(one["damaged"] for worker in workers for one in worker),
         "differ_from_full_publish": sum(one["differ"] for worker in workers for one in worker),
         "same_in_all_workers": all(

@@ -1,0 +1,102 @@
+"""Every objective with every correction against float64 (`papers_losses`), loss and gradient, from a run's config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from objective_cases import CORRECTIONS, LOSS_KEYS, B, call, parts, random_rows, run_config
+from papers_losses import paper_loss
+
+from qarl.config import ConfigError
+from qarl.config.objectives import LOSSES
+from qarl.objectives.settings import NO_DUAL_CLIP, objective_settings
+
+pytestmark = pytest.mark.verl
+
+REFUSED = {
+    "tbpo": ("weight", "bypass", "rs_token"),
+    "mis_gspo": ("weight", "bypass", "rs_token"),
+    "gspo": ("rs_token",),
+    "reinforce": ("bypass",),
+}
+"""Beginnings of the names of the corrections that contradict a loss."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, torch.Tensor]:
+    return random_rows()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equals_the_papers_formula(rows, loss, correction):
+    if correction.startswith(REFUSED.get(loss, ("\0",))):
+        with pytest.raises(ConfigError, match="rollout_correction"):
+            run_config(loss, CORRECTIONS[correction])
+        return
+    for keys in LOSS_KEYS[loss]:
+        config = run_config(loss, CORRECTIONS[correction], **keys)
+        expected, gradient = paper_loss(loss, rows, resolved(config), CORRECTIONS[correction])
+        assert gradient.abs().max() > 0, "the row would hold for any loss"
+        for micro in (1, 2, 5):
+            found, found_gradient, _ = call(rows, config, parts(micro))
+            assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
+            torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """The keys of the section actor, with the papers' values in the place of null."""
+    keys = config.actor.model_dump() | {"max_response_length": config.data.max_response_length}
+    low, high = {"gspo": (3e-4, 4e-4), "mis_gspo": (3e-4, 4e-4)}.get(config.actor.loss, (0.2, 0.2))
+    keys["clip_ratio_low"] = low if keys["clip_ratio_low"] is None else keys["clip_ratio_low"]
+    keys["clip_ratio_high"] = high if keys["clip_ratio_high"] is None else keys["clip_ratio_high"]
+    return keys
+
+
+def test_grpo_is_without_dual_clip_and_dual_clip_with_it(rows):
+    """verl's `vanilla` has it at 3 by default: one negative token with a ratio of e^2 tells the two apart."""
+    changed = {name: tensor.clone() for name, tensor in rows.items()}
+    changed["log_prob"][1, 0] = changed["old_log_prob"][1, 0] + 2
+    changed["advantages"][1] = -1.0
+    gradients = [call(changed, run_config(loss, {}), parts(1))[1] for loss in ("grpo", "dual_clip")]
+    assert gradients[0][1, 0] > 0 and gradients[1][1, 0] == 0
+    differ = gradients[0] != gradients[1]
+    assert differ.any(dim=1).nonzero().flatten().tolist() == [1]
+    assert objective_settings(run_config("grpo", {})).clip_ratio_c == NO_DUAL_CLIP
+    assert objective_settings(run_config("dual_clip", {})).clip_ratio_c == 3.0
+
+
+def test_losses_differ_from_each_other(rows):
+    """Otherwise a table of them would compare a thing with itself."""
+    gradients = {loss: call(rows, run_config(loss, {}), parts(1))[1] for loss in LOSSES if loss != "dual_clip"}
+    names = list(gradients)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            assert not torch.allclose(gradients[one], gradients[other], rtol=1e-2), (one, other)
+
+
+def test_values_outside_the_mask_do_not_count(rows):
+    spoilt = {name: tensor.clone() for name, tensor in rows.items()}
+    for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
+        spoilt[name][~rows["response_mask"]] = float("nan")
+    for loss in LOSSES:
+        correction = {} if loss in ("tbpo", "mis_gspo") else CORRECTIONS["weight_token_truncate"]
+        config = run_config(loss, correction | CORRECTIONS["rs_seq_sum_k3"])
+        loss_1, gradient_1, _ = call(rows, config, parts(2))
+        loss_2, gradient_2, _ = call(spoilt, config, parts(2))
+        assert loss_1 == loss_2 and torch.equal(gradient_1, gradient_2), loss
+
+
+def test_tbpo_without_corrections_keeps_its_bits(rows):
+    from qarl.tbpo import tbpo_loss
+
+    config = run_config("tbpo", {})
+    log_prob = rows["log_prob"].clone().requires_grad_()
+    given = {**rows, "log_prob": log_prob}
+    expected, statistics = tbpo_loss(**given, config=objective_settings(config).tbpo, global_batch_size=B - 8)
+    expected.backward()
+    found, gradient, found_statistics = call(rows, config, parts(1))
+    assert found == expected.item() and torch.equal(gradient, log_prob.grad)
+    assert found_statistics == [statistics]

@@ -134,7 +134,8 @@ def _combined(statistics: list[dict[str, float]]) -> dict[str, float]:
     collected: dict[str, list[float]] = {}
     for one in statistics:
         for key, value in one.items():
-            collected.setdefault(key, []).append(value)
+            if key.partition("/")[0] in combine:  # TBPO has others, which it combines itself
+                collected.setdefault(key, []).append(value)
     return {key: combine[key.partition("/")[0]](values) for key, values in collected.items()}
 
 

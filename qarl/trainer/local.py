@@ -90,7 +90,6 @@ class LocalTrainer:
             before_first_update=not self.updated,
             on_gpu=self.policy.device.type == "cuda",
         )
-        batch.weights = batch_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective)
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
@@ -139,6 +138,7 @@ class LocalTrainer:
         An optimizer step whose gradient is not finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
+        batch.weights = batch_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective)
         statistics: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
         norms: list[float] = []

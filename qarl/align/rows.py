@@ -3,8 +3,8 @@
 The trainer packs the rows of a micro-batch, one after the other, into one forward [1, tokens] without padding.
 Positions start at 0 in each row. transformers' `sdpa` accepts such a forward, but with a mask of tokens x tokens: it
 computes the scores of every pair of tokens in the pack and then hides most of them. transformers' Flash Attention
-computes only within rows, but it needs a GPU and a further package. So this module registers an attention of its own,
-which calls an attention function once for each row. No mask is built.
+computes only within rows, but it needs a GPU and another package. So this module registers QaRL's own attention, which
+calls an attention function once for each row. No mask is built.
 
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
                 own variable-length Flash Attention (torch.nn.attention.varlen)
@@ -63,7 +63,7 @@ def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torc
     """Return the mask that transformers' `sdpa` would get, or None for a pack, whose rows need none.
 
     Arguments are those of transformers' `sdpa_mask`. transformers sets `allow_is_causal_skip` to False if it finds
-    several rows in `position_ids`, and `use_vmap` to True if the model adds a mask of its own.
+    several rows in `position_ids`, and `use_vmap` to True if the model adds its own mask.
     """
     from transformers.masking_utils import sdpa_mask
 

@@ -59,7 +59,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter from its `.grad` (FP32, or BF16 of a BF16 parameter), which is not changed.
 
         AdamW skips a parameter without a gradient. Muon treats its gradient as zero, so that momentum and weight decay

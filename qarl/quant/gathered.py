@@ -36,10 +36,12 @@ class GatheredWeight(torch.Tensor):
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # PyTorch's own has a private type
         return f"GatheredWeight({list(self.shape)}, {', '.join(self.tensors)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # PyTorch's own way to disable it
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares it without a signature
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """For operations with which FSDP2 and `nn.Parameter` wrap a tensor, return an alias of it; refuse others."""
         weight = args[0]
         whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)

@@ -71,6 +71,7 @@ class WeightShard:
         self._parameter = parameter
         local = _local(parameter)
         if not self.is_attached(parameter):
+            # FSDP2 looks for these attributes on the local tensor, which does not declare them.
             local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
             local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
             self.drop()

@@ -27,11 +27,6 @@ SAFETY_BOUND = 20.0
 """verl's bound on log-ratios."""
 
 
-def in_verl(correction: Correction) -> bool:
-    """Whether verl has this weight."""
-    return correction.rollout_is in ("token", "sequence") and correction.rollout_is_mode != "clip"
-
-
 def weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> torch.Tensor | None:
@@ -44,7 +39,7 @@ def weights(
     log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
     if not mask.any():  # verl's function needs a token
         return torch.zeros_like(log_ratio)
-    if in_verl(correction):
+    if correction.in_verl:
         return library.correction_weights(log_ratio, mask, correction)
     weight = _bounded(_ratio(log_ratio, mask, correction.rollout_is), correction) * mask
     if correction.rollout_is_batch_normalize:

@@ -10,7 +10,6 @@ add up: `agg_loss` divides a part's sum by the number of responses or tokens of 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,6 @@ import torch
 
 from qarl.errors import UserError
 from qarl.objectives.settings import Correction, Settings
-
-NEVER = 1e-30
-"""A lower bound below every weight. verl's weights are at least e^-20 = 2e-9."""
 
 
 def require(settings: Settings, *, advantages: bool = False) -> None:
@@ -122,7 +118,7 @@ def correction_weights(log_ratio: torch.Tensor, mask: torch.Tensor, correction: 
             log_ratio,
             mask.float(),
             rollout_is=correction.rollout_is,
-            rollout_is_threshold=weight_bounds(correction),
+            rollout_is_threshold=correction.verl_weight_bounds,
             rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
         )
         return found
@@ -137,35 +133,6 @@ def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: Corr
         log_ratio,
         mask.float(),
         rollout_rs=",".join(correction.rollout_rs),
-        rollout_rs_threshold=rejection_bounds(correction),
+        rollout_rs_threshold=correction.verl_rejection_bounds,
     )
     return mask & (passed > 0.5)
-
-
-def weight_bounds(correction: Correction) -> str | float:
-    """Return verl's `rollout_is_threshold`: a number truncates, and LOWER_UPPER sets weights outside to 0 (IcePop).
-
-    `mask` is IcePop with a lower bound that never binds."""
-    upper = correction.rollout_is_threshold
-    if correction.rollout_is_mode == "truncate":
-        return upper
-    lower = correction.lower if correction.rollout_is_mode == "icepop" else NEVER
-    return f"{lower!r}_{upper!r}"
-
-
-def rejection_bounds(correction: Correction) -> str:
-    """Return verl's `rollout_rs_threshold`: bounds of K2 and K3 in nats, but of K1 as ratios exp(K1), LOWER_UPPER."""
-    options, given = correction.rollout_rs, correction.rollout_rs_threshold
-    bounds = []
-    for option, bound in zip(options, given * len(options) if len(given) == 1 else given, strict=True):
-        if option.endswith("k1"):
-            lower = correction.rollout_rs_threshold_lower
-            bounds.append(f"{_exp(-700.0 if lower is None else lower)!r}_{_exp(bound)!r}")
-        else:
-            bounds.append(repr(bound))
-    return ",".join(bounds)
-
-
-def _exp(nats: float) -> float:
-    """Return exp(nats), within the range of a float: no response's K1 is beyond 700 nats."""
-    return math.exp(min(max(nats, -700.0), 700.0))

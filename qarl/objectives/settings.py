@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 from qarl.config import ActorConfig, Config
@@ -15,6 +16,10 @@ TOKEN_CLIP = (0.2, 0.2)
 """PPO's clip ratios (arXiv 1707.06347)."""
 SEQUENCE_CLIP = (3e-4, 4e-4)
 """GSPO's clip ratios (arXiv 2507.18071, section 5.1)."""
+NEVER = 1e-30
+"""A lower bound below every weight. verl's weights are at least e^-20 = 2e-9."""
+LARGEST = 700.0
+"""No K1 of a response is beyond this number of nats, and its exponential is still a float."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,32 @@ class Correction:
         """The lower bound of a weight, for the modes that have one."""
         given = self.rollout_is_threshold_lower
         return 1 / self.rollout_is_threshold if given is None else given
+
+    @property
+    def in_verl(self) -> bool:
+        """Whether verl has this weight."""
+        return self.rollout_is in ("token", "sequence") and self.rollout_is_mode != "clip"
+
+    @property
+    def verl_weight_bounds(self) -> str | float:
+        """verl's `rollout_is_threshold`: a number truncates, and LOWER_UPPER sets weights outside to 0 (IcePop).
+
+        `mask` is IcePop with a lower bound that never binds."""
+        upper = self.rollout_is_threshold
+        if self.rollout_is_mode == "truncate":
+            return upper
+        return f"{self.lower if self.rollout_is_mode == 'icepop' else NEVER!r}_{upper!r}"
+
+    @property
+    def verl_rejection_bounds(self) -> str:
+        """verl's `rollout_rs_threshold`: bounds of K2 and K3 in nats, but of K1 as ratios exp(K1), LOWER_UPPER."""
+        options, given = self.rollout_rs, self.rollout_rs_threshold
+        lower = -LARGEST if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
+        bounds = []
+        for option, upper in zip(options, given * len(options) if len(given) == 1 else given, strict=True):
+            ratios = (math.exp(min(max(nats, -LARGEST), LARGEST)) for nats in (lower, upper))
+            bounds.append("_".join(map(repr, ratios)) if option.endswith("k1") else repr(upper))
+        return ",".join(bounds)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from objective_cases import CORRECTIONS, LOSS_KEYS, B, call, parts, random_rows, run_config
-from papers_losses import paper_loss
+from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
 from qarl.config.objectives import LOSSES
@@ -38,21 +36,12 @@ def test_equals_the_papers_formula(rows, loss, correction):
         return
     for keys in LOSS_KEYS[loss]:
         config = run_config(loss, CORRECTIONS[correction], **keys)
-        expected, gradient = paper_loss(loss, rows, resolved(config), CORRECTIONS[correction])
+        expected, gradient = paper_loss(loss, rows, resolved_keys(config), CORRECTIONS[correction])
         assert gradient.abs().max() > 0, "the row would hold for any loss"
         for micro in (1, 2, 5):
             found, found_gradient, _ = call(rows, config, parts(micro))
             assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
             torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
-
-
-def resolved(config: Any) -> dict[str, Any]:
-    """The keys of the section actor, with the papers' values in the place of null."""
-    keys = config.actor.model_dump() | {"max_response_length": config.data.max_response_length}
-    low, high = {"gspo": (3e-4, 4e-4), "mis_gspo": (3e-4, 4e-4)}.get(config.actor.loss, (0.2, 0.2))
-    keys["clip_ratio_low"] = low if keys["clip_ratio_low"] is None else keys["clip_ratio_low"]
-    keys["clip_ratio_high"] = high if keys["clip_ratio_high"] is None else keys["clip_ratio_high"]
-    return keys
 
 
 def test_grpo_is_without_dual_clip_and_dual_clip_with_it(rows):

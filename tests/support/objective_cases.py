@@ -118,11 +118,18 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_config(loss: str, correction: dict[str, Any], algorithm: dict[str, Any] | None = None, **actor: Any) -> Config:
+def run_config(
+    loss: str,
+    correction: dict[str, Any],
+    algorithm: dict[str, Any] | None = None,
+    backend: str = "local",
+    **actor: Any,
+) -> Config:
     """The config of a run with these keys; `actor`: of the section actor."""
     return build_config(
         {
             "name": "objectives",
+            "backend": backend,
             "model": {"path": "model"},
             "data": {
                 "train_files": "train.parquet",

@@ -15,6 +15,15 @@ Rows = dict[str, torch.Tensor]
 PAPER_CLIP = {"gspo": (3e-4, 4e-4), "mis_gspo": (3e-4, 4e-4)}
 
 
+def resolved_keys(config: Any) -> dict[str, Any]:
+    """The keys of the section actor, with the papers' values in the place of null."""
+    keys: dict[str, Any] = config.actor.model_dump() | {"max_response_length": config.data.max_response_length}
+    low, high = PAPER_CLIP.get(config.actor.loss, (0.2, 0.2))
+    keys["clip_ratio_low"] = low if keys["clip_ratio_low"] is None else keys["clip_ratio_low"]
+    keys["clip_ratio_high"] = high if keys["clip_ratio_high"] is None else keys["clip_ratio_high"]
+    return keys
+
+
 def paper_loss(loss: str, rows: Rows, keys: dict[str, Any], correction: dict[str, Any]) -> tuple[float, torch.Tensor]:
     """Loss and gradient, [B, T] float64, of a whole mini-batch. `keys`: of the section `actor`, without nulls."""
     log_prob = rows["log_prob"].detach().double().requires_grad_()

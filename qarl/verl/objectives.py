@@ -28,6 +28,8 @@ def objective_keys(config: Config) -> dict[str, Any]:
         f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
         **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
+        # Used only if the section verl sets use_kl_loss. `+` gives KL's own gradient, that of k2; k3's is biased.
+        f"{root}.kl_loss_type": "low_var_kl+",
     }
     if settings.loss != "tbpo":
         names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "loss_scale_factor")

@@ -38,7 +38,7 @@ def test_equals_the_papers_formula(rows, loss, correction):
         config = run_config(loss, CORRECTIONS[correction], **keys)
         expected, gradient = paper_loss(loss, rows, resolved_keys(config), CORRECTIONS[correction])
         assert gradient.abs().max() > 0, "the row would hold for any loss"
-        for micro in (1, 2, 5):
+        for micro in (1, 5):
             found, found_gradient, _ = call(rows, config, parts(micro))
             assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
             torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
@@ -84,7 +84,7 @@ def test_tbpo_without_corrections_keeps_its_bits(rows):
     config = run_config("tbpo", {})
     log_prob = rows["log_prob"].clone().requires_grad_()
     given = {**rows, "log_prob": log_prob}
-    expected, statistics = tbpo_loss(**given, config=objective_settings(config).tbpo, global_batch_size=B - 8)
+    expected, statistics = tbpo_loss(**given, config=objective_settings(config).tbpo, global_batch_size=B - 4)
     expected.backward()
     found, gradient, found_statistics = call(rows, config, parts(1))
     assert found == expected.item() and torch.equal(gradient, log_prob.grad)

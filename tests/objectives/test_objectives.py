@@ -9,6 +9,7 @@ from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
 from qarl.config.objectives import LOSSES
+from qarl.objectives.metrics import reduce_metrics
 from qarl.objectives.settings import NO_DUAL_CLIP, objective_settings
 
 pytestmark = pytest.mark.verl
@@ -55,6 +56,40 @@ def test_grpo_is_without_dual_clip_and_dual_clip_with_it(rows):
     assert differ.any(dim=1).nonzero().flatten().tolist() == [1]
     assert objective_settings(run_config("grpo", {})).clip_ratio_c == NO_DUAL_CLIP
     assert objective_settings(run_config("dual_clip", {})).clip_ratio_c == 3.0
+
+
+def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
+    config = run_config("grpo", {}, {"adv_estimator": "dr_grpo"})
+    keys = resolved_keys(config) | {"loss_agg_mode": "seq-mean-token-sum-norm"}
+    expected, gradient = paper_loss("grpo", rows, keys, {})
+    found, found_gradient, _ = call(rows, config, parts(5))
+    assert found == pytest.approx(expected, rel=2e-5)
+    torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+
+
+def test_the_share_that_is_rejected_is_reported(rows):
+    """And the weights, over micro-batches."""
+    correction = CORRECTIONS["weight_token_truncate"] | CORRECTIONS["rs_seq_sum_k3"]
+    _, _, statistics = call(rows, run_config("grpo", correction), parts(5))
+    found = reduce_metrics(statistics)
+    mask, log_r = rows["response_mask"], (rows["old_log_prob"] - rows["rollout_log_prob"]).double()
+    k3 = torch.where(mask, log_r.exp() - 1 - log_r, 0.0).sum(1)
+    gone = mask.any(1) & (k3 > 0.2)
+    assert 0 < gone.sum() < mask.any(1).sum()
+    kept = mask & ~gone[:, None]
+    weights = log_r.exp().clamp(max=1.3)[kept]
+    expected = {
+        "correction/rejected_response_frac": gone.sum() / mask.any(1).sum(),
+        "correction/rejected_token_frac": mask[gone].sum() / mask.sum(),
+        "correction/weight_mean": weights.mean(),
+        "correction/weight_min": weights.min(),
+        "correction/weight_max": weights.max(),
+        "correction/weight_ess": weights.mean() ** 2 / weights.square().mean(),
+        "correction/weight_zero_frac": 0.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(
+        {k: float(v) for k, v in expected.items()}, rel=1e-6
+    )
 
 
 def test_losses_differ_from_each_other(rows):

@@ -135,7 +135,7 @@ def run_config(
                 "train_files": "train.parquet",
                 "train_batch_size": 6,
                 "max_prompt_length": 4,
-                "max_response_length": T,
+                "max_response_length": T + 3,  # the longest response of a batch may be shorter
             },
             "rollout": {"n": 2},
             "actor": {

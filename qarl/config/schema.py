@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError
+from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
     Above,
@@ -37,7 +39,6 @@ from qarl.config.types import (
     Text,
     Unit,
     as_list,
-    held_integer,
 )
 from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
 
@@ -46,15 +47,6 @@ SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
-
-
-class Section(BaseModel):
-    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    _integers_fit = field_validator("*", mode="before")(held_integer)
 
 
 class ModelConfig(Section):
@@ -194,8 +186,8 @@ class PublishConfig(Section):
     keeps another. In doubt, all tensors are sent. `off`: always send all tensors, and count no changed words."""
 
 
-class ActorConfig(Section):
-    """The policy update: batch splits and the TBPO loss.
+class ActorConfig(ObjectiveKeys):
+    """The policy update: the objective, batch splits and TBPO's bands.
 
     The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
     spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
@@ -231,9 +223,6 @@ class ActorConfig(Section):
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
 
-    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
-    """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
-
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
     """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
@@ -263,11 +252,14 @@ class ActorConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """`grpo`: an advantage is a reward minus the mean reward of the responses to the same prompt."""
+    adv_estimator: AdvEstimator = "grpo"
+    """An advantage is a reward minus a mean reward of responses to the same prompt. `grpo`: of all of them. `rloo`: of
+    all others. `dr_grpo`: as grpo, but without the division by the standard deviation, and token losses are summed, not
+    averaged over the response. Not used by actor.loss=reinforce."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide each advantage by the standard deviation of the rewards of the same prompt's responses."""
+    """With adv_estimator=grpo: divide each advantage by the standard deviation of the rewards of the same prompt's
+    responses."""
 
 
 class OptimConfig(Section):
@@ -396,6 +388,7 @@ class Config(Section):
     publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig
 

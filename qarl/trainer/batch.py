@@ -34,6 +34,7 @@ class Batch:
                                  and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
+    weights                      FP32 [B, R] or None; the weights of `rollout_correction.rollout_is`
     other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
                                  routers chose different experts for the token than the rollout
     """
@@ -51,6 +52,7 @@ class Batch:
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with every tensor on `device`."""

@@ -144,7 +144,7 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         return sum(values(key)) / len(values(key)) if values(key) else None
 
     accuracies = values("val/accuracy")
-    other_experts = mean("mismatch/other_experts_frac")
+    other_experts, rejected = mean("mismatch/other_experts_frac"), mean("correction/rejected_response_frac")
     return {
         "steps": len(values("timing_s/step")),
         "accuracy_before": accuracies[0] if history and "timing_s/step" not in history[0] else None,
@@ -159,4 +159,5 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),
         **({} if other_experts is None else {"other_experts_frac_mean": other_experts}),
+        **({} if rejected is None else {"rejected_response_frac_mean": rejected}),
     }

@@ -66,6 +66,11 @@ def allowed(key: str, value: float) -> Config | None:
         "optim.muon_momentum": ["optim.name=muon"],
         "rollout.val_temperature": ["backend=verl"],
         "optim.lr_warmup_steps": ["trainer.total_training_steps=10000000"],
+        "rollout_correction.rollout_is_threshold_lower": [
+            "actor.loss=grpo",
+            "rollout_correction.rollout_is=token",
+            "rollout_correction.rollout_is_mode=clip",
+        ],
         "rollout.max_num_batched_tokens": ["rollout.max_num_seqs=1"],
     }
     extra |= {key: ["backend=verl"] for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}

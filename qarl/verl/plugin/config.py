@@ -16,6 +16,7 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.errors import UserError
+from qarl.objectives.settings import Correction, Settings
 from qarl.tbpo import TBPOConfig
 
 _TBPO = TBPOConfig()
@@ -39,8 +40,10 @@ _REASONS = {
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them.
 
+    `loss_mode` is `tbpo`, or `qarl` for any other objective; then `objective` is QaRL's `actor.loss`. `correction` is
+    QaRL's section `rollout_correction`. verl has `clip_ratio_*`, `tau_*` and `loss_scale_factor` in the actor's config.
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
 
@@ -52,6 +55,9 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
     seq_tis_imp_ratio_cap: float = _TBPO.seq_tis_imp_ratio_cap
     mismatch_outside_cap: str = _TBPO.mismatch_outside_cap
     positive_band: str = _TBPO.positive_band
+    objective: str = "tbpo"
+    mis_imp_ratio_cap: float = 2.0
+    correction: Any = field(default_factory=dict)
 
 
 @dataclass
@@ -121,6 +127,26 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
             "and give each band as a positive distance from 1",
         ) from error
+
+
+def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
+    """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does."""
+    policy_loss = actor.policy_loss
+    correction = Correction(**dict(getattr(policy_loss, "correction", {})))
+    if policy_loss.loss_mode == "tbpo":
+        return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
+    return Settings(
+        loss=policy_loss.objective,
+        loss_agg_mode=loss_agg_mode,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        mis_imp_ratio_cap=policy_loss.mis_imp_ratio_cap,
+        loss_scale_factor=actor.loss_scale_factor or 1,
+        correction=correction,
+    )
 
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:

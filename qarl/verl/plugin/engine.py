@@ -1,6 +1,6 @@
 """verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's method. Otherwise:
+Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method here only calls verl's. Otherwise:
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
@@ -57,7 +57,7 @@ from qarl.verl.plugin.config import (
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
-from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.loss import MICRO_BATCH, OURS, MicroBatch
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
@@ -84,6 +84,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
+    _tokens: int = 1
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
@@ -233,11 +234,11 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        if self.quant is None and loss_mode(loss_function) != "tbpo":
+        if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
         counts = count_mini_batch(_tokens_of(data), self.get_data_parallel_group())
         self._temperature = temperature_of(data)
-        self._responses = max(counts.responses, 1)
+        self._responses, self._tokens = max(counts.responses, 1), max(counts.tokens, 1)
         if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
@@ -294,7 +295,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         rows = _tokens_of(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
-        mine = MicroBatch(rollout, self._responses)
+        mine = MicroBatch(rollout, self._responses, self._tokens)
         token = MICRO_BATCH.set(mine)
         try:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)

@@ -1,4 +1,4 @@
-"""Statistics of TBPO and of the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
+"""Statistics of the objective and of the mismatch for one step, over all its mini-batches, micro-batches and ranks.
 
 verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
 responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
@@ -15,7 +15,7 @@ import torch
 from verl.utils.device import get_device_id
 
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.tbpo import after_first_metrics, reduce_metrics
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepStatistics:
         self.tbpo.append([])
 
     def add(self, statistics: dict[str, float]) -> None:
-        """Add TBPO's statistics of one micro-batch."""
+        """Add the objective's statistics of one micro-batch."""
         if statistics:
             self.tbpo[-1].append(statistics)
 

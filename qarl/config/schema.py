@@ -225,6 +225,15 @@ class ActorConfig(Section):
     """The same limit when the old log-probs are computed. null means ppo_max_token_len_per_gpu, as in verl, which has
     this key in its section rollout."""
 
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
+    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+
+    old_log_probs_sample: Annotated[float, Unit("share of the rows")] = Field(default=0.125, ge=0, le=1)
+    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
+    drawn at random. It is also the probability per step to find one differing row among them."""
+
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""
 

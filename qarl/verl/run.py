@@ -269,6 +269,7 @@ def actor_keys(config: Config) -> Keys:
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
+        **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
     }
 
 
@@ -337,6 +338,8 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.project_name": "qarl",
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],
+        # verl's own trainer always recomputes the old log-probs, or never with its bypass_mode.
+        "trainer.v1.trainer_mode": "sync" if config.actor.old_log_probs == "recompute" else "qarl_sync",
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
         # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
         "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,

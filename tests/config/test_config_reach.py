@@ -28,6 +28,7 @@ from reach_rows import (
     Table,
     all_differ,
     each,
+    forwards,
     leaves,
     make_files,
     merged,
@@ -239,6 +240,10 @@ LOCAL: Table = SHARED | {
         W4A16,
     ),
     "quant.mismatch_limit": Row(0.05, lambda run: run.code, (0, 2), stub={"noise": 0.1}),
+    "actor.old_log_probs": Row("rollout", forwards("old_log_prob"), ([4, 4] * 2, [4, 4]), {STEPS: 2}),
+    "actor.old_log_probs_sample": Row(
+        0.5, lambda run: run.trainer.source.fraction, (0.125, 0.5), {"actor.old_log_probs": "auto"}
+    ),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row(

@@ -196,6 +196,15 @@ VERL: Table = SHARED | {
     ),
     "quant.align": Row("off", each(modules(QuantLinear), modules(AlignedRMSNorm)), ([14, 5], [0, 0]), W4A16),
     "quant.mismatch_limit": Row(0.05, fails("actor"), (False, True), stub={"noise": 0.1}),
+    "actor.old_log_probs": Row(
+        "auto",
+        lambda run: [type(run.trainer).__name__, run.trainer._quant["old_log_probs"]],
+        (["QaRLTrainerSync", "rollout"], ["QaRLTrainerSync", "auto"]),
+        {"actor.old_log_probs": "rollout"},
+    ),
+    "actor.old_log_probs_sample": Row(
+        0.5, lambda run: run.trainer._quant["old_log_probs_sample"], (0.125, 0.5), {"actor.old_log_probs": "auto"}
+    ),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_mini_batch_size": 1}),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row("muon", lambda run: type(optimizer(run)).__name__, ("AdamW", "MuonAdamW")),

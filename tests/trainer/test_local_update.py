@@ -49,6 +49,7 @@ def small_trainer(folder, master_dtype: str) -> LocalTrainer:
     model = AutoModelForCausalLM.from_pretrained(save_random_model(folder), dtype=torch.bfloat16)
     trainer = object.__new__(LocalTrainer)
     trainer.config, trainer.tbpo, trainer.timer = _Config, TBPOConfig(), PhaseTimer()
+    trainer.source = SimpleNamespace(see=lambda *seen: None)
     trainer.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
     settings = OptimConfig(lr=1e-2, master_dtype=master_dtype)
     trainer.optimizer = MasterOptimizer(model.named_parameters(), settings, total_training_steps=10, seed=0)

@@ -98,6 +98,7 @@ def update(policy: Policy, batch: Batch, old: torch.Tensor, **actor: Any) -> tup
     trainer: Any = object.__new__(LocalTrainer)
     keys = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": None, "log_prob_max_token_len_per_gpu": None}
     trainer.config = SimpleNamespace(actor=SimpleNamespace(**keys | actor), rollout=SimpleNamespace(temperature=1.0))
+    trainer.source = SimpleNamespace(see=lambda *seen: None)
     trainer.policy, trainer.tbpo, trainer.timer = policy, TBPOConfig(seq_clip_ratio_high=9.0), PhaseTimer()
     settings = SimpleNamespace(
         name="adamw", lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, lr_warmup_steps=0, min_lr_ratio=0.0,

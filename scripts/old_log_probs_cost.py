@@ -1,12 +1,16 @@
 """Step time with `actor.old_log_probs=auto` at level `model`, against level `off`.
 
     python scripts/old_log_probs_cost.py --schemes bf16 w8a8 w4a16 fp8
+    python scripts/old_log_probs_cost.py --schemes bf16 w8a8 --random SmolLM2-135M --rounds 3
 
 The variants of a scheme are trainers with one engine, and take their steps in turn. Each starts from the same weights
 and asks for the same prompts with the same seeds, so the same level must give the same rewards. A cell is CPU seconds
 of the process, of all its threads: on a machine that does other work too, wall-clock seconds say nothing. The first two
 rounds are not counted: one warms up, and in the first step of a run `auto` recomputes. Cells are medians; ratios are
 medians of the ratios of a round.
+
+`--random NAME`: a model of that public shape with random weights, 2 prompts of 32 random tokens, 4 responses of 64
+tokens each, two mini-batches.
 
 """
 
@@ -23,9 +27,14 @@ from typing import Any
 
 import torch
 
+from qarl.bench.sources import find_model, write_model
+from qarl.bench.steps.setup import PAD, random_reward, random_tokens
+from qarl.checks.model_folder import load_tokenizer
 from qarl.config import Config, load_config
+from qarl.data import Prompt, PromptDataset, PromptSampler
 from qarl.trainer.local import LocalTrainer
-from qarl.trainer.setup import prepare_run
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import RunParts, prepare_run
 
 VARIANTS = {
     "off, recompute": ("off", "recompute"),
@@ -48,6 +57,7 @@ def configs(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, Con
             f"quant.align={level}",
             f"actor.old_log_probs={source}",
             "trainer.val_before_train=false",
+            *(random_keys(Path(folder) / "model") if args.random else ()),
             *args.set,
         ]
         found[name] = load_config([f"config={args.config}", *overrides])
@@ -59,8 +69,34 @@ def trainers(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, Lo
     found: dict[str, LocalTrainer] = {}
     for name, config in configs(args, scheme, folder).items():
         engine = next(iter(found.values())).engine if found else None
-        found[name] = LocalTrainer(config, prepare_run(config), engine)
+        parts = random_parts(config) if args.random else prepare_run(config)
+        found[name] = LocalTrainer(config, parts, engine)
     return found
+
+
+def random_keys(model: Path) -> list[str]:
+    """Overrides for a run of `--random`."""
+    return [
+        f"model.path={model}",
+        "data.train_batch_size=2",
+        "data.max_response_length=64",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=1",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "actor.log_prob_micro_batch_size_per_gpu=4",
+        "optim.lr=1e-6",
+        "optim.master_dtype=bf16",
+    ]
+
+
+def random_parts(config: Config) -> RunParts:
+    """The policy and random prompts. The reward is 0 or 1 by the text."""
+    tokenizer, hf_config = load_tokenizer(config.model.path)
+    count = config.data.train_batch_size
+    rows = random_tokens(hf_config.vocab_size, count, config.data.max_prompt_length)
+    prompts = PromptDataset([Prompt(i, "random", [], ids, "") for i, ids in enumerate(rows)])
+    sampler = PromptSampler(count, count, seed=0, shuffle=False)
+    return RunParts(Policy.load(config), tokenizer, PAD, prompts, [], sampler, random_reward)
 
 
 def measure(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, list[dict[str, Any]]]:
@@ -110,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--schemes", nargs="+", default=["bf16", "w8a8", "w4a16", "fp8"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--config", default="quickstart.yaml")
+    parser.add_argument("--random", help="a model of qarl/bench/models, with random weights")
     parser.add_argument("--set", nargs="*", default=[], help="overrides, key=value")
     parser.add_argument("--output", type=Path, help="JSON to write")
     args = parser.parse_args(argv)
@@ -119,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines.append("|---" * (1 + len(VARIANTS) + len(BEFORE)) + "|")
     for scheme in args.schemes:
         with tempfile.TemporaryDirectory() as folder:
+            if args.random:
+                source = find_model(args.random)
+                write_model(source, source.layers, Path(folder) / "model")
             found[scheme] = one = summary(measure(args, scheme, folder))
         cells = [f"{one['cpu_s'][name]:.2f}" for name in VARIANTS]
         cells += [f"{one['auto_relative_to'][name]:.2f}" for name in BEFORE]

@@ -66,6 +66,10 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
 
+    head_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of lm_head's product. `fp32`: trainer and engine compute FP32 logits from the BF16 weights. Needs vLLM
+    0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward. This takes less memory but about a third more compute."""
 

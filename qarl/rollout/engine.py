@@ -34,6 +34,7 @@ from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -43,7 +44,8 @@ class EngineConfig:
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
+    bf16, or fp32 for FP32 logits."""
 
     model: str
     scheme: Scheme
@@ -58,6 +60,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     return_routed_experts: bool = False
     delta: bool = False
+    head_dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_served(config.scheme.name)
+        check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         if not torch.cuda.is_available():
@@ -380,6 +384,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    if config.head_dtype == "fp32":
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

@@ -33,6 +33,7 @@ from qarl.verl.optimizer import optim_keys
 from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
+from qarl.vllm_versions.head import FP32_HEAD
 
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
@@ -270,6 +271,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
         **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
+        **same(f"+{root}.fsdp_config.quant", config.model, "head_dtype"),
     }
 
 
@@ -306,8 +308,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
-        overrides = {"quantization_config": scheme.quantization_config(list(config.quant.ignore))}
+        overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
+    if overrides:
         keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
     return keys
 

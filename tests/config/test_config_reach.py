@@ -152,6 +152,11 @@ LOCAL: Table = SHARED | {
         each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),
         (["model", "Qwen3ForCausalLM"], ["llama", "LlamaForCausalLM"]),
     ),
+    "model.head_dtype": Row(
+        "fp32",
+        each(argument("hf_overrides"), lambda run: run.trainer.policy.fp32_head),
+        ([None, False], [{"head_dtype": "float32"}, True]),
+    ),
     "model.trust_remote_code": [
         Row(True, argument("trust_remote_code"), (False, True)),
         Row(True, lambda run: (run.folder / "own_code_ran").exists(), (False, True), {"model.path": "own_code"}),

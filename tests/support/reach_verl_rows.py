@@ -137,6 +137,16 @@ VERL: Table = SHARED | {
         each(family, lambda run: Path(run.engine.model).name),
         (["Qwen3ForCausalLM", "model"], ["LlamaForCausalLM", "llama"]),
     ),
+    "model.head_dtype": Row(
+        "fp32",
+        each(argument("hf_overrides"), lambda run: run.actor.worker.actor.engine._head.fp32, old_log_probs),
+        lambda b, a: (
+            (not b[0], b[1]) == (True, False)
+            and a[0] == {"head_dtype": "float32"}
+            and a[1]
+            and 0 < abs(a[2] - b[2]) < 0.01
+        ),
+    ),
     "model.trust_remote_code": Row(True, argument("trust_remote_code"), (False, True)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row("other_val.parquet", lambda run: run.first_words(run.trainer.val_dataset), (VAL, OTHER_VAL)),

@@ -120,7 +120,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         )
         self.align = aligned.level
         check_rows(module.config, packed=self.use_remove_padding)
-        self._head = replace_head(module, len(self.model_config.tokenizer))
+        self._head = replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module

@@ -66,7 +66,11 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
 
-    head_dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """Dtype of weights and activations on both sides. `fp16` rounds 8 times as finely and ends at 65504, so the loss is
+    scaled (docs/precision.md). It needs backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
+
+    head_dtype: Literal["model", "fp32"] = "model"
     """Precision of lm_head's product. `fp32`: trainer and engine compute FP32 logits from the BF16 weights. Needs vLLM
     0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
 

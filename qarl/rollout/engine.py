@@ -26,7 +26,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
@@ -45,7 +45,7 @@ class EngineConfig:
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    bf16, or fp32 for FP32 logits."""
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`."""
 
     model: str
     scheme: Scheme
@@ -60,7 +60,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     return_routed_experts: bool = False
     delta: bool = False
-    head_dtype: str = "bf16"
+    head_dtype: str = "model"
+    dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class RolloutEngine:
             self.config.scheme,
             self.config.ignore,
             trust_remote_code=self.config.trust_remote_code,
+            dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
@@ -370,7 +372,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
         "trust_remote_code": config.trust_remote_code,
-        "dtype": "bfloat16",
+        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
         "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,

@@ -27,6 +27,7 @@ from qarl.config import Config
 from qarl.data import Prompt
 from qarl.data.rewards import score_responses
 from qarl.metrics.mismatch import PhaseTimer, response_metrics
+from qarl.optim.loss_scale import LossScale
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.quant.stacks import stacked_experts
@@ -68,6 +69,7 @@ class LocalTrainer:
         self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.tbpo = tbpo_config(config.actor)
         self.source = OldLogProbs(config)
+        self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
     def replace_policy(self, policy: Policy) -> None:
@@ -189,6 +191,8 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
+        if self.loss_scale.active:
+            metrics |= {"actor/loss_scale": self.loss_scale.scale, "actor/overflows": self.loss_scale.overflows}
         if self.optimizer.muon_lr is not None:
             metrics["actor/muon_lr"] = self.optimizer.muon_lr
         metrics |= after_first_metrics(later)
@@ -229,7 +233,7 @@ class LocalTrainer:
 
     def accumulate(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch, and add its gradients to the FP32 sums."""
-        loss.backward()
+        (loss * self.loss_scale.scale).backward()
         self.policy.end_replay()
         self.optimizer.accumulate()
 
@@ -238,8 +242,9 @@ class LocalTrainer:
 
         If the norm is not finite, the weights do not change."""
         with self.timer.phase("optimizer"):
-            norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
+            norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip, loss_scale=self.loss_scale.scale)
             moved = math.isfinite(norm)
+            self.loss_scale.updated(overflow=not moved)
             if moved:
                 self.optimizer.step()
             self.optimizer.zero_grad()

@@ -23,18 +23,33 @@ from qarl.align.rows import attends_in_rows
 from qarl.checks import hub
 from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.weight_files import cannot_load, lacks_tensors
+from qarl.errors import UserError
 from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch, Rows
 from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out
 
 if TYPE_CHECKING:
     from qarl.config import Config
+
+
+def check_finite(model: nn.Module, dtype: str) -> None:
+    """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16 ends at 65504."""
+    if dtype != "fp16":
+        return
+    bad = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    if bad:
+        raise UserError(
+            f"{len(bad)} weights are NaN or Inf in FP16",
+            where=f"model.dtype=fp16: {', '.join(bad[:4])}",
+            why="FP16 ends at 65504, BF16 at 3e38",
+            fix="set model.dtype=bf16",
+        )
 
 
 class Policy:
@@ -51,7 +66,7 @@ class Policy:
         align: str = "linears",
         router_replay: str = "auto",
         packed: bool = True,
-        head_dtype: str = "bf16",
+        head_dtype: str = "model",
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay.
         `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 and lm_head is not plain."""
@@ -70,7 +85,8 @@ class Policy:
 
     @classmethod
     def load(cls, config: Config) -> Policy:
-        """Load `model.path` in BF16 and quantize its linears as `quant` says."""
+        """Load `model.path` in `model.dtype` and quantize its linears as `quant` says. Raise UserError if a weight does
+        not fit into that dtype."""
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
@@ -78,7 +94,7 @@ class Policy:
             with default_dtype_kept():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.model.path,
-                    dtype=torch.bfloat16,
+                    dtype=TORCH_DTYPES[config.model.dtype],
                     attn_implementation="sdpa",
                     attention_dropout=0.0,
                     output_loading_info=True,
@@ -93,6 +109,7 @@ class Policy:
         model, loading = loaded
         if loading["missing_keys"]:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
+        check_finite(model, config.model.dtype)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:

@@ -64,6 +64,7 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         return_routed_experts=routing,
         delta=config.publish.delta == "auto",
         head_dtype=config.model.head_dtype,
+        dtype=config.model.dtype,
     )
 
 

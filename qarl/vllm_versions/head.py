@@ -30,7 +30,7 @@ def check_head_dtype(head_dtype: str, version: str | None = None) -> None:
         "model.head_dtype=fp32 needs vLLM 0.29 or newer",
         where="model.head_dtype",
         why=f"vLLM {version or 'is not installed'}: an older release has no FP32 lm_head for models that generate",
-        fix="set model.head_dtype=bf16, or install a newer vLLM",
+        fix="set model.head_dtype=model, or install a newer vLLM",
     )
 
 

@@ -152,6 +152,11 @@ LOCAL: Table = SHARED | {
         each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),
         (["model", "Qwen3ForCausalLM"], ["llama", "LlamaForCausalLM"]),
     ),
+    "model.dtype": Row(
+        "fp16",
+        each(argument("dtype"), lambda run: run.trainer.policy.model.dtype),
+        (["bfloat16", torch.bfloat16], ["float16", torch.float16]),
+    ),
     "model.head_dtype": Row(
         "fp32",
         each(argument("hf_overrides"), lambda run: run.trainer.policy.fp32_head),

@@ -137,6 +137,7 @@ VERL: Table = SHARED | {
         each(family, lambda run: Path(run.engine.model).name),
         (["Qwen3ForCausalLM", "model"], ["LlamaForCausalLM", "llama"]),
     ),
+    "model.dtype": Refused("fp16", "backend=verl trains in BF16"),
     "model.head_dtype": Row(
         "fp32",
         each(argument("hf_overrides"), lambda run: run.actor.worker.actor.engine._head.fp32, old_log_probs),

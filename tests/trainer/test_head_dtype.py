@@ -57,24 +57,24 @@ def float64_log_probs(made: Policy, given: Batch) -> torch.Tensor:
 @torch.no_grad()
 def test_fp32_log_probs_are_those_of_float64_and_bf16_ones_are_not(folder):
     given = batch()
-    expected = float64_log_probs(policy(folder, "bf16"), given)
+    expected = float64_log_probs(policy(folder, "model"), given)
     errors = {}
-    for name in ("bf16", "fp32"):
+    for name in ("model", "fp32"):
         found = policy(folder, name).response_log_probs(given, slice(0, 3), temperature=1.0)
         errors[name] = float((found[given.response_mask].double() - expected).abs().max())
-    assert errors["fp32"] < 2e-6 < 1e-4 < errors["bf16"]
+    assert errors["fp32"] < 2e-6 < 1e-4 < errors["model"]
 
 
 def test_the_gradient_reaches_lm_head_and_is_closer_to_float64(folder):
     """d/dW of the mean log-prob, against autograd in FP64 on the same hidden states."""
     given, gradients = batch(), {}
-    for name in ("bf16", "fp32"):
+    for name in ("model", "fp32"):
         made = policy(folder, name)
         made.response_log_probs(given, slice(0, 3), temperature=1.0)[given.response_mask].mean().backward()
         weight = made.model.get_output_embeddings().weight
         assert weight.dtype == torch.bfloat16 and weight.grad is not None
         gradients[name] = weight.grad.double()
-    made = policy(folder, "bf16")
+    made = policy(folder, "model")
     head, hidden = made.model.get_output_embeddings(), list[torch.Tensor]()
     head.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0][0].detach().double()))
     exact = head.weight.detach().double().requires_grad_()
@@ -86,7 +86,7 @@ def test_the_gradient_reaches_lm_head_and_is_closer_to_float64(folder):
     torch.cat(chosen).mean().backward()
     assert exact.grad is not None
     errors = {name: float((found - exact.grad).norm() / exact.grad.norm()) for name, found in gradients.items()}
-    assert errors["fp32"] < errors["bf16"] and errors["fp32"] < 3e-3  # rounded once, to BF16
+    assert errors["fp32"] < errors["model"] and errors["fp32"] < 3e-3  # rounded once, to BF16
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def test_padded_rows_get_the_same_logits(folder):
     [("0.24.0", True), ("0.28.1", True), ("0.29.0", False), ("0.29.0+cpu", False), ("1.0", False), ("unknown", True)],
 )
 def test_a_vllm_without_an_fp32_head_is_refused(version, refused):
-    check_head_dtype("bf16", version)
+    check_head_dtype("model", version)
     if not refused:
         check_head_dtype("fp32", version)
         return
@@ -126,7 +126,7 @@ def test_a_model_with_capped_logits_is_refused(tmp_path):
 def test_the_engine_samples_from_fp32_logits(folder):
     """With both sides in FP32, log-probs differ by FP32 roundings; with one side in BF16, by BF16 roundings."""
     largest = {}
-    for name in ("fp32", "bf16"):
+    for name in ("fp32", "model"):
         made = policy(folder, name, align="model")
         with RolloutEngine(
             EngineConfig(
@@ -136,9 +136,9 @@ def test_the_engine_samples_from_fp32_logits(folder):
             engine.publish(made.quantize(), version=0)
             rollout = engine.generate([[5, 6, 7 + i] for i in range(6)], SamplingConfig(12), list(range(6)))
         given = make_batch(rollout, torch.zeros(6), torch.zeros(6), pad_token_id=0)
-        for other in ("fp32", "bf16"):
+        for other in ("fp32", "model"):
             with torch.no_grad():
                 own = policy(folder, other, align="model").response_log_probs(given, slice(0, 6), temperature=1.0)
             largest[name, other] = float((own - given.rollout_log_probs)[given.response_mask].abs().max())
-    assert largest["bf16", "bf16"] < 1e-3 and largest["fp32", "fp32"] < 5e-6
-    assert min(largest["fp32", "bf16"], largest["bf16", "fp32"]) > 1e-4
+    assert largest["model", "model"] < 1e-3 and largest["fp32", "fp32"] < 5e-6
+    assert min(largest["fp32", "model"], largest["model", "fp32"]) > 1e-4

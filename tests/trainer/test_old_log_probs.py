@@ -13,6 +13,7 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.metrics.mismatch import PhaseTimer
+from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
@@ -106,6 +107,7 @@ class Steps(LocalTrainer):
         self.source, self.step, self.rebuilds, self.updated, self.warnings = OldLogProbs(settings), 0, 0, False, []
         self.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
         self.optimizer = MasterOptimizer(model.named_parameters(), settings.optim, total_training_steps=10, seed=0)
+        self.loss_scale = LossScale(active=False)
         self.spoil: dict[int, list[int]] = {}
         """Step -> rows whose first rollout log-prob is the next larger FP32 number."""
         self.passes: list[int] = []

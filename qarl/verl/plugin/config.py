@@ -55,7 +55,7 @@ class QuantSettings(BaseConfig):
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
     publish_delta: str = "auto"
-    head_dtype: str = "bf16"
+    head_dtype: str = "model"
     old_log_probs: str = "recompute"
     old_log_probs_sample: float = 0.125
 

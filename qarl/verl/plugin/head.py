@@ -60,7 +60,7 @@ class LogProbHead(nn.Linear):
         return log_probs[None, :, None]
 
 
-def replace_head(module: Any, vocabulary: int, head_dtype: str = "bf16") -> LogProbHead | None:
+def replace_head(module: Any, vocabulary: int, head_dtype: str = "model") -> LogProbHead | None:
     """Replace the model's lm_head, before FSDP wraps it. Return the new one, or None if it cannot replace the old one.
 
     Parameters and their names stay the same. `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32

@@ -20,7 +20,7 @@ from qarl.trainer.old_log_probs import differing_tokens
 
 RELIES = "qarl_old_log_probs"
 """Key in verl's batches: `rollout` or `auto` if `old_log_probs` are the rollout's, else missing or None."""
-DIFFERING = "old_log_probs/differing"
+DIFFERING = "old_log_probs_differing"
 """Metric of the actor: number of tokens with δ != 0 in the first mini-batch of an update that was dropped."""
 
 

@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError
+from qarl.config.model import ModelConfig
+from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
     Above,
@@ -37,7 +39,6 @@ from qarl.config.types import (
     Text,
     Unit,
     as_list,
-    held_integer,
 )
 from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
 
@@ -46,40 +47,6 @@ SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
-
-
-class Section(BaseModel):
-    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    _integers_fit = field_validator("*", mode="before")(held_integer)
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    path: PathText
-    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
-
-    trust_remote_code: bool = False
-    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
-
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    """Dtype of weights and activations on both sides. `fp16` rounds 8 times as finely and ends at 65504, so the loss is
-    scaled (docs/precision.md). It needs backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
-
-    head_dtype: Literal["model", "fp32"] = "model"
-    """Precision of lm_head's product. `fp32`: trainer and engine compute FP32 logits from the BF16 weights. Needs vLLM
-    0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
-
-    use_remove_padding: bool = True
-    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
-    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
 
 
 class DataConfig(Section):

@@ -97,6 +97,9 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
     "actor.ppo_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
+    "actor.old_log_probs_sample": Bounds(
+        0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found", ("actor.old_log_probs", "auto")
+    ),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"

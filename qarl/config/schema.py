@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError
+from qarl.config.model import ModelConfig
 from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
 from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
@@ -47,23 +48,6 @@ SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    path: PathText
-    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
-
-    trust_remote_code: bool = False
-    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
-
-    use_remove_padding: bool = True
-    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
-    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
 
 
 class DataConfig(Section):
@@ -216,6 +200,15 @@ class ActorConfig(ObjectiveKeys):
     log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
     """The same limit when the old log-probs are computed. null means ppo_max_token_len_per_gpu, as in verl, which has
     this key in its section rollout."""
+
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
+    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+
+    old_log_probs_sample: Annotated[float, Unit("share of the rows")] = Field(default=0.125, ge=0, le=1)
+    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
+    drawn at random. It is also the probability per step to find one differing row among them."""
 
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""

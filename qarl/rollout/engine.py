@@ -26,7 +26,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
@@ -34,6 +34,7 @@ from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -43,7 +44,8 @@ class EngineConfig:
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`."""
 
     model: str
     scheme: Scheme
@@ -58,6 +60,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     return_routed_experts: bool = False
     delta: bool = False
+    head_dtype: str = "model"
+    dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_served(config.scheme.name)
+        check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         if not torch.cuda.is_available():
@@ -144,6 +149,7 @@ class RolloutEngine:
             self.config.scheme,
             self.config.ignore,
             trust_remote_code=self.config.trust_remote_code,
+            dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
@@ -370,7 +376,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
         "trust_remote_code": config.trust_remote_code,
-        "dtype": "bfloat16",
+        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
         "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -384,6 +390,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    if config.head_dtype == "fp32":
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

@@ -30,6 +30,7 @@ _BANDS_TOO_NARROW = (
     "paper's), or lower optim.lr"
 )
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
+_OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
 
 
 def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def run_steps(
         if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
             tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
         if metrics["actor/skipped_steps"]:
-            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {_SKIPPED}")
+            why = _OVERFLOWED.format(**metrics) if "actor/loss_scale" in metrics else _SKIPPED
+            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}")
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def allowed(key: str, value: float) -> Config | None:
             "rollout_correction.rollout_is_mode=clip",
         ],
         "rollout.max_num_batched_tokens": ["rollout.max_num_seqs=1"],
+        "actor.old_log_probs_sample": ["actor.old_log_probs=auto"],
     }
     extra |= {key: ["backend=verl"] for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
     extra |= {"rollout.tensor_model_parallel_size": ["backend=verl"]}

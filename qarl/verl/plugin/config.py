@@ -63,7 +63,9 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 @dataclass
 class QuantSettings(BaseConfig):
     """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
-    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
+    section `rollout`, `publish_delta` is `publish.delta`, `old_log_probs*` are from the section `actor` and need
+    `trainer.v1.trainer_mode=qarl_sync`, `head_dtype` is `model.head_dtype` (the engine needs it too, in its
+    `hf_overrides`), and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -73,6 +75,9 @@ class QuantSettings(BaseConfig):
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
     publish_delta: str = "auto"
+    head_dtype: str = "model"
+    old_log_probs: str = "recompute"
+    old_log_probs_sample: float = 0.125
 
 
 @dataclass

@@ -12,6 +12,8 @@ Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every metho
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
+    optimizer_step, lr_scheduler_step   do nothing if the first mini-batch shows that the old log-probs, which are the
+                           rollout's, are not the trainer's (`qarl.verl.plugin.first_mini_batch`)
     forward_backward_batch   quantizes the shards that have changed, which FSDP2 then gathers in low bits
     save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
@@ -54,6 +56,7 @@ from qarl.verl.plugin.config import (
     check_engine_config,
     refuse_shared_rows,
 )
+from qarl.verl.plugin.first_mini_batch import DIFFERING, FirstMiniBatch, relies_on
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
@@ -88,6 +91,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
+    _keeps_lr: bool = False
+    """Whether the next `lr_scheduler_step` does nothing, because the update was dropped."""
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
 
@@ -102,6 +107,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             refuse_shared_rows(engine_config)
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
+        self._first: FirstMiniBatch | None = None
         self._servers = Watch(only_servers=True)
         self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -122,7 +128,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         )
         self.align = aligned.level
         check_rows(module.config, packed=self.use_remove_padding)
-        self._head = replace_head(module, len(self.model_config.tokenizer))
+        self._head = replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module
@@ -167,6 +173,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if is_ours(self.optimizer_config):
             return build_optimizer(module, self.optimizer_config)
         return super()._build_optimizer(module)
+
+    def optimizer_step(self) -> float:
+        if self._first is not None and self._first.close(self.get_data_parallel_group()):
+            if self._first.dropped:
+                self.optimizer_zero_grad()
+                return 0.0
+            if not self._updated:
+                self._check_mismatch(self._first.mismatch, self._first.response_length, before_first_update=True)
+        self._updated = True
+        return float(super().optimizer_step())
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -236,10 +252,17 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
+        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
+        last = tu.get(data, key="update_lr_scheduler", default=True)
+        if self._first is None:
+            self._first = FirstMiniBatch(relies_on(data))
+        elif self._first.dropped:
+            return self._dropped(last)
         counts = count_mini_batch(_tokens_of(data), self.get_data_parallel_group())
         self._temperature = temperature_of(data)
         self._responses, self._tokens = max(counts.responses, 1), max(counts.tokens, 1)
-        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
+        passes = self._log_prob_passes or self._first.relies
+        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not passes:
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
                 where="algorithm.rollout_correction.bypass_mode",
@@ -247,16 +270,17 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 "the last step; TBPO's weight for the mismatch would always be 1",
                 fix="set algorithm.rollout_correction.bypass_mode=False",
             )
-        if not self._updated:
+        if not self._updated and not self._first.relies:
             self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
-        self._updated = True
         self._statistics.begin_mini_batch()
         try:
             outputs = super().train_batch(data, loss_function)
         finally:
             self._responses = None
-        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
-        if tu.get(data, key="update_lr_scheduler", default=True):
+        if self._first.dropped:
+            return self._dropped(last)
+        if last:
+            self._first = None
             lengths = self._statistics.mean_length
             self._statistics.routing = self._routing.take()
             found, self._statistics = self._statistics.metrics(self.get_data_parallel_group()), StepStatistics()
@@ -269,6 +293,21 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
+
+    def _dropped(self, last: bool) -> Any:
+        """Return the outputs of a mini-batch of a dropped update. `last`: whether this is its last mini-batch."""
+        assert self._first is not None
+        outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(self._first.differing)]}}
+        if last:
+            self._routing.take()
+            self._statistics, self._first, self._keeps_lr = StepStatistics(), None, True
+        return outputs
+
+    def lr_scheduler_step(self) -> float:
+        if self._keeps_lr:
+            self._keeps_lr = False
+            return float(self.lr_scheduler.get_last_lr()[0])
+        return float(super().lr_scheduler_step())
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
@@ -302,8 +341,10 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         finally:
             MICRO_BATCH.reset(token)
         self._statistics.add(mine.statistics)
-        if rollout is not None:
-            self._statistics.add_tokens(rows["old_log_probs"], rollout, rows["response_mask"])
+        if rollout is not None and self._first is not None:
+            old = self._first.see(output, rows, micro_batch)
+            if old is not None:
+                self._statistics.add_tokens(old, rollout.to(old.device), rows["response_mask"].to(old.device))
         return loss, output
 
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:

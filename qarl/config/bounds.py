@@ -101,6 +101,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
+    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH, "", ("actor.band_scaling", "length")),
     "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),

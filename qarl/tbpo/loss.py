@@ -45,6 +45,7 @@ import torch
 
 from qarl.tbpo.config import TBPOConfig
 from qarl.tbpo.ratios import clip_to_band, inside, ratio_deviation, sequence_log_ratio
+from qarl.tbpo.tokens import token_metrics, token_statistics
 
 
 def tbpo_loss(
@@ -109,6 +110,7 @@ def tbpo_loss(
             deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, nonempty
         )
         statistics |= _distances(deviation, lower, upper, lengths, advantage, config)
+        statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
     return loss, statistics
 
 
@@ -135,17 +137,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
             is, times sqrt(T / band_reference_length). A band this wide, scaled by length, leaves 5% outside
         actor/band_factor_p95: all bands in force times this number would leave 5% outside
     """
-    combine: dict[str, Callable[[list[Any]], Any]] = {
-        "sum": sum,
-        "min": min,
-        "max": max,
-        "all": lambda lists: list(chain.from_iterable(lists)),
-    }
-    collected: dict[str, list[Any]] = {}
-    for one in statistics:
-        for key, value in one.items():
-            collected.setdefault(key, []).append(value)
-    total = {key: combine[key.split("/")[0]](values) for key, values in collected.items()}
+    total = combine(statistics)
     if not total.get("sum/responses"):
         return {}
 
@@ -164,14 +156,32 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     return metrics
 
 
+def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the statistics of several calls as those of one, combined as the prefixes of their keys say."""
+    how: dict[str, Callable[[list[Any]], Any]] = {
+        "sum": sum,
+        "min": min,
+        "max": max,
+        "all": lambda lists: list(chain.from_iterable(lists)),
+    }
+    collected: dict[str, list[Any]] = {}
+    for one in statistics:
+        for key, value in one.items():
+            collected.setdefault(key, []).append(value)
+    return {key: how[key.split("/")[0]](values) for key, values in collected.items()}
+
+
 def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of `reduce_metrics` that are about bands, with `_after_first` appended to their names.
+    """Return the metrics of `reduce_metrics` that are about bands, with `_after_first` appended to their names, and
+    those of `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
-    only later mini-batches show whether the bands fit."""
-    metrics = reduce_metrics(statistics)
+    only later mini-batches show whether the bands fit and how far tokens move."""
+    later = list(statistics)
+    metrics = reduce_metrics(later)
     about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
-    return {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
+    found = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
+    return found | token_metrics(combine(later))
 
 
 _MEANS = {

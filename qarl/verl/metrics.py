@@ -30,7 +30,7 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
-_OURS = ("actor/mismatch/", "actor/publish/")
+_OURS = ("actor/mismatch/", "actor/publish/", "actor/tokens/", "actor/error_tokens/", "actor/rollout/")
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 

@@ -176,17 +176,17 @@ def _entropy(series: Series) -> Seen:
 
 def _grad_norm(series: Series) -> Seen:
     change = jump(series["actor/grad_norm"], 5.0)
-    return change and _words("actor/grad_norm", "rose", change)
+    return None if change is None else _words("actor/grad_norm", "rose", change)
 
 
 def _delta_tail(series: Series) -> Seen:
     change = trend(series["mismatch/abs_p999"], 3.0, least=0.05)
-    return change and _words("mismatch/abs_p999", "grew", change)
+    return None if change is None else _words("mismatch/abs_p999", "grew", change)
 
 
 def _k3(series: Series) -> Seen:
     change = trend(series["mismatch/k3"], 4.0, least=4e-4)
-    return change and _words("mismatch/k3", "grew", change)
+    return None if change is None else _words("mismatch/k3", "grew", change)
 
 
 def _skew(series: Series) -> Seen:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 BINS = (1e-3, 1e-2, 1e-1)
 """Edges between the classes, as probabilities under the old policy."""
-CLASSES = ("p_below_1e-3", "p_below_1e-2", "p_below_1e-1", "p_below_1")
+CLASSES = ("tail", "rare", "unlikely", "likely")
 SIGNS = ("pos", "neg")
 """Signs of the advantage."""

@@ -192,11 +192,11 @@ def test_plots_of_a_run(tmp_path: Path) -> None:
 def test_plots_of_tokens_and_entropy(tmp_path: Path) -> None:
     """A class without tokens of a sign has no metric in that step."""
     tokens = {
-        "tokens/pos_p_below_1_frac": 0.9, "tokens/pos_p_below_1e-3_frac": 0.1, "tokens/pos_p_below_1_moved_mean": 0.01,
-        "tokens/pos_p_below_1_moved_max": 0.02, "tokens/neg_p_below_1_frac": 1.0,
+        "tokens/pos_likely_frac": 0.9, "tokens/pos_tail_frac": 0.1, "tokens/pos_likely_moved_mean": 0.01,
+        "tokens/pos_likely_moved_max": 0.02, "tokens/neg_likely_frac": 1.0,
     }  # fmt: skip
     text = {"rollout/entropy": 0.5, "error_tokens/neg_garbled_frac": 0.1, "error_tokens/pos_garbled_frac": 0.0}
-    write_lines(tmp_path, {"step": 1, **tokens, **text}, {"step": 2, "tokens/pos_p_below_1_frac": 0.7, **text})
+    write_lines(tmp_path, {"step": 1, **tokens, **text}, {"step": 2, "tokens/pos_likely_frac": 0.7, **text})
     names = ["entropy.png", "error_tokens.png", "token_shares.png", "token_moves.png"]
     assert [path.name for path in plot_run(tmp_path)] == names
     entries = read_metrics(tmp_path)

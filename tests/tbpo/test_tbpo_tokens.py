@@ -25,14 +25,14 @@ EXPECTED = {
         for kind in ("mean", "max")
     },
     # Two of the negative response's three tokens are below 1e-3; the fourth is masked.
-    "tokens/neg_p_below_1e-3_frac": 2 / 3,
-    "tokens/neg_p_below_1e-2_frac": 0.0,
-    "tokens/neg_p_below_1e-1_frac": 0.0,
-    "tokens/neg_p_below_1_frac": 1 / 3,
-    "tokens/neg_p_below_1e-3_moved_mean": 2.0,
-    "tokens/neg_p_below_1e-3_moved_max": 3.0,
-    "tokens/neg_p_below_1_moved_mean": 0.0,
-    "tokens/neg_p_below_1_moved_max": 0.0,
+    "tokens/neg_tail_frac": 2 / 3,
+    "tokens/neg_rare_frac": 0.0,
+    "tokens/neg_unlikely_frac": 0.0,
+    "tokens/neg_likely_frac": 1 / 3,
+    "tokens/neg_tail_moved_mean": 2.0,
+    "tokens/neg_tail_moved_max": 3.0,
+    "tokens/neg_likely_moved_mean": 0.0,
+    "tokens/neg_likely_moved_max": 0.0,
 }
 
 

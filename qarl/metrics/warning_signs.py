@@ -95,8 +95,9 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     try:
         for sign in ("pos", "neg"):
-            own = metrics[f"actor/zero_centred_loss_{sign}"]
-            found[f"skew/{sign}"] = metrics[f"actor/rollout_zero_centred_loss_{sign}"] - own
+            name = f"zero_centred_loss_{sign}"
+            own, to_rollout = (metrics[f"actor/{prefix}{name}"] for prefix in ("", "rollout_"))
+            found[f"skew/{sign}"] = to_rollout - own
             found[f"skew/{sign}_own"] = abs(own)
     except (KeyError, TypeError):
         return {}

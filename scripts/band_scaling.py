@@ -37,8 +37,8 @@ def text() -> torch.Tensor:
 def trained(data: torch.Tensor, steps: int) -> PreTrainedModel:
     """Return a model of 128 characters after `steps` updates on random pieces of `data`."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 24}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 24}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, max_position_embeddings=CONTEXT, **sizes, **heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):

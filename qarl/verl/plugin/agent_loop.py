@@ -35,7 +35,7 @@ class PlainSingleTurnAgentLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         """Run verl's loop. Raise UserError if the tokens to train on are not those that the engine sampled."""
         client = self.server_manager
-        recorder = Recorder(client)
+        recorder: Any = Recorder(client)
         self.server_manager = recorder
         try:
             output = await super().run(sampling_params, priority, **kwargs)

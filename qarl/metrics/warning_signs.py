@@ -6,8 +6,8 @@ are well-known signs of a mismatch. `SignFinder` looks for these signs after eac
 
 The rules are ours. They must not disturb healthy runs, whose metrics are noisy. So they compare medians: of the last
 few steps (recent) with those of up to `WINDOW` steps before them (usual) or the first `EARLY` steps of the run (early).
-A change counts only if it is beyond a factor or a difference, which each rule names, and beyond `DEVIATIONS` times the
-usual spread (1.4826 times the median absolute deviation, a standard deviation if values are normally distributed).
+A change counts only if it is beyond a factor or a difference, which each rule names, and beyond several times the usual
+spread (1.4826 times the median absolute deviation, a standard deviation if values are normally distributed).
 docs/warning_signs.md lists the runs that the rules were checked on.
 
 This module needs no torch. Its state depends only on the metrics that it was given, so a resumed run can rebuild it.
@@ -25,7 +25,8 @@ RECENT, WINDOW, FEWEST, EARLY = 3, 30, 10, 20
 """Steps of a recent median, of a usual median at most and at least, and of an early median."""
 TREND = 10
 """Steps of the recent median if it is compared with the early one, so at a trend and not a jump."""
-DEVIATIONS = 6.0
+DEVIATIONS, JUMP_DEVIATIONS = 6.0, 4.0
+"""How many times the usual spread a change must be; `JUMP_DEVIATIONS` if logarithms are compared."""
 EQUAL_REWARDS = 5
 """Steps in a row, in all of which all groups have equal rewards."""
 
@@ -107,30 +108,32 @@ def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def usual(points: Sequence[Point], *, recent: int = RECENT) -> tuple[float, float, float] | None:
+def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | None:
     """Return (median of the last `recent` values, usual median, usual spread), or None if there are too few values."""
-    before = [value for _, value in points[:-recent]][-WINDOW:]
+    before = values[:-recent][-WINDOW:]
     if len(before) < FEWEST:
         return None
     middle = median(before)
     spread = 1.4826 * median([abs(value - middle) for value in before])
-    return median(value for _, value in points[-recent:]), middle, spread
+    return median(values[-recent:]), middle, spread
 
 
-def jump(points: Sequence[Point], factor: float, *, least: float = 0.0, recent: int = RECENT) -> Change | None:
-    """Return the change if the recent median is `factor` times the usual one, and beyond its spread; `factor` below 1
-    means a fall. `least`: the recent median (or, at a fall, the usual one) must be at least this."""
-    found = usual(points, recent=recent)
+def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Change | None:
+    """Return the change if the recent median is `factor` times the usual one; a factor below 1 means a fall.
+
+    It must also be beyond `JUMP_DEVIATIONS` times the usual spread. Values above 0 are compared by their logarithms, in
+    which a rise and a fall by the same factor are equally far; other values are left out."""
+    positive = [(step, math.log(value)) for step, value in points if value > 0]
+    found = usual([value for _, value in positive], recent)
     if found is None:
         return None
     now, middle, spread = found
-    up = factor > 1
-    beyond = now > middle + DEVIATIONS * spread if up else now < middle - DEVIATIONS * spread / 2
-    far = now >= factor * middle if up else now <= factor * middle
-    if not (far and beyond and (now if up else middle) >= least):
+    up = 1.0 if factor > 1 else -1.0
+    far = abs(math.log(factor))
+    if up * (now - middle) < max(far, JUMP_DEVIATIONS * spread):
         return None
-    limit = factor * middle
-    return Change(middle, now, _since(points, lambda value: value >= limit if up else value <= limit), "usual")
+    since = _since(positive, lambda value: up * (value - middle) >= far)
+    return Change(math.exp(middle), math.exp(now), since, "usual")
 
 
 def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | None:
@@ -220,7 +223,7 @@ def _length(series: Series) -> Seen:
 def _repetition(series: Series) -> Seen:
     for name in ("error_tokens/repetitive_frac", "error_tokens/garbled_frac"):
         points = series[name]
-        found = usual(points, recent=5)
+        found = usual([value for _, value in points], 5)
         if found is None:
             continue
         now, middle, spread = found

@@ -108,6 +108,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
+    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH, "", ("actor.band_scaling", "length")),
     "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
     "actor.clip_ratio_low": Bounds(1e-6, 0.9, _CLIP, _CLIPPED),
     "actor.clip_ratio_high": Bounds(1e-6, 10.0, _CLIP, _CLIPPED),

@@ -41,7 +41,7 @@ from qarl.config.types import (
     Unit,
     as_list,
 )
-from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
+from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
 SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
@@ -240,6 +240,14 @@ class ActorConfig(ObjectiveKeys):
     positive_band: PositiveBand = _TBPO.positive_band
     """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
     the paper's table allows."""
+
+    band_scaling: BandScaling = _TBPO.band_scaling
+    """`none`: the bands are as given. `length`: they are given for responses of band_reference_length tokens, and a
+    response of T tokens has bands sqrt(band_reference_length / T) times as wide."""
+
+    band_reference_length: Annotated[int, Unit("tokens")] = Field(default=_TBPO.band_reference_length, ge=1, le=10**9)
+    """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
+    response, to which its bands belong."""
 
 
 class AlgorithmConfig(Section):

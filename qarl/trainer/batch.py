@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.sampled import refuse_changed
 
 Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
@@ -94,7 +95,9 @@ class Batch:
 
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
     """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
-    (`qarl.trainer.packing`)."""
+    (`qarl.trainer.packing`). Raise UserError if a response was changed after it was sampled."""
+    if rollout.sampled is not None:
+        refuse_changed(rollout.prompt_token_ids, rollout.response_token_ids, rollout.rollout_log_probs, rollout.sampled)
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]

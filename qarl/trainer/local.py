@@ -26,6 +26,7 @@ from qarl.checks.sampling import sampling_config, truncation
 from qarl.config import Config
 from qarl.data import Prompt
 from qarl.data.rewards import score_responses
+from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import PhaseTimer, response_metrics
 from qarl.objectives.loss import batch_weights, objective_loss
 from qarl.objectives.metrics import after_first_metrics, reduce_metrics
@@ -125,7 +126,14 @@ class LocalTrainer:
         metrics = response_metrics(
             rewards, lengths, config.data.max_response_length, finish_reasons=responses.finish_reasons
         )
-        return batch, metrics | {"rollout/preemptions": float(responses.preemptions)}
+        text = text_statistics(
+            batch.responses,
+            batch.rollout_log_probs,
+            batch.advantages,
+            batch.response_mask,
+            vocabulary=len(self.tokenizer),
+        )
+        return batch, metrics | text_metrics([text]) | {"rollout/preemptions": float(responses.preemptions)}
 
     @torch.no_grad()
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:

@@ -46,6 +46,14 @@ class _Config:
         temperature = 1.0
 
 
+class Tokenizer:
+    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
+        return ["x"] * len(ids)
+
+    def __len__(self) -> int:
+        return 100
+
+
 def small_trainer(folder, master_dtype: str) -> LocalTrainer:
     model = AutoModelForCausalLM.from_pretrained(save_random_model(folder), dtype=torch.bfloat16)
     trainer = object.__new__(LocalTrainer)
@@ -158,7 +166,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
         pad_token_id=0,
     )
     trainer.policy = SimpleNamespace(device=torch.device("cpu"))
-    trainer.tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids))
+    trainer.tokenizer = Tokenizer()
 
     def generate(prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None) -> RolloutBatch:
         trainer.asked.append((prompts, sampling, seeds))

@@ -55,6 +55,8 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
     seq_tis_imp_ratio_cap: float = _TBPO.seq_tis_imp_ratio_cap
     mismatch_outside_cap: str = _TBPO.mismatch_outside_cap
     positive_band: str = _TBPO.positive_band
+    band_scaling: str = _TBPO.band_scaling
+    band_reference_length: int = _TBPO.band_reference_length
     objective: str = "tbpo"
     mis_imp_ratio_cap: float = 2.0
     correction: Any = field(default_factory=dict)

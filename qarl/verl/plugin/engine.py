@@ -341,6 +341,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         finally:
             MICRO_BATCH.reset(token)
         self._statistics.add(mine.statistics)
+        self._statistics.add_text(_text_of(micro_batch), vocabulary=len(self.model_config.tokenizer))
         if rollout is not None and self._first is not None:
             old = self._first.see(output, rows, micro_batch)
             if old is not None:
@@ -397,6 +398,12 @@ def _tokens_of(batch: Any) -> Any:
     """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
+
+
+def _text_of(batch: Any) -> Any:
+    """Return the tokens of the responses and what describes them, each padded to [B, T], or None if one is missing."""
+    names = ("responses", "rollout_log_probs", "advantages", "response_mask")
+    return batch.select(*names).to_padded_tensor() if all(name in batch for name in names) else None
 
 
 def flash_cross_entropy() -> bool:

@@ -40,6 +40,7 @@ from qarl.trainer.guard import watch
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
+from qarl.trainer.report import log_samples
 from qarl.trainer.setup import RunParts, engine_config, tbpo_config
 
 
@@ -80,6 +81,7 @@ class LocalTrainer:
         with self.timer.phase("old_log_prob"):
             old_log_probs = self.old_log_probs(batch)
         metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
+        log_samples(self.config, self.step + 1, batch, old_log_probs, self.tokenizer)
         watched, self.warnings = watch(
             self.config,
             self.policy.align,

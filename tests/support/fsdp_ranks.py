@@ -70,7 +70,7 @@ def load_policy(model: str, scheme: str = "w4a16") -> Policy:
 def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     names = ("input_ids", "prompt_lengths", "responses", "response_mask")
     zeros = torch.zeros(8)
-    tensors = {name: rows[name] for name in names}
+    tensors: dict[str, Any] = {name: rows[name] for name in names}
     tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
     return Batch(**tensors, weight_version=0)
 

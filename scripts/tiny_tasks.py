@@ -73,7 +73,15 @@ TASKS = {
     task.name: task
     for task in (
         Task(column_addition, column_addition.draw_pairs, _sum, arithmetic, max_new_tokens=64),
-        Task(addition_chain, addition_chain.draw, addition_chain.answer, arithmetic, max_new_tokens=176, steps=1000),
+        Task(
+            addition_chain,
+            addition_chain.draw,
+            addition_chain.answer,
+            arithmetic,
+            max_new_tokens=176,
+            target=0.25,
+            steps=1000,
+        ),
         Task(
             letter_sorting,
             letter_sorting.draw,

@@ -5,7 +5,7 @@
     python scripts/ablate.py remedies --seeds 0 1 --set trainer.total_training_steps=20
     python scripts/ablate.py schemes --save                also copies the results into benchmarks/results
 
-Each run is `python -m qarl.train` in a process and a folder of its own, `OUTPUT/SUITE/ARM-sSEED`. A finished run with
+Each run is `python -m qarl.train` in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with
 the same arguments is kept, so the same command continues a suite that was interrupted. A failed run is tried again.
 After every run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
 """
@@ -163,7 +163,7 @@ def report(suite: Suite, results: Results, verdict: str, command: str, commit_id
     few = " Two seeds prove nothing: p cannot be below 0.333." if seeds == 2 else ""
     lines += [
         "± is the standard deviation over seeds. p: two-sided permutation test of the difference of means against the "
-        f"baseline, not corrected for the number of arms; in brackets the smallest p that so many seeds allow.{few}",
+        f"baseline, not corrected for the number of arms; in brackets the smallest p that this number of seeds allows.{few}",
         "",
         f"`{command}`, commit {commit_id}, {len(results)} runs, {minutes:.0f} minutes in all.",
         "",

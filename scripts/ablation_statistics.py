@@ -3,7 +3,7 @@
 The test is a permutation test: under the hypothesis that the arm does not matter, every way to deal the runs out to the
 arms is equally likely, and p is the share of the ways whose difference of means is at least as large as the measured
 one. It assumes no distribution. With few seeds p cannot be small however large the difference: 2 / 70 with four seeds
-against four, 2 / 6 with two against two. So the smallest possible p is always stated beside it.
+against four, 2 / 6 with two against two. The smallest possible p is therefore always stated beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 EXACT_WAYS = 20_000
-"""Up to so many ways all are counted. Beyond, so many are drawn at random, always the same ones."""
+"""Up to this number all ways are counted. Beyond it, this number is drawn at random, always the same ones."""
 COLLAPSED_BELOW = 0.5
 WINDOW_SHARE = 1 / 12
 _CLOSE = 1e-12
@@ -68,7 +68,7 @@ def collapsed(smooth_rewards: Sequence[float]) -> bool | None:
 
 
 def permutation_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the two-sided p of the difference of means, and the smallest p that so many values allow.
+    """Return the two-sided p of the difference of means, and the smallest p that this number of values allows.
 
     Both samples need at least one value. With equally many values a split and its mirror image count as two ways."""
     pooled, size = [*first, *second], len(first)

@@ -6,7 +6,7 @@ columns of `column_addition` and closes with the running sum; only the last numb
     prompt    4831+7294+1022+3345
     response  1+4+0=05 3+9+0=12 8+2+1=11 4+7+1=12 =12125 5+2+0=07 ... =13147 7+5+0=12 ... =16492
 
-An answer takes 126 to 153 tokens of one character, end-of-text included. A wrong digit in a running sum is carried
+An answer takes 126 to 147 tokens of one character, end-of-text included. A wrong digit in a running sum is carried
 through all later additions, so one slip anywhere spoils the answer.
 """
 

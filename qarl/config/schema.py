@@ -339,7 +339,8 @@ class TrainerConfig(Section):
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
     report: bool = True
-    """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps and at the end."""
+    """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
+    500 on every 50) and at the end."""
 
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads per process. backend=local runs trainer and engine in one process; backend=verl runs one process per

@@ -24,12 +24,13 @@ SAMPLES_FILE = "samples.jsonl"
 ENDS = 256
 """Tokens of a response that are kept at each end."""
 PROMPT_CHARACTERS = 2000
-EVERY = 10
+EVERY, LATE, EVERY_LATE = 10, 500, 50
 
 
 def is_logged(step: int, last: int | None = None) -> bool:
-    """Return whether samples and report are written after `step`: the first step, every tenth, and the `last`."""
-    return step in (1, last) or step % EVERY == 0
+    """Return whether samples and report are written after `step`: the first step, every tenth, from step 500 on every
+    fiftieth, and the `last`. A report takes 0.1 s per 500 steps that it shows, so late ones are rarer."""
+    return step in (1, last) or step % (EVERY if step <= LATE else EVERY_LATE) == 0
 
 
 def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) -> list[int]:

@@ -163,7 +163,8 @@ def report(suite: Suite, results: Results, verdict: str, command: str, commit_id
     few = " Two seeds prove nothing: p cannot be below 0.333." if seeds == 2 else ""
     lines += [
         "± is the standard deviation over seeds. p: two-sided permutation test of the difference of means against the "
-        f"baseline, not corrected for the number of arms; in brackets the smallest p that this number of seeds allows.{few}",
+        "baseline, not corrected for the number of arms; in brackets the smallest p that this number of seeds allows."
+        f"{few}",
         "",
         f"`{command}`, commit {commit_id}, {len(results)} runs, {minutes:.0f} minutes in all.",
         "",

@@ -48,10 +48,9 @@ def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
     """Return the record of a finished run with these arguments, or None."""
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-        summary = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
         return None
-    same = record.get("arguments") == list(arguments) and not record.get("failed") and summary.get("finished")
+    same = record.get("arguments") == list(arguments) and not record.get("failed")
     return record if same else None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,12 @@ def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> No
     """Add lines to `samples.jsonl`. Raise StorageError if the disk refuses."""
     path = Path(run_dir) / SAMPLES_FILE
     text = "".join(json.dumps(json_safe(sample), allow_nan=False) + "\n" for sample in samples)
-    with writing(path), path.open("ab") as file:
+    with writing(path), path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
         # A line that a crash has cut off must not swallow the next one.
-        file.write((b"\n" if file.tell() else b"") + text.encode())
+        torn = file.read(1) not in (b"", b"\n")
+        file.write((b"\n" if torn else b"") + text.encode())
 
 
 def loads(text: str) -> Any:

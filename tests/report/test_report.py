@@ -173,7 +173,10 @@ def test_a_resumed_run_replaces_the_samples_of_repeated_steps(tmp_path: Path) ->
     append_samples(tmp_path, [sample(10, "a"), sample(20, "a"), sample(30, "lost")])
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 40, "tok')
-    append_samples(tmp_path, [sample(20, "b"), sample(20, "c")])
+    append_samples(tmp_path, [sample(20, "b")])
+    append_samples(tmp_path, [sample(20, "c")])
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and "" not in lines
     found = [(one["step"], one["prompt"]) for one in read_samples(tmp_path)]
     assert found == [(10, "a"), (20, "b"), (20, "c")]
     assert read_samples(tmp_path)[0]["delta"] == ["nan"]

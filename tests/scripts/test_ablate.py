@@ -172,7 +172,6 @@ def fake(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         lines = [json.dumps(one | {"mismatch/k3": 1e-3}) for one in history(rewards, [0.3, 0.6])]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         failed = "exit code 2: error: made to fail" if folder.name in state.fail else None
-        (folder / "summary.json").write_text(json.dumps({"finished": failed is None}))
         record = {"arguments": list(arguments), "failed": failed, "minutes": 1.5}
         (folder / scripts.ablate.RECORD).write_text(json.dumps(record))
         return record

@@ -1,7 +1,7 @@
 """Run a command of QaRL: handle `--help`, `--version`, errors and Ctrl-C, and return an exit code.
 
 The exit code is right even if a stream is a closed pipe or a file on a full disk. This module imports almost nothing,
-so a command can call `run_command` before its slow imports, and Ctrl-C is handled from the start.
+so Ctrl-C is also handled during a command's slow imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Describe = Callable[[list[str]], str]
 
 
 def say(text: str) -> None:
-    """Print to stderr. Ignore failures (stream closed, disk full), because the exit code still tells the result."""
+    """Print to stderr. Ignore failures (stream closed, disk full)."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -42,7 +42,7 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
     """Run `command` with `argv` (None: the process's own arguments). Return the exit code.
 
     After a `UserError`, or if standard output cannot be written, print one message and return 2. After Ctrl-C, return
-    130. No traceback is shown. With argv=None, even Ctrl-C while the process exits shows none.
+    130. Show no traceback.
 
     `describe`: a function that returns the help text. Its argument: the words other than `--help` and key=value.
     """
@@ -67,8 +67,8 @@ def run_command(command: Command, argv: Sequence[str] | None, *, describe: Descr
 class _Interrupts:
     """Handle Ctrl-C in a process that runs one command.
 
-    While the command runs, Ctrl-C raises KeyboardInterrupt, as usual. After the command, `leave_at_once` makes Ctrl-C
-    end the process immediately, so that Python shows no traceback during its exit. Nothing is left to clean up then.
+    During the command, Ctrl-C raises KeyboardInterrupt, as usual. After `leave_at_once`, it ends the process
+    immediately, so that Python shows no traceback during its exit.
     """
 
     def __init__(self) -> None:

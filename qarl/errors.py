@@ -1,7 +1,7 @@
-"""The exception for all problems that a user can cause: a bad config, bad data, an unusable machine.
+"""The exception for problems that a user can fix: a bad config, bad data, an unusable machine.
 
-Each error says what is wrong, where, why, and how to fix it. The command line prints it without a traceback and exits
-with code 2. Code that uses QaRL as a library can catch `UserError`. Bugs of QaRL raise ordinary exceptions.
+An error says what is wrong, where, why, and how to fix it. The command line prints it without a traceback and exits
+with code 2. Bugs of QaRL raise ordinary exceptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Import the public names of a package only when they are first used.
+"""Import the public names of a package when they are first used.
 
 So `from qarl.rollout import RolloutEngine` works, but importing a light submodule of the package does not load torch.
 """

@@ -1,8 +1,8 @@
-"""Set up the process that trainer and engine share: its threads, and the environment that vLLM reads at import.
+"""Set up the process that trainer and engine share: its threads, and the environment variables of vLLM.
 
 Importing this module sets nothing. Call `limit_threads` before torch is imported, `configure_vllm_process` right before
-the first `import vllm`, and `keep_freed_memory` when a trainer on a CPU is built. Variables that the user has set in
-the environment stay as they are.
+the first `import vllm`, and `keep_freed_memory` when a trainer on a CPU is built. Variables that the user has set do
+not change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ cast to a different dtype, or took a sampling default from generation_config.jso
 
 
 def runs_on_cpu(backend: str) -> bool:
-    """Return whether trainer and rollouts run on the CPU. They do if torch sees no GPU, or if VERL_PLATFORM says so.
+    """Return whether trainer and rollouts run on the CPU: torch sees no GPU, or VERL_PLATFORM asks for the CPU.
 
     Only verl reads VERL_PLATFORM, so it is ignored for `backend` "local".
     """
@@ -60,13 +60,15 @@ def runs_on_cpu(backend: str) -> bool:
 
 
 def vllm_missing() -> str | None:
-    """Return the reason why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
+    """Return why vLLM cannot be imported, or None if it is installed. This does not import vLLM."""
     return "vllm is not installed" if importlib.util.find_spec("vllm") is None else None
 
 
 def configure_vllm_process() -> None:
-    """Set the variables of `VLLM_ENVIRONMENT` that the user has not set, and allow AMX. Unless the user chose a log
-    level, hide the warnings in `VLLM_NOISE`."""
+    """Set the variables of `VLLM_ENVIRONMENT` that the user has not set, and allow AMX.
+
+    Hide the warnings in `VLLM_NOISE`, unless the user chose a log level.
+    """
     for key, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if _LOGGING_LEVEL not in os.environ:
@@ -85,8 +87,7 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 def allow_matrix_tiles() -> None:
     """Ask the Linux kernel for permission to use AMX tiles, if the CPU has AMX.
 
-    A process may use the tiles only after it has asked. vLLM's own kernels never ask. They die with an illegal
-    instruction unless oneDNN, which does ask, ran before them.
+    vLLM's own kernels do not ask, and without permission they die with an illegal instruction.
     """
     import torch
 
@@ -117,11 +118,10 @@ _KEEP = ((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
 def keep_freed_memory() -> bool:
     """Let malloc keep freed memory, so that the next step can reuse its pages. Return whether malloc agreed.
 
-    glibc returns every freed block above 32 MiB to the kernel, and PyTorch has no cache on a CPU. So the kernel would
-    have to provide the pages of all activations, gradients and temporaries again in each step. On a virtual machine
-    this took a quarter of the time of an update of 135M parameters, and caused most of the variation between steps. The
-    price is that the process's memory stays at its peak. This function does nothing without glibc, if a different
-    malloc is preloaded, or if the user tuned malloc.
+    glibc returns every freed block above 32 MiB to the kernel. Then each step needs new pages for all activations,
+    gradients and temporaries. On a virtual machine this took a quarter of an update of 135M parameters. With this
+    function the process's memory stays at its peak. It does nothing without glibc, if a different malloc is preloaded,
+    or if the user tuned malloc.
     """
     if any(name in os.environ for name in _MALLOC_ENVIRONMENT) or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return False

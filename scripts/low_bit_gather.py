@@ -204,7 +204,7 @@ def train(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
 
 def memory(field: str) -> int:
     """Return `field` of this process's status file, in bytes."""
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]  # Linux has it
 
 
 def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trainer's norms, rotary embedding and attention with the rollout engine's arithmetic."""
+"""The trainer's norms, rotary embedding and attention, computed with the rollout engine's arithmetic."""
 
 from qarl.align.model import AlignReport, align_model
 

@@ -1,28 +1,20 @@
-"""Attention as the rollout engine computes it, registered in transformers' AttentionInterface under two names.
+"""Attention with the rollout engine's rounding, as two attention functions for transformers.
 
-vLLM's CPU kernel reads BF16 queries, keys and values, sums in FP32 and rounds the output once. It has two forms, and
-the CPU decides which one runs:
+    qarl_fp32     PyTorch, with FP32 products of the BF16 operands (level `model`)
+    qarl_engine   vLLM's own operator (level `exact`)
 
-    vectors   without AMX. Everything is in FP32, and the queries are scaled before they are multiplied by the keys
-              (csrc/cpu/cpu_attn_vec.hpp). If the product is scaled instead, as in PyTorch, and the scale is not
-              a power of two, then 10 to 300 times as many outputs differ from vLLM's as with scaled queries
-    tiles     with AMX. The product is scaled. The softmax's numerators, exp(score - largest score), are rounded to
-              BF16 before they multiply the values, but their sum, the divisor, uses the unrounded numerators
-              (csrc/cpu/cpu_attn_amx.hpp). Without that rounding, one output in five differs from vLLM's
+Both compute each row by itself (`qarl.align.rows`), so a row's bits depend neither on other rows nor on padding or
+packing. Both round queries, keys and values to BF16 first, because the aligned rotary embedding (`qarl.align.blocks`)
+and a key-value cache return FP32. Their gradients are those of unrounded FP32 attention.
 
-Two functions are registered:
+vLLM's CPU kernel has two variants. Both sum in FP32 and round the output once. `qarl_fp32` follows the variant that
+vLLM uses on this CPU:
 
-    qarl_fp32     the form that this CPU runs, in PyTorch, with FP32 products of the BF16 operands (level `model`)
-    qarl_engine   vLLM's operator itself (level `exact`)
-
-Both compute each row by itself, with its own length (`qarl.align.rows`). So a row's bits do not depend on other rows,
-nor on whether the rows are padded or packed.
-
-The gradients of both are those of the unrounded FP32 attention. transformers' `sdpa` does not match vLLM. On BF16
-tensors it also rounds the softmax's numerators, but it subtracts a different largest score.
-
-Queries and keys arrive in FP32 from the rotary embedding (see `qarl.align.blocks`) and are rounded to BF16 here. Values
-from a key-value cache also arrive in FP32, because the cache has one dtype for keys and values. They are rounded too.
+    vectors   without AMX (csrc/cpu/cpu_attn_vec.hpp). The queries are scaled before the product with the keys. PyTorch
+              scales the product. That changes the result unless the scale is a power of two
+    tiles     with AMX (csrc/cpu/cpu_attn_amx.hpp). The product is scaled. exp(score - largest score) is rounded to
+              BF16 before it multiplies the values, but the divisor sums the unrounded numbers. Without this rounding,
+              one output in five differs from vLLM's
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ ENGINE_ATTENTION = "qarl_engine"
 
 
 def register_attention() -> None:
-    """Register both names with transformers. A second call changes nothing."""
+    """Register both attention functions with transformers. Repeated calls do nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, function in ((FP32_ATTENTION, fp32_attention), (ENGINE_ATTENTION, engine_attention)):
@@ -62,7 +54,8 @@ def fp32_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
 
-    Attention is causal if `attention_mask` is None. `kwargs` may describe the rows (`qarl.align.rows`)."""
+    Attention is causal if `attention_mask` is None. `kwargs` may contain the lengths of the rows (`qarl.align.rows`).
+    """
     tiles = not dropout and vllm_attention.uses_tiles(query.device.type, query.shape[-1])
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -135,8 +128,8 @@ class _TileAttention(torch.autograd.Function):
 def _causal_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return causal attention [T, H, D] from `query` [H, T, D], and `key` and `value` [Hkv, T, D].
 
-    Queries are computed in blocks of equal size, the last one padded with zeros. A block reads only the keys up to its
-    own end, so tokens after it change neither the sizes of its matrix products nor the order of its sums.
+    Queries are computed in blocks of equal size, with zeros after the last query. A block reads no keys after its end,
+    so later tokens cannot change its bits.
     """
     heads, length, size = query.shape
     padding = (0, 0, 0, -length % _QUERIES)
@@ -158,8 +151,8 @@ def _tile_rounded(
 ) -> torch.Tensor:
     """Return attention with the tile kernel's rounding: BF16 [..., T, D] from FP32 [..., T, D] inputs.
 
-    `mask` has the form that scaled_dot_product_attention takes. As in that function, a query that sees no key (padding
-    on the left) gets the output 0. Without special care this output would be exp(-inf + inf), which is NaN.
+    `mask` has the form that scaled_dot_product_attention takes. If a query sees no key (padding on the left), its
+    output is 0, not NaN.
     """
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scaling)
     scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
@@ -213,13 +206,16 @@ def engine_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with vLLM's operator. Shapes are as in `fp32_attention`.
 
-    Rows must be whole, start at position 0, and be packed or padded on the right. Raises ValueError for masks,
-    key-value caches and dropout. `prompt_lengths` [rows]: number of tokens that the engine prefilled in each row. It is
-    an extra argument of the model's forward. Without it, every token is computed as if the engine had decoded it."""
+    Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
+    and dropout.
+
+    `prompt_lengths` [rows] is an extra argument of the model's forward: the number of tokens that the engine prefilled
+    in each row. Without it, tokens are computed as if the engine had decoded all of them.
+    """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "quant.align=exact needs whole rows, packed or padded on the right, without attention_mask, key-value "
-            "cache or attention dropout"
+            "quant.align=exact needs rows from position 0, packed or padded on the right, without attention_mask, "
+            "key-value cache or attention dropout"
         )
     lengths = lengths_of_rows(query, key, kwargs) or (query.shape[2],) * len(query)
     prefilled = [0] * len(lengths) if prompt_lengths is None else prompt_lengths.tolist()

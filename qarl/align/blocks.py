@@ -1,17 +1,16 @@
 """Decoder layers of the Llama-like families (Llama, Qwen2, Qwen3) with vLLM's rounding.
 
     residual   vLLM adds in FP32, normalises the unrounded sum, and keeps the sum rounded to BF16 as the residual
-               (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds first. Here the layers pass on
-               the unrounded FP32 sum as the hidden state. A norm reads this sum unrounded. The next addition rounds it
-               before adding. transformers' loop over the layers needs no change.
+               (`fused_add_rms_norm` in vllm/ir/ops/layernorm.py). transformers rounds before it normalises. Here a
+               layer returns the unrounded FP32 sum. The next norm reads it unrounded, and the next addition rounds it.
     rotary     vLLM's `rotary_embedding` multiplies in FP32 by BF16 cosines and sines and rounds once. transformers
-               rounds each product. Here transformers' formula gets the BF16 cosines and sines cast to FP32, so it
-               computes in FP32. The attention functions of `qarl.align.attention` then round queries and keys.
+               rounds each product. Here transformers' formula gets FP32 copies of the BF16 cosines and sines, so it
+               computes in FP32. The attention function then rounds queries and keys (`qarl.align.attention`).
 
-q_norm and k_norm of Qwen3, SwiGLU, the embedding and lm_head round in the same way on both sides.
+All other parts, such as SwiGLU, the embedding and lm_head, already round in the same way on both sides.
 
-A layer of a loaded model is aligned by changing its class to a subclass with the same name, as FSDP2's `fully_shard`
-does. Submodules, parameters, state-dict keys, hooks, gradient checkpointing and wrapping by class name do not change.
+To align a layer, its class is replaced by a subclass with the same name. Parameters, state-dict keys, hooks, gradient
+checkpointing and wrapping by class name do not change.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from torch import nn
 
 
 class AlignedRMSNorm(nn.Module):
-    """RMSNorm that rounds the normalised value to the weight's dtype, then multiplies by the weight.
+    """RMSNorm that rounds the normalised value to the weight's dtype before it multiplies by the weight.
 
-    The input is FP32 or BF16 [..., hidden]."""
+    The input is FP32 or BF16 [..., hidden].
+    """
 
     weight: nn.Parameter
     variance_epsilon: float

@@ -1,13 +1,13 @@
-"""A verdict on each key of a model's config: whether the trainer and the engine treat the key in the same way.
+"""Check that trainer and engine treat every key of a model's config in the same way.
 
-If one side honours a key and the other ignores it, the same config gives two different models. So every key that vLLM
-or transformers reads for Llama, Qwen2, Qwen3 or Qwen3-MoE has a verdict here. scripts/config_keys.py writes the list of
+If only one side uses a key, the same config describes two different models. So every key that vLLM or transformers
+reads for Llama, Qwen2, Qwen3 or Qwen3-MoE is assigned to one of four groups. scripts/config_keys.py writes the list of
 these keys, `config_keys.json`.
 
-    both      both sides honour the key
+    both      both sides use the key
     rotary    the key belongs to the rotary embedding, which is run on both sides and compared (`qarl.align.rotary`)
-    neither   no forward of these families reads the key; the reason says what the key is for
-    refused   only one side honours the key, so all values except harmless ones are refused before anything runs
+    neither   no forward of these families reads the key
+    refused   only one side uses the key, so values that have an effect are refused before anything runs
 
 A key that neither side reads is harmless and is not checked.
 """
@@ -28,9 +28,10 @@ ENGINE_ACTIVATIONS = ("silu",)
 
 
 class Refusal(NamedTuple):
-    """A config key that is refused in configs of `families`, except for harmless values.
+    """A config key that is refused in configs of `families`, unless its value has no effect.
 
-    `harmless(value, config)` returns whether a value is harmless. `why`: the reason that the error shows."""
+    `harmless(value, config)` returns whether a value has no effect. `why`: the reason that the error shows.
+    """
 
     families: tuple[str, ...]
     harmless: Callable[[Any, Any], bool]
@@ -131,7 +132,7 @@ VERDICTS = {key: verdict for verdict, keys in _KEYS.items() for key in keys.spli
 
 
 def verdict(family: str, key: str) -> str | None:
-    """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key has no verdict."""
+    """Return `both`, `rotary`, `neither` or `refused`, with a reason, or None if the key is in no group."""
     if key in REFUSED and family in REFUSED[key].families:
         return f"refused: {REFUSED[key].why}"
     if key.startswith("rope_parameters."):
@@ -140,8 +141,10 @@ def verdict(family: str, key: str) -> str | None:
 
 
 def check_config_keys(config: Any) -> None:
-    """Check that trainer and engine would read this transformers config in the same way. Raise UserError if a key has a
-    refused value; the error names the side that ignores the key. Configs of families not in `FAMILIES` always pass."""
+    """Raise UserError if the config has a refused key with a value that has an effect.
+
+    The error names the side that ignores the key. Configs of families not in `FAMILIES` always pass.
+    """
     if config.model_type not in FAMILIES:
         return
     for key, refusal in REFUSED.items():
@@ -158,7 +161,7 @@ def check_config_keys(config: Any) -> None:
 
 
 def check_rotary(config: Any) -> None:
-    """Raise UserError if the rotary embeddings of the two sides differ. If vLLM is not installed, check nothing."""
+    """Raise UserError if the rotary embeddings of the two sides differ. If vLLM is not installed, do nothing."""
     if is_plain(config) or vllm_missing():
         return
     parameters = dict(config.rope_parameters or {})
@@ -166,7 +169,7 @@ def check_rotary(config: Any) -> None:
     fix = "train a model with a different rotary embedding"
     unlike = "trainer and rollout engine would compute different rotary embeddings from this config"
     if "mrope_section" in parameters:
-        raise UserError(unlike, where=where, why="vLLM uses three positions per token, transformers one", fix=fix)
+        raise UserError(unlike, where=where, why="vLLM uses three positions per token, but transformers one", fix=fix)
     try:
         match = match_rotary(config)
     except Exception as error:  # each rotary class of vLLM raises its own errors for missing keys

@@ -1,8 +1,8 @@
-"""Model families that can be trained. Some have all levels of alignment; others were measured only at level `linears`.
+"""Model families that can be trained, and their highest level of alignment.
 
 vLLM's class for a family may compute a different model than transformers. For example, only one side applies a
-multiplier, a router rounds differently, or a publish does not reach a layer. So a family can be trained only if trainer
-and engine were compared on a random model of this family. All other families are refused by name before anything runs.
+multiplier, a router rounds differently, or a publish does not reach a layer. So QaRL trains only families for which
+trainer and engine were compared on a random model. It refuses all other families before anything runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ of a pack (`qarl.align.rows`). In a pack of Falcon, rows would even see each oth
 
 
 def check_rows(hf_config: Any, packed: bool) -> None:
-    """Raise UserError if rows are to be packed and this family's attention would not stop at the end of a row."""
+    """Raise UserError if rows would be packed although this family's attention does not stop at the end of a row."""
     if packed and hf_config.model_type in PADDED:
         raise UserError(
             f"rows of {hf_config.model_type} cannot be packed",
@@ -55,12 +55,12 @@ def check_rows(hf_config: Any, packed: bool) -> None:
 
 
 def check_family(hf_config: Any) -> None:
-    """Raise UserError if trainer and engine were never shown to agree on this family."""
+    """Raise UserError if this family was not compared between trainer and engine."""
     family = hf_config.model_type
     if family in FAMILIES or family in SHOWN:
         return
     raise UserError(
-        f"models of the family {family} are refused: trainer and rollout engine were never shown to agree on one",
+        f"models of the family {family} are refused, because trainer and rollout engine were never compared on one",
         where="model.path: config.json: model_type",
         why="vLLM's class for this family may compute a different model than transformers; then the policy that learns "
         "would differ from the policy that samples",

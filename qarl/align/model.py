@@ -1,20 +1,18 @@
-"""`quant.align`: how far the trainer's forward follows the rollout engine's arithmetic.
+"""`quant.align`: how much of the rollout engine's arithmetic the trainer's forward copies.
 
-    off       plain BF16; only the rollout is quantized
+    off       nothing: the trainer is plain BF16, and only the rollout is quantized
     linears   low-bit GEMMs on the published tensors (`qarl.quant.convert.quantize_model`)
-    model     also residual additions, norms, rotary embedding and attention with the engine's rounding, in PyTorch.
-              Rarer types of rotary embedding use the engine's own cosines and sines
-    exact     also attention by the engine's own operator, so δ (`qarl.metrics.guard`) is 0. For prompts of more than
-              about 300 tokens, δ is 0 only with one thread and an engine that prefills each prompt in one piece
-              (`qarl.kernels.cpu.attention`)
+    model     also the engine's rounding of residual additions, norms, rotary embedding and attention, in PyTorch
+    exact     also the engine's own attention operator. δ (`qarl.metrics.guard`) is then 0. For prompts of more than
+              about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
 
-`align_model` applies levels `model` and `exact`, after the linears are quantized. Both levels exist for Llama, Qwen2,
-Qwen3 and Qwen3-MoE against vLLM on CPU. In a mixture of experts they also use the engine's router and, if the experts
-are BF16, its operator for experts. Other models and devices get the next lower level, and the report says why.
+`align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
+For experts they also use the engine's router and, if the experts are BF16, the engine's operator. Other models and
+devices get the next lower level, and the report says why.
 
-At level `model` only the order of attention's FP32 sums differs from the engine's. On a CPU without AMX the order was
-the same up to 192 keys, so δ was 0. With more keys about one output in 10,000 of each attention is off by a BF16 step.
-With AMX such differences begin with the first keys, because AMX tiles sum even and odd neighbours separately.
+At level `model` only the order of attention's FP32 sums differs from the engine's. Without AMX this changes nothing up
+to 192 keys. With more keys, about one output of attention in 10,000 is off by a BF16 step. With AMX such differences
+begin with the first keys.
 """
 
 from __future__ import annotations
@@ -47,8 +45,10 @@ LEVELS = ("off", "linears", "model", "exact")
 
 @dataclass(frozen=True)
 class AlignReport:
-    """`asked`: the level that was asked for. `level`: the level that was applied. `why_lower`: the reasons if the
-    applied level is lower. `replaced`: number of modules that were replaced, by kind."""
+    """The result of `align_model`: the level `asked` for, and the `level` that was applied.
+
+    `why_lower`: the reasons if the applied level is lower. `replaced`: number of replaced modules, by kind.
+    """
 
     asked: str
     level: str
@@ -77,8 +77,8 @@ def align_model(
     would read the model's config differently than the trainer.
 
     Args:
-        device: where the forward will run. Default: the device of the weights. FSDP may move them later.
-        dtype: dtype of the weights in the forward. Default: their dtype now. FSDP may cast them later.
+        device: where the forward will run. Default: the device of the weights.
+        dtype: dtype of the weights in the forward. Default: their current dtype.
         sharded: whether FSDP shards the model.
         workers: number of workers that one engine is split over.
     """
@@ -128,7 +128,8 @@ def bf16_experts(
     model: Any, device: torch.device | None, kind: type[QuantExperts] = QuantExperts
 ) -> dict[str, QuantExperts]:
     """Return replacements, by name, for the layers of experts that are not quantized. A replacement runs the engine's
-    operator on the same weights."""
+    operator on the same weights.
+    """
     scheme = get_scheme("bf16")
     return {
         name: kind(experts, scheme, qualified_name=name, device=device)
@@ -138,7 +139,7 @@ def bf16_experts(
 
 
 def align_rotary(model: Any) -> None:
-    """Make the model use the engine's cosines and sines, unless its rotary embedding is plain (see `is_plain`)."""
+    """Make the model use the engine's cosines and sines, unless `is_plain` says that they are equal."""
     if not is_plain(model.config):
         align_module(model.model.rotary_emb, EngineRotaryEmbedding)
         model.model.rotary_emb.turns = match_rotary(model.config).turns
@@ -153,10 +154,10 @@ def resolve_level(
     dtype: torch.dtype = torch.bfloat16,
     workers: int = 1,
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the level that applies to a model with this transformers config, and a reason for each step down.
+    """Return the level that applies to this transformers config, and the reasons if it is lower than `level`.
 
-    `kernels`: names of the kernels of the model's quantized linears. The model itself is not needed. `workers`: number
-    of workers that one engine is split over.
+    `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
+    split over.
     """
     reasons: list[str] = []
     split = split_unavailable(workers)
@@ -168,7 +169,7 @@ def resolve_level(
 
 
 def split_unavailable(workers: int) -> str | None:
-    """Return why a trainer cannot follow an engine of several workers beyond its linears, or None for one worker."""
+    """Return why levels above `linears` are not available for an engine of several workers, or None for one worker."""
     if workers == 1:
         return None
     return (
@@ -178,7 +179,7 @@ def split_unavailable(workers: int) -> str | None:
 
 
 def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why level `model` is not available for this config, device and dtype, or None if it is."""
+    """Return why level `model` cannot be used for this config, device and dtype, or None if it can."""
     if device_type != "cpu":
         return f"is built for cpu, not for {device_type}"
     if dtype != torch.bfloat16:
@@ -209,7 +210,7 @@ def rotary_unavailable(config: Any) -> str | None:
 
 
 def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:
-    """Return why level `exact` is not available or not exact for this config, device and dtype, or None if it is."""
+    """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
     if why_not := model_unavailable(config, device_type, dtype):
         return why_not
     if "reference" in kernels:

@@ -2,11 +2,11 @@
 
 vLLM's module and transformers' module rotate the same random queries. There are three outcomes:
 
-    equal    if the trainer uses the engine's cosines and sines, its results equal the engine's bit for bit. Levels
-             `model` and `exact` are available
-    near     transformers' own rotation differs only by rounding. Only level `linears` is available
-    far      transformers' rotation differs by more, because only one side honours a key of `rope_parameters`. Such a
-             config is refused, because the trained model would differ from the sampled one
+    equal    with the engine's cosines and sines, the trainer's results equal the engine's bit for bit. Levels `model`
+             and `exact` are available
+    near     transformers' own rotation differs only by rounding. Only levels `off` and `linears` are available
+    far      transformers' rotation differs by more, because only one side uses a key of `rope_parameters`. QaRL
+             refuses such a config, because trainer and engine would compute different models
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _PROBES = 2048
 
 @dataclass(frozen=True)
 class RotaryMatch:
-    """`equal` and `near`: see the module's docstring. `error`: relative difference between transformers' and vLLM's
-    rotated queries. `engine`: name of vLLM's class. `turns`: vLLM's cosines and sines if `equal`, otherwise None."""
+    """The result of `match_rotary`. The module's docstring explains `equal` and `near`.
+
+    `error`: relative difference between transformers' and vLLM's rotated queries. `engine`: name of vLLM's class.
+    `turns`: vLLM's cosines and sines if `equal`, otherwise None.
+    """
 
     equal: bool
     near: bool
@@ -49,7 +52,8 @@ PLAIN = {
 def is_plain(config: Any) -> bool:
     """Return whether tests have shown that both sides compute the same embedding for this config.
 
-    If so, no comparison is needed, and vLLM, which is slow to import, is not imported."""
+    Such a config needs no comparison, so vLLM (a slow import) is not imported.
+    """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     keys = PLAIN.get(str(parameters.pop("rope_type", "default")))
     neutral = parameters.pop("partial_rotary_factor", 1.0) == 1.0
@@ -59,8 +63,10 @@ def is_plain(config: Any) -> bool:
 
 
 def match_rotary(config: Any) -> RotaryMatch:
-    """Compare the rotary embeddings of both sides for a transformers config. No weights are needed.
-    If vLLM or transformers cannot use the config's `rope_parameters`, its exception is passed on."""
+    """Compare the rotary embeddings of both sides for a transformers config, without weights.
+
+    Raises the exception of vLLM or transformers if it cannot use the config's `rope_parameters`.
+    """
     head_size = head_size_of(config)
     described = {
         "type": config.model_type,

@@ -1,19 +1,18 @@
-"""Route tokens to experts, by the engine's rule or by replaying a rollout. Also record the routing.
+"""Route tokens to experts as the engine does, replay the routing of a rollout, and record the routing.
 
-From the same logits, the engine and transformers choose the same experts, except for ties. They round differently:
+From the same logits, the engine and transformers choose the same experts (except for ties), but round differently:
 
-    vLLM on CPU     takes the k largest of the BF16 logits, unsorted. The weights are their softmax, in BF16. Without
-                    norm_topk_prob they are exp(logit - logsumexp of all logits), in BF16 (`select_experts`,
+    vLLM on CPU     takes the k largest BF16 logits, unsorted. The weights are their softmax in BF16, or without
+                    norm_topk_prob exp(logit - logsumexp of all logits) in BF16 (`select_experts`,
                     vllm/model_executor/layers/fused_moe/experts/cpu_moe.py)
-    transformers    takes a softmax over all logits in FP32 and the k largest probabilities in order, divides these by
-                    their sum, and rounds to BF16
+    transformers    takes a softmax over all logits in FP32 and then the k largest probabilities, sorted. It divides
+                    them by their sum and rounds to BF16
 
-The order matters because a token's experts are summed in this order, in FP32. (On CUDA vLLM keeps the weights in FP32.)
+The order matters because a token's experts are summed in this order.
 
-A tiny difference in the hidden states can still send a token to different experts than in the rollout. Then the token's
-hidden states in later layers differ, and so do those of all later tokens. Router replay (R3, arXiv 2510.11370) gives
-the trainer the rollout's experts. Their weights come from the trainer's own logits, so the router still gets a
-gradient. Replay and recording are forward hooks on the routers. They work at every level of alignment.
+A tiny difference in the hidden states can still send a token to different experts than in the rollout, which changes
+all later tokens. Router replay (R3, arXiv 2510.11370) gives the trainer the rollout's experts. Their weights come from
+the trainer's own logits, so the router still gets a gradient. Replay works at every level of alignment.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class AlignedRouter(nn.Module):
     """A router that orders the experts and rounds the weights as the engine does.
 
-    It takes [..., H] BF16 and returns logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k].
+    The input is BF16 [..., H]. The outputs are logits BF16 [T, E], weights BF16 [T, k] and experts int64 [T, k].
     """
 
     weight: nn.Parameter
@@ -48,7 +47,9 @@ class AlignedRouter(nn.Module):
 
 
 def engine_weights(logits: torch.Tensor, experts: torch.Tensor, *, renormalize: bool) -> torch.Tensor:
-    """Return the weights that vLLM gives to `experts` [T, k]: [T, k], dtype of `logits` [T, E], differentiable."""
+    """Return the weights [T, k] that vLLM gives to `experts` [T, k], differentiable, in the dtype of `logits`
+    [T, E].
+    """
     chosen = logits.gather(-1, experts)
     if renormalize:
         return torch.softmax(chosen, dim=-1)
@@ -64,9 +65,11 @@ def transformers_weights(logits: torch.Tensor, experts: torch.Tensor, *, renorma
 
 
 def replays(router_replay: str, level: str) -> bool:
-    """Return whether `rollout.router_replay` asks for a replay at an alignment level.
+    """Return whether the trainer replays the rollout's experts at an alignment level.
 
-    `auto` replays only at `off` and `linears`. At these levels the trainer's routers may differ from the engine's."""
+    `router_replay`: the config's `rollout.router_replay`. `auto` replays only at `off` and `linears`, because the
+    trainer's routers are not the engine's at these levels.
+    """
     return router_replay == "on" or (router_replay == "auto" and level in ("off", "linears"))
 
 
@@ -80,15 +83,16 @@ def routers(model: Any) -> dict[int, Any]:
 def replayed_routing(model: Any, experts: torch.Tensor) -> Iterator[None]:
     """Within this context, forwards of `model` send tokens to the given experts.
 
-    With gradient checkpointing the backward must be in the context too, because it computes the forward again.
+    With gradient checkpointing, run the backward in the context too, because it computes the forward again.
 
     Args:
-        experts: integers [T, layers, k]. The T tokens are in the order in which the forward flattens its rows. All
-            decoder layers are included, even those without experts. If a token's k numbers in a layer are not all
-            different, or if one is negative, its routing is unknown and the model's router chooses.
+        experts: integers [T, layers, k], for all decoder layers, even those without experts. The T tokens are in the
+            order of the flattened rows of the forward. If a token's k numbers in a layer are not all different, or if
+            one is negative, the model's router chooses instead.
 
-    Raises ValueError if the sizes do not fit the model, or if an expert's number is too large. A forward also raises it
-    if its number of tokens is not T."""
+    Raises ValueError if the sizes do not fit the model, if an expert's number is too large, or (in a forward) if the
+    number of tokens is not T.
+    """
     found = routers(model)
     layers = len(model.model.layers)
     if experts.dim() != 3 or experts.shape[1] != layers:
@@ -118,7 +122,7 @@ class _Replay:
     def __call__(self, router: Any, inputs: Any, output: RouterOutput) -> RouterOutput:
         logits, _, own = output
         if len(logits) != len(self.experts):
-            raise ValueError(f"the forward has {len(logits)} tokens, the replay {len(self.experts)}")
+            raise ValueError(f"the forward has {len(logits)} tokens, but the replay has {len(self.experts)}")
         experts = torch.where(self.known, self.experts, own)
         weights = engine_weights if isinstance(router, AlignedRouter) else transformers_weights
         return logits, weights(logits, experts, renormalize=router.norm_topk_prob), experts
@@ -151,7 +155,7 @@ class RecordedRouting:
 
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Within this context, record the choices of the model's routers, before a replay replaces them."""
+    """Within this context, record what the model's own routers choose, even if a replay replaces it."""
     record = RecordedRouting(len(model.model.layers))
     handles = [
         router.register_forward_hook(record._hook(number), prepend=True) for number, router in routers(model).items()
@@ -166,7 +170,8 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
 def differing_tokens(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """Return bool [T]: whether the experts of `own` and `given`, both [T, layers, k], differ in at least one layer.
 
-    The order of a token's experts does not count. Layers in which `own` or `given` is unknown do not count either.
+    The order of a token's experts does not matter. Layers in which one of the two is unknown (`known_routing`) are
+    skipped.
     """
     given = given.to(device=own.device, dtype=own.dtype)
     known = known_routing(own) & known_routing(given)

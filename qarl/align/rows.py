@@ -1,22 +1,18 @@
-"""Attention within each row of a forward, so that a pack of rows costs only the sum of its rows.
+"""Attention within each row of a forward, so that packed rows cost no more than separate rows.
 
 The trainer packs the rows of a micro-batch, one after the other, into one forward [1, tokens] without padding.
-Positions start at 0 in each row. transformers' `sdpa` accepts such a forward, but with a mask of tokens x tokens: it
-computes the scores of every pair of tokens in the pack and then hides most of them. transformers' Flash Attention
-computes only within rows, but it needs a GPU and a further package. So this module registers an attention of its own,
-which calls an attention function once for each row. No mask is built.
+transformers' `sdpa` would compute the scores of every pair of tokens in the pack, and then mask most of them. This
+module registers an attention function that runs once per row and needs no mask:
 
     qarl_rows   transformers' `sdpa`, row by row (levels `off` and `linears`). On CUDA a pack is one call of PyTorch's
-                own variable-length Flash Attention (torch.nn.attention.varlen)
+                variable-length Flash Attention (torch.nn.attention.varlen)
 
-A row is computed with its own length, in a pack and between padded rows, so both give the same bits. With the length
-of the whole forward they would not: PyTorch's attention on CPU cuts the queries into blocks whose size depends on the
-length, and the last bits of the output depend on the blocks.
+A padded row is also computed with its own length, so a row has the same bits padded or packed. (The last bits depend on
+the size of the blocks that PyTorch's CPU attention chooses by the length.)
 
-The lengths of the rows come from `row_lengths`, which the trainer passes to the model's forward. Without it they are
-read from `position_ids`, as transformers' Flash Attention does. verl itself passes only `position_ids`. transformers
-hands both to the attention function if the model's class has `_supports_attention_backend`. Other models need padding
-(`qarl.align.families.PADDED`).
+The trainer passes the lengths of the rows to the model's forward as `row_lengths`. Without it, as in verl, they are
+computed from `position_ids`. Models without `_supports_attention_backend` do not pass them on, so these models need
+padding (`qarl.align.families.PADDED`).
 """
 
 from __future__ import annotations
@@ -45,7 +41,10 @@ def register_rows_attention() -> None:
 
 
 def use_rows_attention(model: Any) -> bool:
-    """Switch a transformers model from `sdpa` to `qarl_rows`. Return False, and change nothing, if impossible."""
+    """Switch a transformers model from `sdpa` to `qarl_rows`.
+
+    If this is impossible, change nothing and return False.
+    """
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
     register_rows_attention()
@@ -54,16 +53,16 @@ def use_rows_attention(model: Any) -> bool:
 
 
 def attends_in_rows(model: Any) -> bool:
-    """Return whether the attention of a transformers model stays within the rows of a pack, without a mask."""
+    """Return whether the attention of a transformers model stays within the rows of a pack without a mask."""
     name = model.config._attn_implementation
     return model._supports_attention_backend and (name.startswith("qarl_") or "flash" in name)
 
 
 def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torch.Tensor | None:
-    """Return the mask that transformers' `sdpa` would get, or None for a pack, whose rows need none.
+    """Return None for a pack, whose rows need no mask. Otherwise return the mask of transformers' `sdpa`.
 
     Arguments are those of transformers' `sdpa_mask`. transformers sets `allow_is_causal_skip` to False if it finds
-    several rows in `position_ids`, and `use_vmap` to True if the model adds a mask of its own.
+    several rows in `position_ids`. It sets `use_vmap` to True if the model adds its own mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -76,8 +75,8 @@ def rows_mask(*, attention_mask: torch.Tensor | None = None, **how: Any) -> torc
 def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, Any]) -> Lengths | None:
     """Return the number of tokens of each row, or None if all rows of the forward are full.
 
-    `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `given`: the keyword arguments of an attention function. Rows are
-    packed if B is 1; otherwise there is one length for each of the B rows, which are padded on the right.
+    `query` [B, H, T, D], `key` [B, Hkv, keys, D]. `given`: the keyword arguments of an attention function. If B is 1,
+    rows are packed. Otherwise there is one length for each of the B rows, which are padded on the right.
 
     Raises:
         ValueError: `row_lengths` does not describe this forward.
@@ -97,7 +96,7 @@ def lengths_of_rows(query: torch.Tensor, key: torch.Tensor, given: Mapping[str, 
         return tuple(end - start for start, end in pairwise(edges))
     fits = sum(lengths) == tokens if batch == 1 and len(lengths) > 1 else len(lengths) == batch
     if not fits or max(lengths) > tokens or min(lengths) < 1:
-        raise ValueError(f"rows of {lengths} tokens are not those of a forward of {batch} x {tokens}")
+        raise ValueError(f"rows of {lengths} tokens do not fit a forward of {batch} x {tokens}")
     return lengths
 
 

@@ -1,4 +1,4 @@
-"""Read key=value arguments into a dataclass. Field names are the keys. Field types are the types of values.
+"""Read key=value arguments into a dataclass. Its field names are the keys.
 
 Unknown keys and invalid values are reported before any work is done. All numbers must be positive.
 """
@@ -22,8 +22,10 @@ DEVICES = ("cuda", "cpu")
 
 def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[str]] | None = None, **fixed: Any) -> T:
     """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
-    `choices`: key -> the names that are valid for it. `fixed`: fields that the user cannot set. Raise UserError if an
-    argument is not key=value, a key is unknown, or a value is invalid."""
+
+    `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
+    key=value, a key is unknown, or a value is invalid.
+    """
     hints, values = get_type_hints(cls), dict(fixed)
     keys = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]  # type: ignore[arg-type]  # a dataclass
     for argument in given:
@@ -48,7 +50,7 @@ def _convert(key: str, text: str, hint: Any) -> Any:
 
 
 def _number(key: str, text: str, kind: type) -> Any:
-    """Convert `text` to `kind`. Raise UserError if `text` is invalid or is a number that is not above 0."""
+    """Convert `text` to a number of type `kind`. Raise UserError if this fails or if the number is not above 0."""
     try:
         value = kind(text)
     except ValueError as error:
@@ -78,7 +80,7 @@ def check_divides(arguments: Any, part: str, whole: str) -> None:
 
 
 def device_of(given: Sequence[str]) -> str:
-    """Return the given device. The default is cuda if the driver shows a GPU, else cpu. This does not import torch."""
+    """Return `given`. If it is empty, return cuda if the driver shows a GPU, else cpu. This does not import torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     default = "cuda" if not hidden and Path("/dev/nvidiactl").exists() else "cpu"
     return next((argument.partition("=")[2] for argument in given if argument.startswith("device=")), default)
@@ -96,7 +98,7 @@ def check_device(device: str) -> None:
 
 
 def as_json(arguments: Any) -> dict[str, Any]:
-    """Return the fields of the dataclass for a file that may be published: paths lose their folders."""
+    """Return the fields of the dataclass for a file that may be published. Paths lose their folders."""
     return {
         field.name: value.name if isinstance(value, Path) else value
         for field in dataclasses.fields(arguments)

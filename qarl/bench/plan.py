@@ -3,7 +3,7 @@
     python -m qarl.bench plan model=Qwen3-8B gpu=h100 gpus=16
     python -m qarl.bench plan model=SmolLM2-135M rates=KERNELS.json prompts=8 n=4 prompt_length=8 response_length=16
 
-Each low-bit scheme has two rows: level `off`, which is quantized rollouts with a BF16 trainer, and level `linears`. The
+Each low-bit scheme has a row for level `off` (quantized rollouts with a BF16 trainer) and one for level `linears`. The
 keys are those of `qarl.bench.roofline.Work`.
 """
 
@@ -66,7 +66,7 @@ def predict(work: Work, rates: Rates) -> list[dict[str, Any]]:
 
 
 def memory(work: Work, rates: Rates, size: ModelSize, scheme: str, level: str, group_size: int) -> MemoryEstimate:
-    """Return the doctor's memory estimate for one GPU, or for the process on a CPU."""
+    """Return the doctor's memory estimate: for one GPU, or on a CPU for the process."""
     on_gpu, nodes = bool(rates.memory_bytes), -(-work.gpus // roofline.GPUS_PER_NODE)
     micro = {f"{name}_micro_batch_size_per_gpu": work.micro_batch for name in ("ppo", "log_prob")}
     given: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The facts that every file of results holds: device, versions, commit and date."""
+"""Facts for every file of results: device, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout that holds this file ("-dirty" if it has changes), or "unknown"."""
+    """Return the commit of this file's checkout ("-dirty" if it has changes), or "unknown"."""
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

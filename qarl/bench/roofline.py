@@ -1,4 +1,4 @@
-"""Roofline of a training step. A phase is as slow as the slowest of its arithmetic, memory traffic and link traffic."""
+"""Roofline of a training step. The time of a phase is the longest of its times for arithmetic, memory and links."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network` are in
-    bytes/s. `said` has a line of text for each rate, which says whether the rate was measured or assumed."""
+    """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network`: bytes/s.
+
+    `said`: for each rate a line of text that says whether it was measured or assumed.
+    """
 
     device: str
     product: Curves
@@ -59,8 +61,10 @@ def assumed_rates(gpu: str) -> Rates:
 
 
 def measured_rates(path: Path) -> Rates:
-    """Read rates from a file of `qarl.bench kernels`. For each scheme, use its first kernel, as the trainer does. Raise
-    UserError if the file cannot be read or has no BF16 product."""
+    """Read rates from a file of `qarl.bench kernels`. For each scheme, use its first kernel, as the trainer does.
+
+    Raise UserError if the file cannot be read or has no BF16 product.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
@@ -130,8 +134,10 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with the passes, so only
-        the time by which it outlasts them is counted."""
+        """Return seconds by phase, bytes gathered and bytes published.
+
+        Communication overlaps with the passes. So only the time by which it is longer counts.
+        """
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
         forward = batches * self.pass_(work.micro_batch, trainer)
@@ -158,8 +164,11 @@ class Roofline:
         return seconds, gathered + others * published, published
 
     def product(self, rows: float, scheme: str) -> float:
-        """Return seconds of all linears for `rows` tokens: the larger of the times for arithmetic and for reading the
-        weights. Experts without tokens are not read."""
+        """Return seconds of all linears for `rows` tokens.
+
+        This is the longer of two times, one for arithmetic and one for reading the weights. The weights of experts
+        without tokens are not read.
+        """
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
         read = self.weights - (1 - share) ** rows * self.expert_weights
@@ -172,8 +181,10 @@ class Roofline:
         return max(2 * rows * weights / self.rates.flop_per_s("bf16", rows), 2 * weights / self.rates.memory)
 
     def rows(self, rows: int, length: float, scheme: str) -> float:
-        """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention, which
-        takes 2 FLOP per pair of tokens and element of the query width."""
+        """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention.
+
+        Attention has 2 FLOP per pair of tokens and element of the query width.
+        """
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
@@ -188,8 +199,10 @@ class Roofline:
         return (self.rows(prompts, work.prompt_length, self.scheme) + self.head(prompts)) / work.tensor_parallel
 
     def decode(self) -> float:
-        """Return seconds to decode all responses of an engine. The engine decodes as many responses at once as fit in
-        its KV cache when each response has half its length."""
+        """Return seconds to decode all responses of an engine.
+
+        The KV cache limits how many responses are decoded at once. Each is assumed to have half its final length.
+        """
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)
         at_once = max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)

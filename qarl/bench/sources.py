@@ -1,9 +1,8 @@
-"""The models that are timed: public configs by name with random weights, or a local folder with its weights.
+"""The models to time: public configs by name with random weights, or a local folder with its weights.
 
-`qarl/bench/models/NAME/config.json` holds the numbers of a public config, written by hand. Speed depends on shapes, not
-on values, so random weights as transformers initialises them are enough. `layers=N` keeps the first N decoder layers;
-embedding and lm_head stay whole. The benchmark times a copy of the model without an end-of-sequence token, so all
-responses have the requested length.
+`qarl/bench/models/NAME/config.json` has the numbers of a public config, written by hand. Random weights are enough,
+because speed depends on shapes, not on values. `layers=N` keeps the first N decoder layers, embedding and lm_head. The
+copy of the model has no end-of-sequence token, so all responses have the requested length.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LINEARS = {"q": "q_proj", "kv": "k_proj", "o": "o_proj", "gate_up": "gate_proj",
 
 @dataclass(frozen=True)
 class Source:
-    """A model. `config`: content of config.json. `folder`: holds weights and tokenizer, or None for random weights."""
+    """A model. `config`: content of config.json. `folder`: weights and tokenizer, or None for random weights."""
 
     name: str
     config: Mapping[str, Any]
@@ -70,8 +69,10 @@ def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
-    """Return name -> [N, K] of a decoder layer's dense weights, unfused as in the trainer. Each shape is listed once,
-    even if several weights share it. In a mixture of experts only the weights of attention are dense."""
+    """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
+
+    Each shape is listed once. In a mixture of experts only the weights of attention are dense.
+    """
     block = source.size.block_linears(0)
     by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}
@@ -80,7 +81,7 @@ def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
 
 
 def default_group_size(size: ModelSize) -> int:
-    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if none does."""
+    """Return the largest of 128, 64 and 32 that divides the input size of every linear, or 128 if there is none."""
     inputs = {k for _, k in size.block_linears(0).values()}
     return next((group for group in (128, 64, 32) if all(k % group == 0 for k in inputs)), 128)
 

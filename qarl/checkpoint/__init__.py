@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a run. Their folders appear on disk complete or not at all."""
+"""Checkpoints and exports of a run. A folder appears on disk only when it is complete."""
 
 from __future__ import annotations
 

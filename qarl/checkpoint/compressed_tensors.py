@@ -1,9 +1,9 @@
 """Write and read model folders in Hugging Face's format, quantized (compressed-tensors) or not.
 
-transformers and vLLM can load these folders. Tensors are streamed, so only one shard at a time is in memory. If a model
-fits into one shard, the file is `model.safetensors`. Otherwise the files are `model-00001-of-0000N.safetensors` etc.
-and an index. The low-bit tensors come from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16
-weights (`packed`). Both ways use the same quantizer, so both give the bytes that were published.
+transformers and vLLM can load these folders. Only one shard at a time is in memory. A model that fits into one shard is
+written to `model.safetensors`, otherwise to `model-00001-of-0000N.safetensors` etc. with an index. The low-bit tensors
+come from the live model (`qarl.quant.convert.packed_state_dict`) or from stored BF16 weights (`packed`). Both use the
+quantizer of a publish, so the bytes are those that were published.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def save_model(
     ignore: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`. An existing folder is replaced.
+    """Write `tensors` (checkpoint names) with config and tokenizer to `folder`, replacing an existing folder.
 
-    The folder appears complete or not at all. `qarl.checkpoint.storage.whole_folder` lists the errors.
+    The folder appears only when it is complete. Errors are those of `qarl.checkpoint.storage.whole_folder`.
     """
     with whole_folder(folder) as partial:
         write_model(partial, files, tensors, scheme=scheme, ignore=ignore, max_shard_bytes=max_shard_bytes)
@@ -115,7 +115,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors in a model folder. Do not read the weights."""
+    """Return names and shapes of the tensors in a model folder, without reading the weights."""
     return header_shapes(weight_files(folder))
 
 
@@ -149,7 +149,7 @@ def packed(tensors: NamedTensors, scheme: Scheme, linears: Collection[str]) -> I
 
 
 def packed_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, linears: Collection[str]) -> int:
-    """Return how many bytes `packed` yields for tensors of these shapes. Tensors that it does not quantize are BF16."""
+    """Return how many bytes `packed` yields for tensors of these shapes. Unquantized tensors count as BF16."""
     total = 0
     for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
@@ -167,7 +167,7 @@ def linears_of(folder: Path, scheme: Scheme, ignore: Sequence[str], *, trust_rem
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build the model of `folder`'s config.json on the meta device. It has names and shapes, but needs no memory."""
+    """Build the model of `folder`'s config.json on the meta device, to get names and shapes without memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -219,7 +219,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """Convert a Rust library's error to OSError. The error number is found only in its text."""
+    """Convert an error of a Rust library to OSError. The error number is in the text of the Rust error."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
@@ -229,6 +229,6 @@ def _shard_name(number: int) -> str:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with its own storage, because safetensors refuses tensors that share their storage."""
+    """Return a contiguous tensor with its own storage. safetensors refuses tensors that share their storage."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,8 +1,7 @@
 """Write a checkpoint of a run as a model folder. `qarl export` and the end of a verl run use this module.
 
-The backend of the run may be local or verl. For verl, the files of all ranks are merged. The checkpoint is checked by
-its digests or checksums and never changed. Tensors are streamed, one shard at a time. The folder appears complete or
-not at all, even if the disk becomes full.
+The backend of the run may be local or verl. For verl, the files of all ranks are merged. The checkpoint's digests or
+checksums are checked first, and the checkpoint is never changed. The model folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -39,8 +38,11 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> str:
-    """Write the model folder. Return a line that says what was written. Raise UserError if the checkpoint is missing or
-    damaged, if the output folder cannot be used, or if the disk is full."""
+    """Write the model folder. Return a line of text about it.
+
+    Raise UserError if the checkpoint is missing or damaged, if the output folder cannot be used, or if the disk is
+    full.
+    """
     import torch
 
     from qarl.checkpoint.compressed_tensors import ModelFiles, linears_of, packed, packed_bytes, write_model
@@ -89,7 +91,7 @@ def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator
 
 
 def check_output(output: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    """Raise UserError if writing to `output` would touch the source checkpoint or overwrite other files."""
+    """Raise UserError if writing to `output` would change the source checkpoint or overwrite other files."""
     target, origin = output.resolve(), checkpoint.resolve()
     if origin.is_relative_to(target) or target.is_relative_to(origin.parent):
         raise UserError(

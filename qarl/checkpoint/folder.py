@@ -1,15 +1,15 @@
-"""Checkpoints that a run resumes from. They are complete on disk or absent, and are checked by digest before use.
+"""Write and read the checkpoints that a run resumes from. A folder appears only when it is complete, and is checked by
+digest before use.
 
-`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward. Hugging Face's libraries can
-load it as it is. It has three more files:
+`checkpoints/step_N/` is a Hugging Face model folder with the BF16 weights of the forward, plus three files:
 
     optimizer.pt   FP32 masters if they exist, moments, seed and count of the stochastic rounding, place in the schedule
     rng.pt         global generators of torch, CUDA, NumPy and Python
     state.json     step, weight version, config, versions, data position, metrics of the step, digests of the published
-                   tensors, size and SHA-256 of every other file, and at the end a digest of state.json itself
+                   tensors, size and SHA-256 of every other file, and a digest of state.json itself
 
-TBPO has no state to save. verl deletes the oldest checkpoint before it writes the next one. QaRL deletes the oldest one
-only when the next one is complete on disk.
+TBPO has no state to save. verl deletes the oldest checkpoint before it writes the next one. QaRL deletes it only after
+the next one is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"step_([0-9]+)")
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used, because it is missing, incomplete or damaged."""
+    """A checkpoint is missing, incomplete or damaged."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Checkpoint:
             raise
         except Exception as error:  # which exception torch or Python raises depends on what is wrong in the file
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            raise damaged(self.folder, f"{name} does not hold what was saved: {why}") from error
+            raise damaged(self.folder, f"{name} does not contain what was saved: {why}") from error
 
 
 def save_checkpoint(
@@ -102,8 +102,8 @@ def save_checkpoint(
 ) -> int:
     """Write a checkpoint to `folder` and return its size in bytes.
 
-    `state`: the content of state.json without `format`, `files` and `digest`. If the disk refuses to write, raise
-    StorageError and leave `folder` unchanged.
+    `state`: the content of state.json without `format`, `files` and `digest`. If writing fails, raise StorageError and
+    leave `folder` unchanged.
     """
     weights = list(weights)
     needed = sum(tensor.nbytes for _, tensor in weights) + _tensor_bytes(optimizer)
@@ -125,7 +125,7 @@ def save_checkpoint(
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Check every byte of the checkpoint in `folder` by digests. Return the checkpoint.
 
-    Raise CheckpointError if it is missing or damaged, and UserError if this version does not read its format.
+    Raise CheckpointError if it is missing or damaged, and UserError if its format is of another version of QaRL.
     """
     try:
         return _open(folder)
@@ -149,7 +149,7 @@ def _open(folder: Path) -> Checkpoint:
 def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a dict of tensors and plain values from a file of `torch.save`, without running any code in the file.
 
-    Raise UserError if the file cannot be read, holds no dict, or holds objects that need code to be loaded.
+    Raise UserError if the file cannot be read, has no dict, or has objects that need code to be loaded.
     """
     why = "holds no dict"
     cause: Exception | None = None
@@ -170,7 +170,7 @@ def load_dict(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every `step_N` in `parent`, newest first, without checking them."""
+    """Return (step, folder) of every `step_N` in `parent`, newest first. Do not check them."""
     found = []
     try:
         paths = list(parent.iterdir()) if parent.is_dir() else []
@@ -288,7 +288,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 
 
 def damaged(folder: Path, why: str) -> CheckpointError:
-    """Return the error for a damaged checkpoint. `why`: what is wrong with it."""
+    """Return the error for a damaged checkpoint. `why`: the damage."""
     fix = "use an earlier checkpoint (trainer.resume_mode=auto does so automatically), or copy this one again"
     return CheckpointError(f"the checkpoint in {folder} is damaged", why=why, fix=fix)
 

@@ -1,4 +1,4 @@
-"""Write JSON files that appear complete or not at all, and convert values that JSON lacks."""
+"""Write JSON files atomically, and convert values that JSON does not have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qarl.checkpoint.storage import write_text
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file completely or not at all. Raise StorageError if the disk refuses to write it."""
+    """Write a JSON file atomically. Raise StorageError if the disk refuses to write it."""
     write_text(Path(path), json.dumps(json_safe(content), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Find out whether the folder of a run holds an earlier run, and move an earlier run aside."""
+"""Check whether the folder of a run contains an earlier run, and move an earlier run aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPORT = "export"
 def fresh_run_dir(run_dir: Path) -> None:
     """Move an earlier run aside, to `NAME.1`, `NAME.2`, ..., so that two runs never share a metrics file.
 
-    A folder without metrics and checkpoints is not moved. A dry run or a refused run leaves such a folder.
+    A folder without metrics and checkpoints, as after a dry run or a refused run, is not moved.
     """
     if not holds_a_run(run_dir):
         return
@@ -33,7 +33,7 @@ def fresh_run_dir(run_dir: Path) -> None:
             why=error.strerror,
             fix="choose a different name=... or output_dir=...",
         ) from error
-    note(f"{run_dir} held an earlier run, which is now in {target}")
+    note(f"{run_dir} contained an earlier run, which is now in {target}")
 
 
 def holds_a_run(run_dir: Path) -> bool:

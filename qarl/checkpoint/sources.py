@@ -29,7 +29,7 @@ class Source:
     """One checkpoint: its step and folder, the run's config, and the model's names, shapes and tensors.
 
     `model_folder`: has config.json and the tokenizer. `bf16`: yields the weights that the forward used. `fp32`: yields
-    the masters, and the upcast weights of tensors without a master; it raises UserError if the run has no FP32 masters.
+    the masters, and other tensors upcast. It raises UserError if the run has no FP32 masters.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Source:
 def find_checkpoint(run: Path, step: int | None) -> Path:
     """Return the folder of the checkpoint of `step` in the run folder `run`. If `step` is None, use the latest.
 
-    Raise UserError if it does not exist or is incomplete. The message lists the existing steps or says what is missing.
+    Raise UserError if it does not exist or is incomplete. The message lists the existing steps or the missing files.
     """
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", fix="give the folder of a run: run=OUTPUT_DIR/NAME")
@@ -77,10 +77,9 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Open the checkpoint in `folder`. If the local backend wrote it, check it now by its digests. The tensors of a
-    verl checkpoint are checked when they are read.
+    """Open the checkpoint in `folder`, and raise UserError if it is damaged or its files cannot be read.
 
-    Raise UserError if the checkpoint is damaged or its files cannot be read.
+    The digests of a local checkpoint are checked now. The tensors of a verl checkpoint are checked when they are read.
     """
     with reading(folder):
         return _verl(folder, trust_remote_code) if (folder / "actor").is_dir() else _local(folder)
@@ -88,8 +87,10 @@ def open_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`. Many exception classes
-    are caught, because each library raises different ones for different damage."""
+    """Turn errors in the `with` block into a UserError that names the checkpoint's `folder`.
+
+    Many exception classes are caught, because libraries raise different ones for damaged files.
+    """
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -148,7 +149,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _verl(folder: Path, trust_remote_code: bool) -> Source:
-    """Open a checkpoint of verl. It holds only FP32 masters. `bf16` casts them to BF16, as verl's forward does."""
+    """Open a checkpoint of verl, which has only FP32 masters. `bf16` casts them to BF16, as verl's forward does."""
     weights = VerlWeights.open(folder / "actor")
     model_folder = folder / "actor" / CONFIG_FOLDER
     tied = tied_names(model_of(model_folder, trust_remote_code=trust_remote_code))

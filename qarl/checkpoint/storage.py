@@ -1,17 +1,14 @@
-"""Write folders on disk that appear complete or not at all, and clean up after killed processes.
+"""Write folders that appear only when they are complete, and clean up after killed processes.
 
-A folder is first written as `NAME.partial-PID` beside its final place. Every file and the folder are synced to disk,
-then the folder is renamed. So a kill or a power cut at any moment leaves the complete folder or none. Replacing and
-removing also use a rename (to `NAME.old-PID`), so a half-removed folder never has the final name. `recover` cleans up
-what killed processes left, but does not touch folders of running processes. If the final place is a link, the link's
-target is replaced.
+A folder is first written as `NAME.partial-PID` beside its final place. Its files are synced to disk, then it is
+renamed. So after a kill or a power cut the folder is either complete or absent. To replace or remove a folder, it is
+first renamed to `NAME.old-PID`. `recover` cleans up after killed processes.
 
 If the disk refuses to write (full, quota, file size limit, read-only), a `StorageError` is raised and no partial folder
 is left.
 
-A folder to remove may be a link. If the link's target has the same name as the folder, somebody has probably moved the
-folder there, for example to a larger disk. In that case the target is removed too, to free its space. It stays if it
-has a different name or is a checkpoint of a different run.
+Replacing a link replaces its target. Removing a link also removes a target of the same name, because somebody has
+probably moved the folder there. A target that is a checkpoint of a different run stays.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ class StorageError(UserError):
 
 @contextmanager
 def whole_folder(folder: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """Yield an empty folder to write to. At the end rename it to `folder`. An existing `folder` is replaced.
+    """Yield an empty folder to write to. At the end rename it to `folder`, replacing an existing one.
 
-    `needed_bytes`: the space that must be free before anything is written. After any exception `folder` is unchanged,
-    and nothing is left of the new folder. Raise StorageError if the disk has too little space or writing fails.
+    `needed_bytes`: space that must be free. Raise StorageError if it is not, or if writing fails. After any exception
+    `folder` is unchanged and the new folder is removed.
     """
     folder = folder.resolve()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -88,7 +85,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(folder: Path, new: Path) -> None:
-    """Rename `new` to `folder`. First move an existing folder aside; then remove it, or restore it after an error."""
+    """Rename `new` to `folder`.
+
+    An existing folder is moved aside first. It is removed at the end, or moved back after an error.
+    """
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     if folder.exists():
@@ -105,15 +105,17 @@ def replace_folder(folder: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename `folder`, then remove it. If the process is killed in between, `recover` removes the rest. Raise OSError
-    if a part of it cannot be removed."""
+    """Rename `folder`, then remove it. Raise OSError if a part of it cannot be removed.
+
+    If the process is killed in between, `recover` removes the rest.
+    """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     folder.rename(partial)
     _remove(partial, folder.name)
 
 
 def _remove(folder: Path, name: str) -> None:
-    """Remove a folder, file or link. If it is a link to the folder `name` after a move, remove its target too."""
+    """Remove a folder, file or link. If it is a link to a folder called `name`, remove that folder too."""
     if not folder.is_symlink():
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         return
@@ -124,11 +126,11 @@ def _remove(folder: Path, name: str) -> None:
 
 
 def recover(parent: Path, name: str | None = None, *, alone: bool = False) -> list[str]:
-    """Clean up what killed processes left in `parent`. Return a line of text for each change.
+    """Clean up after killed processes in `parent`. Return a line of text for each change.
 
-    Half-written folders are removed. A folder that was moved aside but never replaced gets its name back.
+    Half-written folders are removed. A folder that was moved aside and not replaced is moved back.
 
-    `name`: clean up only what was left of the folder with this name. `alone`: a lock guarantees that no other process
+    `name`: clean up only after writes to the folder with this name. `alone`: a lock guarantees that no other process
     works in `parent`. If it is False, folders that a running process may have made are not changed.
     """
     done = []
@@ -160,9 +162,9 @@ def set_aside(folder: Path, suffix: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all: write a temporary file beside it, then rename that.
+    """Write a file atomically: write a temporary file beside it, then rename that. Make missing parent folders.
 
-    Make missing parent folders. If the disk refuses to write, raise StorageError and leave an existing file unchanged.
+    If the disk refuses to write, raise StorageError and leave an existing file unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -183,8 +185,8 @@ def file_sha256(path: Path) -> str:
 def _in_use(path: Path, pid: int) -> bool:
     """Return whether `path` may belong to a running process other than this one.
 
-    This is true if process `pid` runs now and already ran when `path` was last changed. A process that started
-    later did not make `path`. It only reuses the process number, which is common in containers.
+    This is true if process `pid` runs and started before `path` was last changed. If it started later, it did not make
+    `path` but reuses the process number, as is common in containers.
     """
     if pid == os.getpid():
         return False

@@ -1,9 +1,9 @@
 """Find verl's complete checkpoints on disk and read their weights, without verl, Ray or a process group.
 
-verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with
-rank R's part of an FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger`
-needs memory for the whole model and rounds to BF16. Here the files are memory-mapped. Each tensor is assembled alone,
-in FP32, and compared with the checksums that QaRL's engine records beside the files.
+verl's FSDP engine writes `global_step_N/actor/model_world_size_W_rank_R.pt`: a state dict of DTensors, each with rank
+R's part of an FP32 master (verl/utils/checkpoint/fsdp_checkpoint_manager.py, 0.9.1). verl's own `model_merger` needs
+memory for the whole model and rounds to BF16. Here the files are memory-mapped, and one tensor at a time is assembled
+in FP32. It is compared with the checksums that QaRL's engine writes beside the files.
 
 verl unpickles these files without restrictions, which could run code. So `refuse_code` checks them before verl does.
 """
@@ -43,7 +43,7 @@ def step_of(folder: Path) -> int:
 def what_is_missing(folder: Path) -> str | None:
     """Return why `folder` is not a complete checkpoint of verl, or None if it is complete.
 
-    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file lacks it.
+    Files of torch.save are zip archives. The directory of an archive is written last, so a truncated file has none.
     """
     if not folder.is_dir() or not step_of(folder):
         return "there is no such folder, or its name is not global_step_N"
@@ -58,14 +58,17 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def whole_and_torn(checkpoints: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """Return two dicts by step: the folders of the complete checkpoints, and what each incomplete checkpoint lacks."""
+    """Return two dicts by step: the folders of complete checkpoints, and what is missing in incomplete ones."""
     folders = {step: folder for folder in checkpoints.glob("global_step_*") if (step := step_of(folder))}
     torn = {step: problem for step, folder in folders.items() if (problem := what_is_missing(folder))}
     return {step: folder for step, folder in folders.items() if step not in torn}, torn
 
 
 def load_part(file: Path) -> dict[str, Any]:
-    """Load one of verl's files with memory-mapped tensors, without running code in it. Errors: see `load_dict`."""
+    """Load one of verl's files with memory-mapped tensors, without running code in it.
+
+    Errors are those of `load_dict`.
+    """
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns about a missing process group, but none is needed here
@@ -77,7 +80,7 @@ def load_part(file: Path) -> dict[str, Any]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """Return the array classes that a pickle of NumPy's random state needs, under their names in NumPy 1 and 2."""
+    """Return the array classes in a pickle of NumPy's random state, under their names in NumPy 1 and 2."""
     make = np.ndarray((0,)).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     return [*((make, name) for name in names), np.ndarray, np.dtype, np.dtypes.UInt32DType]
@@ -100,7 +103,7 @@ def refuse_code(files: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's tensors, and the record of their checksums, which is empty if QaRL's engine did not write a record."""
+    """One rank's tensors and their checksums. There are no checksums if QaRL's engine did not write them."""
 
     file: Path
     tensors: Mapping[str, torch.Tensor]
@@ -112,7 +115,7 @@ class Rank:
             tensors = load_part(file)
             if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
                 raise UserError(
-                    f"{file.name} cannot be used", where=str(file), why=f"has an entry {wrong[0]} that is not a tensor"
+                    f"{file.name} cannot be used", where=str(file), why=f"its entry {wrong[0]} is not a tensor"
                 )
         except UserError as error:
             raise UserError(
@@ -125,13 +128,13 @@ class Rank:
         return cls(file, tensors, _read_record(record))
 
     def part(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a tensor. Raise UserError if it differs from what was saved."""
+        """Return this rank's part of a tensor. Raise UserError if it differs from its checksum."""
         tensor = self.tensors[name]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         saved = self.record.get(f"model.{name}")
         if self.record and (saved is None or saved.lower() != f"{checksums([local])[0] & (2**64 - 1):016x}"):
             raise UserError(
-                f"{name} is not what was saved",
+                f"{name} differs from what was saved",
                 where=str(self.file),
                 why="its checksum is not the one recorded when the checkpoint was written",
                 fix="export a different step",
@@ -140,7 +143,7 @@ class Rank:
 
 
 def _read_record(file: Path) -> Mapping[str, str]:
-    """Return the checksums by name. If there is no record, print a note and return {}."""
+    """Return the checksums by name. If the file is missing, print a note and return {}."""
     if not file.is_file():
         note(f"there is no {file}, so the weights of this rank are read unchecked")
         return {}
@@ -161,7 +164,7 @@ def _read_record(file: Path) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class VerlWeights:
-    """The weights of a checkpoint, from all ranks that hold different parts of them."""
+    """The weights of a checkpoint, assembled from the ranks."""
 
     folder: Path
     ranks: list[Rank]
@@ -180,7 +183,7 @@ class VerlWeights:
         return cls(folder, [first, *(Rank.open(files[rank]) for rank in range(1, parts))])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole (not sharded) tensors by name."""
+        """Return the shapes of the whole tensors by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.ranks[0].tensors.items()}
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The prompts and rewards that a run learns from."""
+"""Prompts and rewards."""
 
 from __future__ import annotations
 

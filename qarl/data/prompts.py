@@ -1,12 +1,12 @@
-"""Read, check and tokenize all prompts before training, and choose the order in which training visits them.
+"""Read, check and tokenize all prompts before training, and choose their order.
 
 Files use verl's schema, so one file works with both backends: `data_source`, `prompt` (a list of `{role, content}`),
-`reward_model.ground_truth`, and optionally `extra_info`. `datasets` reads them into memory, without its cache on disk.
+`reward_model.ground_truth`, and optionally `extra_info`. The package `datasets` reads them into memory, without its
+cache on disk.
 
-There are two departures from verl's `RLHFDataset`. First, a row that cannot be used is an error that names the row.
-verl treats such a row as too long and drops it, because its filter catches every exception. Second,
-`filter_overlong_prompts` is off by default, so no prompt is dropped unless the user asks for it. As in verl, the last
-incomplete batch of an epoch is dropped.
+There are two differences from verl's `RLHFDataset`. First, an unusable row is an error that names the row. verl drops
+such a row as if it were too long, because its filter catches every exception. Second, `filter_overlong_prompts` is off
+by default, so no prompt is dropped unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: the tokens that the rollout gets (`prompt_token_ids`), and the values that its reward needs."""
+    """One prompt: its tokens (`prompt_token_ids`) and the values that its reward needs."""
 
     index: int
     """Row number from 0, counted through all files. Filtering does not change it."""
@@ -69,9 +69,8 @@ def load_prompts(
     `max_prompt_length`: in tokens. `limit`: stop after this number of usable prompts and ignore later rows.
 
     Raises:
-        UserError: a file is missing, unreadable or empty; a column is missing; a row's prompt is not a list of
-            `{role, content}`, or it has no ground truth; a prompt is too long and `filter_overlong_prompts` is off; all
-            prompts are too long; the tokenizer has no chat template.
+        UserError: a file, column or row is missing or invalid, the tokenizer has no chat template, a prompt is too long
+            (unless `filter_overlong_prompts` is on), or all prompts are too long.
     """
     files = [files] if isinstance(files, str) else list(files)
     if not files:
@@ -179,7 +178,7 @@ def _try_deep(value: bytes) -> None:
 
 
 def _iterate(rows: datasets.Dataset, file: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Raise UserError if a row is damaged, which is found only when `datasets` decodes it."""
+    """Yield the rows. Raise UserError for a damaged row."""
     iterator = iter(rows)
     while True:
         try:
@@ -293,7 +292,7 @@ def _overlong_error(overlong: Sequence[tuple[str, int]], total: int, max_prompt_
 
 
 def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
-    """Return the number of prompts of `val` whose tokens equal a prompt of `train`. A fair evaluation needs 0."""
+    """Return the number of prompts of `val` whose tokens equal a prompt of `train`."""
     seen = {tuple(prompt.prompt_token_ids) for prompt in train}
     return sum(tuple(prompt.prompt_token_ids) in seen for prompt in val)
 
@@ -301,11 +300,12 @@ def check_disjoint(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max_unused: int = 0) -> int:
     """Return the number of extra token ids: those that the model has but the tokenizer lacks.
 
-    `vocab_size`: number of the model's ids. Extra ids get some of the probability unless they are masked, and verl
-    masks them in vLLM but not in its trainer. For example, with 64 logits for 48 tokens and an untrained model, the
-    log-probs of rollout and trainer differ by ln(64/48). A trained model gives extra ids almost no probability.
+    `vocab_size`: number of the model's ids. verl masks extra ids in vLLM but not in its trainer. So the more
+    probability the model gives them, the more the log-probs of rollout and trainer differ. With 64 logits for 48 tokens
+    and an untrained model, the difference is ln(64/48). A trained model gives extra ids almost no probability.
 
-    Raises UserError if there are more than `max_unused` extra ids, or if the tokenizer has more ids than the model."""
+    Raises UserError if there are more than `max_unused` extra ids, or if the tokenizer has more ids than the model.
+    """
     unused = vocab_size - len(tokenizer)
     if 0 <= unused <= max_unused:
         return unused
@@ -327,9 +327,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, max
 class PromptSampler(Iterator[list[int]]):
     """Yield batches of `batch_size` distinct row numbers below `num_prompts`, without end.
 
-    Every epoch has a new order. It depends only on `seed` and the epoch, so a resumed run gets the same batches as an
-    uninterrupted one. Without `shuffle` every epoch is in file order. As in verl, an epoch's last incomplete batch is
-    dropped. Raises UserError if `batch_size` is below 1 or above `num_prompts`."""
+    Every epoch has a new order, which depends only on `seed` and the epoch, so a resumed run gets the same batches.
+    Without `shuffle`, every epoch is in file order. As in verl, an epoch's last incomplete batch is dropped. Raises
+    UserError if `batch_size` is below 1 or above `num_prompts`.
+    """
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
         if not 1 <= batch_size <= num_prompts:
@@ -361,8 +362,11 @@ class PromptSampler(Iterator[list[int]]):
         return settings | {"batches_drawn": self.batches_drawn}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue from the position in `state`. Raise UserError if `state` was saved with a different number of
-        prompts, batch size, seed or `shuffle`, or if its `batches_drawn` is not an integer of 0 or more."""
+        """Continue from the position in `state`.
+
+        Raise UserError if `state` was saved with a different number of prompts, batch size, seed or `shuffle`, or if
+        its `batches_drawn` is not an integer of 0 or more.
+        """
         for key in self._SETTINGS:
             if state.get(key) != getattr(self, key):
                 raise UserError(

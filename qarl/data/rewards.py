@@ -1,17 +1,16 @@
-"""Reward functions: the built-in ones, the user's, and the checks of both.
+"""Call, find and check reward functions, both built-in ones and the user's.
 
 A reward function has the signature of verl's custom rewards, so one function works with both backends:
 
     def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None) -> float
 
-It may also return a dict with the number under "score".
+It may also return a dict with the number under "score". As in verl, the arguments are passed by keyword.
 
 The config names the function as `arithmetic`, `math_verify`, `package.module:function` or `path/to/file.py:function`.
-As in verl, the arguments are passed by keyword.
 
-If the function raises, does not return a finite number, or takes longer than `reward.timeout_s`, the run stops with an
-error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If a timeout scored
-0, the rewards would depend on how busy the machine is. Calling `sys.exit` is an error too, but Ctrl-C is not.
+If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
+run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
+a timeout scored 0, the rewards would depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_inf
 
 
 def _canonical(number: str) -> str:
-    """Return `number` without leading zeros, as text. `int` refuses thousands of digits, but a model can write them."""
+    """Return `number` as text without leading zeros.
+
+    `int` would refuse the thousands of digits that a model can write.
+    """
     magnitude = number.removeprefix("-").lstrip("0") or "0"
     return f"-{magnitude}" if number.startswith("-") and magnitude != "0" else magnitude
 
@@ -64,8 +66,8 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """Return 1.0 if an answer in the response (LaTeX, boxed or plain) equals `ground_truth` mathematically, else 0.0.
 
     Uses the math-verify package with the settings of verl's `math_verify` reward. The package's time limit (5 seconds
-    to parse, 5 to compare) uses an alarm signal, which works only in the main thread. Other threads therefore use a
-    separate process, as in verl. The caller's own alarm fires on time, or after the parse or comparison then running.
+    to parse, 5 to compare) uses an alarm signal, which works only in the main thread. So calls from other threads run
+    in a separate process, as in verl.
     """
     if threading.current_thread() is threading.main_thread():
         return _math_verify(solution_str, str(ground_truth))
@@ -73,7 +75,7 @@ def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def math_verify_within(seconds: int, solution_str: str, ground_truth: str) -> float:
-    """Do what `math_verify` does, with a time limit of `seconds`. This is for data preparation, in the main thread."""
+    """Do the same as `math_verify` with a time limit of `seconds`. For data preparation, in the main thread."""
     return _math_verify(solution_str, ground_truth, seconds)
 
 
@@ -101,8 +103,11 @@ BUILTIN: dict[str, RewardFn] = {"arithmetic": arithmetic, "math_verify": math_ve
 
 
 def get_reward_fn(spec: str) -> RewardFn:
-    """Return the reward function that `spec` names. Raise UserError if there is no such built-in name, module, file or
-    attribute, if it is not callable, or if it does not take the four arguments."""
+    """Return the reward function that `spec` names.
+
+    Raise UserError if there is no such built-in name, module, file or attribute, if it is not callable, or if it does
+    not take the four arguments.
+    """
     if spec in BUILTIN:
         return BUILTIN[spec]
     source, separator, name = spec.rpartition(":")
@@ -203,8 +208,8 @@ def score_responses(
     `timeout_s`: time limit per response, in seconds; None means no limit.
 
     Raises:
-        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or returned neither a finite
-            number nor a dict with one under "score".
+        UserError: `fn` raised (its exception is chained), took longer than `timeout_s`, or did not return a finite
+            number (alone or under "score").
     """
     return [_score(fn, prompt, response, timeout_s) for prompt, response in zip(prompts, responses, strict=True)]
 
@@ -223,7 +228,8 @@ def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None)
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
     """Return the result of `fn` for the four `arguments`. Raise UserError if `fn` raises or exceeds `timeout_s`.
 
-    `where`: text that the error shows before the data source."""
+    `where`: text to show in the error before the data source.
+    """
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
     response = shortened(arguments["solution_str"])
     try:
@@ -271,7 +277,7 @@ def _name(fn: RewardFn) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return class and message of an exception. The message is empty if the exception's `__str__` raises."""
+    """Return class and message of an exception. If its `__str__` raises, the message is empty."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -279,6 +285,8 @@ def _in_words(error: BaseException) -> str:
 
 
 def check_reward_fn(fn: RewardFn, prompts: Sequence[Prompt], *, timeout_s: float | None = None) -> None:
-    """Call `fn` once, on the first prompt with an empty response, to find bugs in `fn` before the training starts.
-    Raises UserError for the same reasons as `score_responses`."""
+    """Call `fn` once, on the first prompt with an empty response, to find bugs before the training starts.
+
+    Raises UserError for the same reasons as `score_responses`.
+    """
     score_responses(fn, prompts[:1], [""], timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Load the prompts that a config names, and choose the order in which training visits them."""
+"""Load the prompts that a config names, and choose their order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ def load_train_prompts(config: Config, tokenizer: Any) -> PromptDataset:
 
 
 def load_val_prompts(config: Config, tokenizer: Any) -> PromptDataset | list[Any]:
-    """Load the held-out prompts, or return [] if the run never evaluates. backend=verl always loads all of them,
-    because verl always reads their files."""
+    """Load the held-out prompts, or return [] if the run never evaluates.
+
+    backend=verl always loads them, because verl always reads their files.
+    """
     files, limit = config.data.val_files, config.trainer.val_max_prompts
     if config.backend == "verl":
         return load_prompts(files, **prompt_options(config, tokenizer)) if files else []

@@ -1,14 +1,12 @@
 """Call a user's function, such as a reward, with a time limit: `call_within`.
 
-In the main thread the limit is a timer signal whose handler raises. It interrupts endless loops, sleeps, waiting for a
-socket, and regular expressions that backtrack forever. The timer fires again every second, in case the function
-catches the exception. The caller's own timer is restored afterwards. If the function sets an alarm itself
-(`signal.alarm`), that replaces our timer, and the running time is checked only when the function returns.
+In the main thread, a timer signal raises an exception inside the function. This interrupts endless loops, sleeps,
+waiting for a socket, and slow regular expressions. The timer fires every second, in case the function catches the
+exception. If the function sets an alarm itself (`signal.alarm`), the time is checked only when it returns.
 
-Python delivers signals only to the main thread, but verl scores responses in other threads of a Ray worker. In such a
-thread, `call_within` runs the function in a new thread and waits for it only until the limit. Then it raises, and the
-new thread is made to stop at its next line of Python. A thread that is inside a C function is left behind as a daemon,
-which does not keep the process alive. Only C code that never releases Python's lock delays the error.
+Python delivers signals only to the main thread, but verl calls rewards in other threads. There, `call_within` runs the
+function in a new thread and waits for it until the limit. Then it raises an error, and stops the new thread at its next
+line of Python. If that thread is inside a C function, it continues as a daemon, which does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def call_within(seconds: float | None, function: Callable[[], Result]) -> Result
 def preserved_alarm() -> Iterator[None]:
     """Let the code inside use the alarm signal. Afterwards restore the caller's timer, less the time that has passed.
 
-    Use this only in the main thread. A caller's timer that was due during the block fires right after the block.
+    Use this only in the main thread. If the caller's timer was due during the block, it fires right after the block.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()

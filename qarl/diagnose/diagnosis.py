@@ -1,18 +1,17 @@
 """Compare trainer and rollout, and split the difference by cause: the report of `python -m qarl.diagnose`.
 
 One batch is sampled exactly as in training, from the weights in `model.path`. Then several trainers compute its
-log-probs. δ is a token's log_prob minus its rollout_log_prob. Each row of the split allows only one cause of a
-difference. All else follows the engine as closely as this code can. The rows are:
+log-probs. δ is a token's log_prob minus its rollout_log_prob. Each row of the report has one cause of a difference.
+Everything else follows the engine as closely as possible:
 
     quantization   the trainer's linears are BF16, but the engine's are low-bit
-    kernel floor   the trainer's linears are as in the engine, but the rest (norms, rotary embedding, attention) is
-                   computed as in transformers
+    kernel floor   the trainer's linears are as in the engine, but norms, rotary embedding and attention are those of
+                   transformers
     staleness      the trainer is one update ahead of the engine (no difference if the first learning rate is 0)
-    none           no cause is allowed; this is the difference that remains at the closest level, `exact`
+    none           there is no cause. This is the difference that remains at the closest level, `exact`
 
-The causes do not add up, because activations that are quantized per token amplify earlier differences. The table for
-one response marks the positions at which trainer and engine have different most likely tokens (as in table 1 of arXiv
-2605.14220).
+The causes do not add up. A table of one response marks the positions at which trainer and engine have different most
+likely tokens (as in table 1 of arXiv 2605.14220).
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ class Comparison:
 def compare(name: str, policy: Policy, batch: Batch, config: Config) -> Comparison:
     """Compute the log-probs of `batch` under `policy`, and the mismatch metrics.
 
-    The flip rate is the share of tokens whose argmax differs from the engine's. With top-p or top-k, each policy
-    computes the kept tokens from its own logits."""
+    The flip rate is the share of tokens whose argmax differs from the engine's. With top-p or top-k, each policy keeps
+    tokens by its own logits.
+    """
     how: dict[str, Any] = {"temperature": config.rollout.temperature, "truncation": truncation(config)}
     log_probs, top = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.responses)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def with_quant(config: Config, **changes: str) -> Config:
 
 
 def split(trainer: LocalTrainer, batch: Batch) -> list[Comparison]:
-    """Compare the rollout with the configured trainer, and with one trainer for each row of the split."""
+    """Compare the rollout with the configured trainer, and with one trainer for each cause."""
     config = trainer.config
     plain = Policy.load(with_quant(config, scheme="bf16", align="exact"))
     linears = Policy.load(with_quant(config, align="linears"))

@@ -1,7 +1,7 @@
-"""The checks behind `python -m qarl.doctor`: everything about a run that can be known before it starts.
+"""The checks of `python -m qarl.doctor`, which find problems of a run before it starts.
 
-Each topic has one file. Each finding says what was found and, if something is wrong, what to change. Where training
-already has a check (`qarl.checks.layers`, `qarl.trainer.setup`, ...), the doctor calls it and does not reimplement it.
+Each topic has one file. Each finding says what was found and, if something is wrong, what to change. Checks that
+training also makes (`qarl.checks.layers`, `qarl.trainer.setup`, ...) are called, not copied.
 
-Importing this package imports nothing; call `qarl.doctor.run.run_checks`.
+Importing this package imports nothing. Call `qarl.doctor.run.run_checks`.
 """

@@ -1,8 +1,8 @@
-"""The data that the doctor's checks share: the config, the target and the parts of the run.
+"""The data that the doctor's checks share: the config, the target machine, and files and objects of the run.
 
-Each part is loaded at most once. It belongs to one topic, which calls `load` and reports the error if loading fails.
-All other checks call `get`. If loading has failed, they are reported as not made. So one fault gives one error, even if
-many checks need the part.
+Files and objects are called parts. Each part is loaded at most once, by the topic that it belongs to, which calls
+`load` and reports an error. Other checks call `get`. If loading failed, they are reported as not made. So one fault
+gives one error, even if many checks need the part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 
 class NotCheckedError(Exception):
-    """A check could not be made. The message says why, and `fix` says how to make it possible."""
+    """A check could not be made. The message says why, and `fix` how to make it possible."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(why)
@@ -40,7 +40,7 @@ class NotCheckedError(Exception):
 
 
 class Part(Generic[Value]):
-    """A part of the run. It is loaded at most once, and keeps the value or the error."""
+    """A value that is loaded at most once. The value or the error is stored."""
 
     def __init__(self, what: str, load: Callable[[], Value]) -> None:
         self._what, self._load = what, load
@@ -138,7 +138,7 @@ class Context:
 
     @cached_property
     def choices(self) -> dict[tuple[int, int], Choice | UserError]:
-        """The trainer's kernel for each shape, or the error if none supports it; filled by the topic "kernels"."""
+        """The trainer's kernel for each shape, or the error if no kernel supports it. The topic "kernels" fills it."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""Checks prompts and reward function. They are loaded as the run would load them."""
+"""Checks prompts and reward function, loaded as in the run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_reward(context: Context, topic: Topic) -> None:
 
 
 def _missing_elsewhere(context: Context, files: Sequence[str]) -> None:
-    """Raise NotCheckedError if files are missing here but the run is for a different machine."""
+    """Raise NotCheckedError if files are missing on this machine and the run is for a different one."""
     missing = [file for file in files if not Path(file).is_file()]
     if missing and not context.target.here:
         raise NotCheckedError(f"not on this machine: {', '.join(missing)}", "run the doctor on a machine that has them")

@@ -1,4 +1,4 @@
-"""Checks the run folder: whether it can be written to and has enough space, and what happens to an earlier run."""
+"""Checks the run folder: whether it is writable, has enough space, and contains an earlier run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_start(context: Context, topic: Topic) -> None:
         topic.ok("the run starts fresh")
     if not stays and run_folder.holds_a_run(run_dir):
         topic.note(
-            f"{run_dir} holds an earlier run, which will be moved to {run_dir}.1 or the next free number",
+            f"{run_dir} contains an earlier run, which will be moved to {run_dir}.1 or the next free number",
             fix="nothing to do, or choose a different name=...",
         )
 
@@ -86,7 +86,7 @@ def check_space(context: Context, topic: Topic) -> None:
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Try to make a folder in `folder`; return why it fails, or None. `os.access` would miss read-only disks."""
+    """Try to make a folder in `folder`. Return why it fails, or None. `os.access` would not notice read-only disks."""
     try:
         with tempfile.TemporaryDirectory(prefix=".qarl-doctor-", dir=folder):
             return None

@@ -18,7 +18,7 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details below it."""
+    """One finding of `topic`. `what`, `where`, `why` and `fix` are as in `UserError`. `lines`: details."""
 
     topic: str
     status: Status
@@ -60,11 +60,11 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Add a finding for `error`, which training would also raise, in the same words."""
+        """Add a finding for `error`, in the same words. Training would raise this error."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
-        """Make a check that training makes too, and return whether it passes. If it raises UserError, add a finding."""
+        """Make a check of training, and return whether it passes. If it raises UserError, add a finding."""
         try:
             check(*arguments)
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Checks that the trainer and vLLM leave the same layers in BF16 for `quant.ignore`, even if vLLM fuses the layers."""
+"""Checks that trainer and vLLM leave the same layers in BF16 for `quant.ignore`, also if vLLM fuses layers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_routers(context: Context, topic: Topic) -> None:
 
 
 def _routers(size: ModelSize) -> list[str]:
-    """Return vLLM's names of the routers, which are linear layers in vLLM but not in transformers."""
+    """Return vLLM's names of the routers. They are linear layers in vLLM but not in transformers."""
     return [f"model.layers.{layer}.mlp.gate" for layer in size.sparse_layers]
 
 

@@ -1,4 +1,4 @@
-"""Reports which kernel trainer and vLLM use for each layer, and the alignment level of the trainer's forward."""
+"""Reports the kernel of each layer in trainer and vLLM, and the alignment level."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_trainer(context: Context, topic: Topic) -> None:
 
 
 def check_experts(context: Context, topic: Topic) -> None:
-    """The trainer's kernel for the experts. On CPU vLLM uses the same kernel, on GPUs it uses its own."""
+    """The trainer's kernel for the experts. On CPU vLLM uses the same kernel. On GPUs it has a different one."""
     import torch
 
     scheme, size = context.scheme, context.size.get()

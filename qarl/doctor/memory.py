@@ -86,7 +86,7 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
 
 
 def available_memory() -> int:
-    """Return the free bytes of this machine, or of this process's container if that has fewer."""
+    """Return the free bytes of this machine, or those of this process's container if they are fewer."""
     free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:

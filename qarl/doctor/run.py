@@ -69,7 +69,7 @@ def run_checks(config: Config, target: Target, *, threads_given: str | None = No
 
 
 class _Inputs(RunInputs):
-    """The inputs of training's own checks, taken from the parts that the doctor has already loaded."""
+    """The inputs of training's own checks, from what the doctor has already loaded."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context.config)
@@ -97,7 +97,7 @@ class _Inputs(RunInputs):
 
 
 def others(context: Context, findings: Sequence[Finding]) -> list[Finding]:
-    """Make training's own checks. Return the errors that no topic has reported, so that the report has every error."""
+    """Make training's own checks. Return the errors that no topic has reported."""
     if not context.target.here or context.no_model is not None:
         return []
     topic, known, inputs = Topic("start"), {finding.what for finding in findings}, _Inputs(context)

@@ -1,6 +1,6 @@
 """The machine for which the doctor checks a run: this one or a different GPU machine.
 
-Arguments `doctor.*` choose it; they are not keys of the run. `qarl doctor --help` describes them.
+The arguments `doctor.*` choose it, and are not keys of the run. `qarl doctor --help` describes them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ GPUS = {
 class Target:
     """The machine for which the doctor checks a run.
 
-    `device`: "cpu" or "cuda". `here`: whether it is this machine; if so, its current state is checked too. `capability`
-    (compute capability times ten) and `gpu_memory_bytes` describe one GPU; None if unknown. `gpus`: number of GPUs, or
-    None for a different machine, which is assumed to have as many GPUs as the run needs.
+    `device`: "cpu" or "cuda". `here`: whether it is this machine, so that its current state is checked too.
+    `capability` (compute capability times ten) and `gpu_memory_bytes` describe one GPU, or are None if unknown. `gpus`:
+    number of GPUs. None means a different machine, which is assumed to have as many GPUs as the run needs.
     """
 
     device: str

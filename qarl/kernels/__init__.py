@@ -1,1 +1,1 @@
-"""Low-bit operators, exact references, and the choice of a kernel. Of qarl, it imports only vllm_versions."""
+"""Low-bit operators, exact references, and the choice of a kernel."""

@@ -15,9 +15,11 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return [N, K] in `dtype`: value times scale, rounded once to the scale's dtype and then cast. This equals
-    compressed-tensors' `dequantize`. For BF16 scales it also equals the operand of vLLM's CPU kernel,
-    `bf16(float(q - 8) * float(scale))`."""
+    """Return [N, K] in `dtype`: value times scale, rounded to the scale's dtype, then cast.
+
+    This equals compressed-tensors' `dequantize`. For BF16 scales it also equals the operand of vLLM's CPU kernel,
+    `bf16(float(q - 8) * float(scale))`.
+    """
     codes = unpack_int4(packed)
     values = codes.to(scale.dtype).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))
     return values.view(codes.shape).to(dtype)

@@ -1,19 +1,16 @@
-"""The tokens that the engine's top-k and top-p keep, and a packed mask of them that stays fixed for an update.
+"""The tokens that the engine's top-k and top-p keep, as a packed mask.
 
-Order, ties and dtypes are those of vLLM's `apply_top_k_top_p_pytorch` (vllm/v1/sample/ops/topk_topp_sampler.py), which
-its CPU backend uses. Logits are upcast to FP32 and divided by the temperature. Then:
+The rules are those of vLLM's `apply_top_k_top_p_pytorch` (vllm/v1/sample/ops/topk_topp_sampler.py). Logits are upcast
+to FP32 and divided by the temperature. Then:
 
-    top-k    keeps every token whose logit is at least the k-th largest, so all ties at the k-th place stay
-    top-p    sorts the rest by ascending logit and drops tokens up to a summed probability of 1 - top_p; ties are
-             dropped in the order of the sort, and the last token always stays
+    top-k    keeps every token whose logit is at least the k-th largest, including all ties
+    top-p    sorts these tokens by ascending logit and drops the first ones, up to a summed probability of 1 - top_p.
+             The likeliest token always stays
 
-The set of kept tokens belongs to the policy that sampled. It is computed once, in the pass for the old log-probs, and
-stays the same for the whole update. If it were computed again after an optimizer step, it could exclude sampled tokens,
-and their log-prob would be -inf.
+The kept tokens are computed once, with the old log-probs, and do not change during the update. Computed again after an
+optimizer step, they could exclude a sampled token, and its log-prob would be -inf.
 
-A mask has one bit for each entry of the vocabulary. That is `packed_width(V)` bytes for each response token, or 19 KB
-at V = 152k. Lists of indices would be shorter for most tokens, but ties and flat distributions can make them as long as
-V.
+A mask has one bit per entry of the vocabulary: `packed_width(V)` bytes per response token, or 19 KB at V = 152k.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Truncation:
 
 
 def kept_tokens(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Return bool [T, V], true for tokens that can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
+    """Return bool [T, V]: whether a token can be sampled. `scaled`: logits / temperature, FP32 [T, V]."""
     top_k = truncation.top_k if 0 < truncation.top_k < scaled.shape[1] else None
     if truncation.top_p >= 1:
         if top_k is None:
@@ -64,7 +61,7 @@ def unpack(packed: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def packed_width(vocabulary: int) -> int:
-    """Return the bytes of one token's packed mask."""
+    """Return the number of bytes of one token's packed mask."""
     return -(-vocabulary // 8)
 
 
@@ -76,8 +73,11 @@ def _bits(device: torch.device) -> torch.Tensor:
 def find_kept(
     logits: torch.Tensor, tokens: torch.Tensor, truncation: Truncation, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed mask of each row of logits [T, V], and bool [T], true if the row's sampled token was not in the
-    computed mask and was added to it."""
+    """Return the packed mask of each row of logits [T, V], and bool [T]: whether the sampled token was added to its
+    mask.
+
+    It is added if the computed mask lacks it.
+    """
     kept = kept_tokens(logits.float() / temperature, truncation)
     outside = ~kept.gather(1, tokens[:, None])[:, 0]
     kept.scatter_(1, tokens[:, None], True)

@@ -5,30 +5,22 @@ Rows are processed in blocks:
     logits = bf16(hidden @ weight.T)      the engine, too, samples from BF16 logits
     y = log_softmax(fp32(logits) / temperature)[token]
 
-If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`). All other
-logits are -inf, as in the engine.
+If the engine sampled by top-k or top-p, the softmax is over the tokens that it kept (`qarl.kernels.kept`).
 
-The forward runs the same operations as `log_probs_of_logits`, which holds all logits, but on fewer rows at once. So y
-and the gradient of `hidden` have the same bits if the BF16 product of a row does not depend on the other rows. That
-holds for PyTorch on CPU from 17 rows on. cuBLAS does not promise it, because it chooses kernels by shape. The backward
-computes the logits of a block again by the same product. It sums the gradient of `weight` over blocks in FP32 and
-rounds once. This gradient can differ from that of one product over all rows in the last BF16 bit, and is equally close
-to float64.
+`log_probs_of_logits` does the same with all logits at once. Its results are the same bit for bit if the BF16 product of
+a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only the gradient of `weight` can differ in
+the last BF16 bit. It is summed over blocks in FP32 and rounded once.
 
-Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, 18 in
-the backward, and 4 bytes for each weight if `weight` needs a gradient and there are several blocks.
-`log_probs_of_logits` takes 10 and 12 bytes for every logit.
+Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
+in the backward. If there are several blocks, a gradient of `weight` needs 4 more bytes per weight.
+`log_probs_of_logits` needs 10 and 12 bytes for every logit.
 
-Existing implementations, and why they are not used (Liger-Kernel at ead96b6, verl 0.9.1):
-    verl   `FusedLinearForPPO` (verl/utils/experimental/torch_functional.py) divides the BF16 logits by the temperature
-           in BF16, which rounds them again, adds the blocks' weight gradients in BF16, and always computes entropies.
-    verl   `linear_cross_entropy` (verl/utils/kernel/kernels.py) keeps its logits in FP32; the engine rounds them.
-    Liger  `LigerFusedLinearScaledCrossEntropyFunction` on Hopper stages logits as FP16 (through CuTe DSL, a further
-           dependency; FP16 ends at 65504) and adds weight gradients in BF16. On other GPUs it works like verl's
-           `FusedLinearForPPO`.
-    Liger  `LigerFusedLinearCrossEntropyFunction` computes its gradients in the forward, which needs a loss that is a
-           plain sum over tokens. TBPO's loss is known only when all log-probs are known.
-None of these returns the likeliest token, which the mismatch report needs.
+Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
+
+    verl   `FusedLinearForPPO` divides BF16 logits by the temperature in BF16, and sums gradients in BF16
+    verl   `linear_cross_entropy` keeps its logits in FP32, but the engine rounds them
+    Liger  `LigerFusedLinearScaledCrossEntropyFunction` sums gradients in BF16
+    Liger  `LigerFusedLinearCrossEntropyFunction` needs a loss that is a sum over tokens, which TBPO's is not
 """
 
 from __future__ import annotations
@@ -48,7 +40,7 @@ _WEIGHT_ROWS = 16384  # rows of the weight's gradient that are computed at a tim
 
 
 def rows_at_a_time(vocabulary: int) -> int:
-    """Return the number of rows in a block: as many as `LOGITS_AT_A_TIME` allows, but a multiple of `_ROW_MULTIPLE`."""
+    """Return the number of rows in a block: a multiple of `_ROW_MULTIPLE`, with about `LOGITS_AT_A_TIME` logits."""
     return max(LOGITS_AT_A_TIME // vocabulary // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
 
 
@@ -109,7 +101,7 @@ def chosen_kept(
 def log_probs_of_logits(
     logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `chosen_log_probs`, from logits [T, V]. They are first cast to FP32."""
+    """Do the same as `chosen_log_probs`, from logits [T, V] of any float dtype."""
     scaled = logits.float() / temperature
     if kept is not None:
         scaled = scaled.masked_fill(~unpack(kept, scaled.shape[1]), -torch.inf)
@@ -165,7 +157,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def _blocks(length: int, rows: int) -> list[slice]:
-    """Return nearly equal slices of at most `rows`: a short last one could get another BF16 kernel, and other bits."""
+    """Return slices of nearly equal size, at most `rows`. A much shorter last one could get a different BF16 kernel."""
     size = -(-length // max(-(-length // rows), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size or 1)]
 

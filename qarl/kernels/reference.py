@@ -1,12 +1,10 @@
-"""Exact low-bit linears in PyTorch. They are slow but readable, and run on every device. Tests compare with them.
+"""Exact low-bit linears in PyTorch: slow, readable, and for every device. Tests compare other kernels with them.
 
 W4A16 multiplies BF16 activations by the BF16 dequantized weight, `bf16(float(q - 8) * float(scale))`. vLLM's CPU kernel
-builds the same operand in registers (csrc/cpu/cpu_wna16.cpp). Only the order of the FP32 sum is left to the library.
+uses the same operand (csrc/cpu/cpu_wna16.cpp).
 
-The schemes with 8-bit activations multiply the dequantized operands in float64 and round the result once: y = sum_k
-(q_x s_x) (q_w s_w) + b. Each operand is exact in float64 (8 bits of value, 24 of scale). W4A8 does the same with int4
-weights and a scale per group. Unlike W4A16, it does not round the dequantized weight to BF16, because W4A8 kernels sum
-integers per group and scale the sums. No engine serves W4A8 on CPU yet.
+Schemes with 8-bit activations multiply the dequantized operands in float64 and round once: y = sum_k (q_x s_x) (q_w
+s_w) + b. Each operand is exact in float64. W4A8 does the same with int4 weights and a scale per group.
 """
 
 from __future__ import annotations

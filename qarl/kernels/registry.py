@@ -1,8 +1,8 @@
 """Choose the kernel for a quantized linear, and record why.
 
-The choice depends only on scheme, machine and shape. Nothing is timed at run time, so a resumed run uses the same
-kernels as before. The order of preference is: the operator that the rollout engine uses on that machine, PyTorch's
-operator, our Triton kernel (on GPUs), the exact reference.
+The order of preference is: the rollout engine's operator on that machine, PyTorch's operator, our Triton kernel (on
+GPUs), the exact reference. The choice depends only on scheme, machine and shape, not on measured speed, so a resumed
+run uses the same kernels as before.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Kernel = TypeVar("Kernel", bound=NamedKernel)
 
 
 class LinearKernel(NamedKernel, Protocol):
-    """y = x Q(W)^T + b on 2-D activations; `prepare` runs once per optimizer step, `linear` on every forward.
+    """A kernel that computes y = x Q(W)^T + b. `prepare` runs once per optimizer step, `linear` in every forward.
 
-    Four attributes are optional. `group_sizes` lists the supported group sizes; without it all are supported.
-    `backward_input(grad, tensors)` computes dX [M, K] BF16 from grad [M, N] BF16 with any strides and the wire tensors,
-    so that the backward needs no BF16 copy of the weight. The other two are for weights that FSDP2 gathers, which
-    every forward must prepare again: `prepare_gathered(tensors)` is a cheaper `prepare`, and `reads_tiles` says that
-    `prepare` takes int4 codes in tiles, too (`qarl.kernels.cpu.tiles`).
+    Optional attributes:
+
+        group_sizes                      the supported group sizes. Without it all are supported
+        backward_input(grad, tensors)    dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors
+        prepare_gathered(tensors)        a cheaper `prepare`, for weights that FSDP2 gathers in every forward
+        reads_tiles                      `prepare` also accepts int4 codes in tiles (`qarl.kernels.cpu.tiles`)
     """
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        """Return why this kernel cannot serve the scheme on weights of `shape` [N, K] here, or None if it can."""
+        """Return why this kernel does not support the scheme on weights of `shape` [N, K] here, or None if it does."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -48,11 +49,11 @@ class LinearKernel(NamedKernel, Protocol):
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16, rows may be strided -> [M, N] BF16, a new tensor."""
+        """x BF16 [M, K], rows may be strided -> BF16 [M, N], a new tensor."""
 
     @staticmethod
     def dequantized_input(x: torch.Tensor) -> torch.Tensor:
-        """Return the activations [M, K] that `linear` multiplies for this x, in BF16: x itself if unquantized."""
+        """Return the activations BF16 [M, K] that `linear` multiplies for this x. This is x itself if unquantized."""
 
 
 LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
@@ -93,13 +94,16 @@ def prepare_gathered(kernel: type[LinearKernel], tensors: Mapping[str, torch.Ten
 def own_backward_input(
     kernel: type[LinearKernel],
 ) -> Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None:
-    """Return the kernel's `backward_input`, or None. If None, dX is the product with the dequantized weight."""
+    """Return the kernel's `backward_input`, or None if it has none.
+
+    dX is then the product with the dequantized weight.
+    """
     return getattr(kernel, "backward_input", None)
 
 
 @dataclass(frozen=True)
 class Choice(Generic[Kernel]):
-    """The chosen kernel, and one line with the reason for each kernel that was passed over."""
+    """The chosen kernel, and a line of text about each kernel that was skipped, with the reason."""
 
     kernel: type[Kernel]
     passed_over: tuple[str, ...]
@@ -117,8 +121,10 @@ def first_available(
     refusal: str,
     served: str,
 ) -> Choice[Kernel]:
-    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try. If
-    none serves, raise UserError(`refusal`) with all reasons; `served` is what its text calls the weights."""
+    """Return the first of `kernels` for which `unavailable` returns None. `force`: name of the only kernel to try.
+
+    If there is none, raise UserError(`refusal`) with all reasons. `served`: the error's words for the weights.
+    """
     passed_over: list[str] = []
     for kernel in kernels:
         if force is not None and kernel.name != force:
@@ -142,10 +148,10 @@ def choose_linear_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[LinearKernel]:
-    """Return the first kernel in order of preference that can serve `scheme_name` weights [N, K] on `device`.
+    """Return the first kernel in order of preference that supports `scheme_name` weights [N, K] on `device`.
 
-    `group_size` is None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only
-    kernel to try. Raise UserError with the reason for each kernel if no kernel, or not the forced one, can serve.
+    `group_size`: None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only
+    kernel to try. If there is no such kernel, raise UserError with the reason for each kernel.
     """
     action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
     return first_available(

@@ -1,4 +1,4 @@
-"""Measurements and records of a run: mismatch, seconds per phase, metrics.jsonl, versions, plots."""
+"""Measurements of a run: mismatch, seconds per phase, metrics.jsonl, versions, plots."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""Metrics of every step: scores, lengths, seconds per phase, and the mismatch of trainer's and rollout's log-probs.
+"""Metrics of every step: scores, lengths, seconds per phase, and the mismatch between trainer and rollout.
 
-These are pure functions of tensors. A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`,
-`metric_utils.py`, `utils/debug/metrics.py`) is defined as in verl, but its prefix is `mismatch/` instead of
-`rollout_corr/`. There are two differences from verl:
+A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`, `metric_utils.py`, `utils/debug/metrics.py`) is
+defined as in verl, but its prefix is `mismatch/` instead of `rollout_corr/`. There are two differences from verl:
 
 - Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
   correct digit if δ is below 3e-4, as it is in an aligned trainer.
 - A response without tokens is left out of per-response means (verl counts its ratio as 1).
 
-Means can hide problems, so the metrics include quantiles, the maximum and the effective sample size. In the runs of
-arXiv 2605.14220 the mean of |δ| is small while its maximum is near 1, and the KL of the PPO ratio stays flat for 700
-steps although the run begins to decay.
+The metrics include quantiles, the maximum and the effective sample size, because the mean of |δ| can hide problems
+(arXiv 2605.14220).
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def mismatch_metrics(
     - `mismatch/pearson`: correlation of the two probabilities over tokens, called `rollout_actor_probs_pearson_corr` in
       verl. It is NaN if one of the two is constant
 
-    All three arguments are [batch, response_length]; the mask is bool or 0/1. Values outside the mask are ignored.
+    All three arguments are [batch, response_length]. The mask is bool or 0/1. Values outside the mask are ignored.
     Raises ValueError for unequal shapes and for an empty mask.
     """
     mask = _checked_mask(response_mask, old_log_prob, rollout_log_prob)
@@ -95,12 +93,12 @@ def response_metrics(
     prompt_lengths: Sequence[int] | torch.Tensor | None = None,
     finish_reasons: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
-    """Return metrics of scores and lengths of one batch of responses, under verl's names; lengths are in tokens.
+    """Return metrics of scores and lengths of one batch of responses, under verl's names. Lengths are in tokens.
 
-    Empty (aborted) responses are left out of `critic/score/*`, as in verl. `critic/score/std` is the standard deviation
-    of the population, which verl does not have. `response_length/clip_ratio` is the fraction of responses cut off at
-    `max_response_length`. If `finish_reasons` is given, these are the responses with the reason "length". Otherwise
-    they are all responses of full length, as in verl, even those that ended by themselves on the last allowed token.
+    As in verl, empty (aborted) responses are left out of `critic/score/*`. `critic/score/std`, the standard deviation
+    of the population, is not in verl. `response_length/clip_ratio` is the fraction of responses cut off at
+    `max_response_length`. These are the responses with the finish reason "length". Without `finish_reasons` they are
+    all responses of full length, as in verl.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
@@ -131,8 +129,8 @@ class PhaseTimer:
     """Measure the wall-clock seconds of one training step by phase.
 
     `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets. On an
-    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise the next phase would also count the time of
-    kernels that are still queued.
+    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise queued kernels would count in the next
+    phase.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -157,9 +155,9 @@ class PhaseTimer:
                 self._step += seconds
 
     def pop(self) -> dict[str, float]:
-        """Return the seconds since the last `pop()`: `timing_s/<phase>` for each phase and `timing_s/step`, the sum.
+        """Return the seconds since the last `pop()`: `timing_s/<phase>` for each phase, and their sum `timing_s/step`.
 
-        As in verl, the sum leaves out evaluation. The time of a phase inside another phase is added only once.
+        As in verl, the sum leaves out evaluation. A phase inside another phase counts only once in the sum.
         """
         seconds = {**self._seconds, "step": self._step}
         self._seconds, self._step = {}, 0.0

@@ -1,8 +1,8 @@
-"""Records of a run: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
+"""Write the records of a run: metrics.jsonl, TensorBoard, W&B, progress on the console, versions and summary.
 
-metrics.jsonl is always written, one JSON object per line, flushed each step. The other loggers only show the same data.
-JSON has no NaN or infinity, so these are written as the strings "nan", "inf" and "-inf", which `float()` reads back. A
-resumed run appends to the file and may repeat steps. `read_metrics` then drops the older entries.
+metrics.jsonl is always written, with one JSON object per step. The other loggers show the same data. JSON has no NaN or
+infinity, so these are written as the strings "nan", "inf" and "-inf", which `float()` reads back. A resumed run appends
+to the file and may repeat steps. `read_metrics` then drops the older entries.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Writer(Protocol):
 class Tracker:
     """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    `log` raises if a line of metrics.jsonl cannot be written. If one of the other loggers fails (full disk, closed
-    terminal, network), it is dropped with a message and the run continues. `problem` keeps the first such error so that
-    it can be raised at the end of the run.
+    `log` raises if a line of metrics.jsonl cannot be written. If a different logger fails (full disk, closed terminal,
+    network), it is dropped with a message and the run continues. `problem` is the first such error, to be raised at the
+    end of the run.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tracker:
     ) -> None:
         """Open every logger. Raises the UserErrors of `check_loggers` before anything is written.
 
-        `start_step`: the last step before a resume. `stream`: where the console logger writes, by default stdout.
+        `start_step`: the last step before a resume. `stream`: output of the console logger. Default: stdout.
         """
         check_loggers(loggers)
         self.problem: UserError | None = None
@@ -121,7 +121,10 @@ class Tracker:
             self.problem = self.problem or error
 
     def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        """Call a logger. If it fails, print a warning and drop the logger. Keep the first such error in `problem`."""
+        """Call a logger. If it fails, print a warning and drop the logger.
+
+        The first such error becomes `problem`.
+        """
         try:
             call(self._views[name])
         except Exception as error:
@@ -168,8 +171,8 @@ def check_loggers(loggers: Sequence[str]) -> None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the objects of metrics.jsonl in order of `step`, one per step, with "nan" and "inf" as floats.
 
-    Lines that a crash cut off or that are not records of numbers are skipped. Raises UserError if the file is missing
-    or cannot be read."""
+    Truncated and invalid lines are skipped. Raises UserError if the file is missing or cannot be read.
+    """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise UserError("no metrics to read", where=str(path), fix="give the directory of a run, such as runs/NAME")
@@ -199,7 +202,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 class _JsonLines:
-    """Append lines to metrics.jsonl. If the disk takes only part of a line, that part is removed."""
+    """Append lines to metrics.jsonl. If the disk writes only part of a line, remove that part."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -308,7 +311,7 @@ class _Console:
             self._bar.write(text, file=self._stream)
 
     def _pace(self, step: int) -> str:
-        """Return seconds per step and the remaining time at that pace, or an empty string before the first step."""
+        """Return seconds per step and the estimated remaining time. Before the first step return an empty string."""
         from tqdm import tqdm
 
         done = step - self._start_step
@@ -329,7 +332,8 @@ def _figures(metrics: Mapping[str, float]) -> str:
 def write_versions(run_dir: str | Path) -> Path:
     """Write `versions.json` (commit, Python, packages, device, CPU features and threads) and return its path.
 
-    A run's exact numbers depend on these, because vLLM and torch choose kernels by CPU features and packages."""
+    A run's exact numbers depend on these.
+    """
     path = Path(run_dir) / "versions.json"
     write_json(
         path,

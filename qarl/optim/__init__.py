@@ -1,1 +1,1 @@
-"""Updates of low-precision parameters: Muon and AdamW in FP32, and stochastic rounding. Both backends use them."""
+"""Optimizers of both backends: Muon and AdamW in FP32, and stochastic rounding to BF16."""

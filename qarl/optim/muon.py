@@ -1,21 +1,18 @@
-"""Muon's update of a matrix, as the `muon-optimizer` package defines it, in two parts that can run on different ranks.
+"""Muon's update of a matrix, as in the `muon-optimizer` package, in two functions that can run on different ranks.
 
-    direction        Nesterov momentum. Each element depends only on itself, so a rank computes it on its shard.
+    direction        Nesterov momentum. Elements are independent, so a rank computes it on its shard.
     orthogonalized   five Newton-Schulz steps by the package's `zeropower_via_newtonschulz5`. They need a whole matrix.
 
-The package's `muon_update` does both, but it overwrites the gradient. Its distributed class wants whole parameters on
-every rank.
+The package's `muon_update` is not used, because it overwrites the gradient and needs whole parameters on every rank.
 
-A matrix has N rows (outputs) and K columns (inputs). Newton-Schulz brings the singular values near 1: the largest ends
-between 1.05 and 1.2, and all but the smallest few above 0.67. The package then multiplies by sqrt(max(1, N / K)). So
-one update with learning rate lr
+A matrix has N rows (outputs) and K columns (inputs). Newton-Schulz brings the singular values near 1: the largest is
+then between 1.05 and 1.2, and all but the smallest few are above 0.67. The package multiplies the result by sqrt(max(1,
+N / K)). So an update with learning rate lr (`optim.muon_lr`) has
 
-    has the spectral norm lr * sqrt(max(1, N / K)) * (1.05 to 1.2). For a [384, 128] matrix that is 1.97 lr: sqrt(3)
-    times 1.14. Only for wide and square matrices is lr about the spectral norm itself.
-    changes an element by lr / sqrt(K) * (0.8 to 0.95), root mean square, whatever N is.
+    spectral norm       lr * sqrt(max(1, N / K)) * (1.05 to 1.2)
+    root mean square    lr / sqrt(K) * (0.8 to 0.95) over the elements, for every N
 
-QaRL keeps the package's factor, because the second line then holds for every shape: lr says how far the elements of a
-matrix move. `optim.muon_lr` is this lr. docs/configs.md says what the paper's 1e-6 means in this unit.
+docs/configs.md compares this lr with the paper's 1e-6.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ def use_muon(name: str, parameter: torch.Tensor) -> bool:
 
 
 def direction(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> torch.Tensor:
-    """Add `gradient` to `momentum` in place, and return Nesterov's look-ahead. All FP32 and of one shape.
+    """Add `gradient` to `momentum` in place, and return Nesterov's look-ahead. All are FP32 and have the same shape.
 
     `gradient` is not changed.
     """

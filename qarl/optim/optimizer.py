@@ -1,13 +1,13 @@
-"""One optimizer for both backends: Muon and AdamW, of FP32 or BF16 parameters, whole or sharded by FSDP2.
+"""One optimizer for both backends: Muon and AdamW, for FP32 or BF16 parameters, whole or sharded by FSDP2.
 
 The arithmetic is that of `SingleDeviceMuonWithAuxAdam` of the `muon-optimizer` package, in FP32:
 
     Muon     momentum; W -= lr * (weight_decay * W + orthogonalized(direction)); see `qarl.optim.muon`
     AdamW    the package's `adam_update`, with decoupled weight decay
 
-Under FSDP2 each rank keeps momentum and moments of its shards, as DTensors, and updates its shards. Only Muon sends
-anything (`qarl.optim.shards`). If the parameters are BF16, a shard is updated in FP32 and rounded back stochastically,
-one parameter at a time (`qarl.optim.rounding`). The state is always FP32.
+Under FSDP2 each rank updates its shards and keeps their momentum and moments, as DTensors. Only Muon communicates
+(`qarl.optim.shards`). BF16 parameters are updated in FP32 and rounded back stochastically, one parameter at a time
+(`qarl.optim.rounding`). The state is always FP32.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from qarl.optim.shards import local_part, region, updates
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices of `use_muon` if `muon_lr` is given, AdamW for everything else.
 
-    The first parameter group has AdamW's parameters, the second one Muon's. A state dict holds all that a bitwise
-    resume needs, including the seed of the run that saved it.
+    The first parameter group is AdamW's, the second one Muon's. The state dict is sufficient for a bitwise resume. It
+    includes the seed of the run that saved it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         """Take the trainable parameters, FP32 or BF16.
 
-        `muon_lr`: see `qarl.optim.muon`; None for AdamW alone. `seed`: for stochastic rounding.
+        `muon_lr`: see `qarl.optim.muon`. None for AdamW alone. `seed`: for stochastic rounding.
         """
         named = {name: p for name, p in named_parameters if p.requires_grad}
         self._names = {id(p): name for name, p in named.items()}
@@ -59,11 +59,12 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter from its `.grad` (FP32, or BF16 of a BF16 parameter), which is not changed.
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter from its `.grad`. Gradients are FP32, or BF16 for BF16 parameters, and are not
+        changed.
 
-        AdamW skips a parameter without a gradient. Muon treats its gradient as zero, so that momentum and weight decay
-        act and all ranks send the same matrices.
+        AdamW skips a parameter without a gradient. Muon treats the missing gradient as zero, so momentum and weight
+        decay still act, and all ranks exchange the same matrices.
         """
         for group in self.param_groups:
             if group["use_muon"]:
@@ -108,7 +109,7 @@ class MuonAdamW(torch.optim.Optimizer):
             write(weight, stochastic_round(working, key, region(parameter)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. torch would round the state of BF16 parameters to BF16; here it stays FP32.
+        """Restore a `state_dict()`. Unlike torch, keep the state of BF16 parameters in FP32.
 
         Raises:
             UserError: the state is that of another optimizer.
@@ -130,8 +131,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def write(parameter: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Copy `rounded` into `parameter`, but keep the old bytes of elements that are equal.
+    """Copy `rounded` into `parameter`, but leave elements alone whose value does not change.
 
-    Otherwise a zero update would turn -0.0 into +0.0, and a digest would change although no value does.
+    Otherwise a zero update would turn -0.0 into +0.0, and change a digest.
     """
     parameter.copy_(torch.where(rounded == parameter, parameter, rounded))

@@ -1,9 +1,9 @@
 """Stochastic rounding from FP32 to BF16 with random bits that depend only on seed, tensor, update and element.
 
-A stream of random numbers (`torch.Generator`) would give an element different bits on one rank and on four, and its
-state would have to be saved for each rank. Here the bits of an element are a hash of its position in the whole tensor
-and a key (SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). So the result
-does not depend on how many ranks share the tensor, nor on the device. A resumed run needs only the number of updates.
+The bits of an element are a hash of its position in the whole tensor and a key (SplitMix64: Steele, Lea, Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014). So the result depends neither on the number of ranks nor on
+the device, and a resumed run needs only the number of updates. A `torch.Generator` would give an element different bits
+on one rank and on four.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AT_A_TIME = 2**24
 
 @dataclass(frozen=True)
 class Region:
-    """The elements that a rank holds: indices `start` to `stop` along dimension `dim` of a tensor of shape `shape`."""
+    """The elements of a rank: indices `start` to `stop` along dimension `dim` of a tensor of shape `shape`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -33,7 +33,7 @@ class Region:
         return cls(shape, 0, 0, shape[0] if shape else 1)
 
     def positions(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Return the positions in the flattened whole tensor of the region's elements `first` to `last`, int64."""
+        """Return the int64 positions of the region's elements `first` to `last` in the flattened whole tensor."""
         inner = 1
         for size in self.shape[self.dim + 1 :]:
             inner *= size
@@ -56,14 +56,14 @@ def rounding_key(seed: int, name: str, update: int) -> int:
 def stochastic_round(source: torch.Tensor, key: int, region: Region | None = None) -> torch.Tensor:
     """Round FP32 to BF16, up or down at random, with the probability that makes the expected value exact.
 
-    For example, a value may lie a quarter of the way from one BF16 neighbour to the next. It is rounded to the farther
-    neighbour with probability 1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16
-    number the upper neighbour is Inf, as in round to nearest.
+    For example, a value a quarter of the way between two BF16 neighbours is rounded to the farther one with probability
+    1/4. Representable values, NaN and Inf are returned unchanged. Beyond the largest BF16 number the upper neighbour is
+    Inf.
 
     Args:
         source: FP32, any shape.
         key: from `rounding_key`.
-        region: the part of the whole tensor that `source` holds; by default all of it.
+        region: which part of the whole tensor `source` is. Default: all of it.
 
     Returns:
         BF16 of the same shape.
@@ -89,7 +89,7 @@ def random_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """bits ^ (bits >> by), with zeros shifted in; torch shifts in the sign."""
+    """bits ^ (bits >> by), with zeros shifted in. (torch shifts in the sign.)"""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1).bitwise_xor_(bits)
 
 

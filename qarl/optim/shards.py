@@ -1,9 +1,8 @@
-"""Muon's update of matrices that FSDP2 has sharded by rows: every rank orthogonalizes some of them.
+"""Muon's update of matrices that FSDP2 has sharded by rows. Each rank orthogonalizes some of the matrices.
 
-Matrices are taken in rounds of as many as there are ranks. In a round, each rank receives the rows of one matrix from
-all ranks, orthogonalizes it, and sends every rank its rows of the update. Each of the two exchanges is an all-to-all
-in BF16. That loses nothing, because Newton-Schulz starts by rounding to BF16 and its result is BF16. So a matrix is
-sent once in each direction, only one rank orthogonalizes it, and the result is computed as on a single device.
+With R ranks, R matrices are handled at a time. Each rank receives the rows of one matrix from all ranks, orthogonalizes
+it, and sends every rank its rows of the update. Both exchanges are all-to-alls in BF16. This loses nothing, because
+Newton-Schulz starts by rounding to BF16 and its result is BF16. So the result is the same as on a single device.
 
 Experts [E, N, K] are sharded by experts. Each rank orthogonalizes its own in one batch, and nothing is sent.
 """
@@ -23,7 +22,7 @@ from qarl.optim.rounding import Region
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, sharing its memory. A plain tensor is returned as it is."""
+    """Return this rank's part of a DTensor, sharing its memory. Return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -46,7 +45,7 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
 
 
 def bounds(length: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and stop of each rank's part of a dimension. FSDP2 cuts it as torch.chunk does."""
+    """Return start and stop of each rank's part of a dimension. FSDP2 cuts it like torch.chunk."""
     size = -(-length // parts)
     return [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(parts)]
 
@@ -64,7 +63,7 @@ def region(tensor: torch.Tensor) -> Region:
 
 
 def rounds(parameters: Sequence[torch.nn.Parameter], ranks: int) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters in groups, with one parameter for each rank. Matrices of a group are about equally large.
+    """Return groups of parameters, one parameter for each rank. The matrices of a group have about the same size.
 
     All ranks get the same order.
     """
@@ -82,7 +81,7 @@ def updates(
         directions: a function from a parameter to its direction (`qarl.optim.muon.direction`) on this rank.
 
     Raises:
-        UserError: a parameter is sharded along another dimension than its first.
+        UserError: a parameter is sharded along a dimension other than the first.
     """
     spread = [p for p in parameters if p.ndim == 2 and shard_axis(p) is not None]
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Quantization. One function makes the low-bit tensors for the forward, for the wire to the engine and for checkpoints.
+"""Quantization. The same low-bit tensors serve the forward, the wire to the engine and checkpoints.
 
 from qarl.quant import get_scheme, quantize, quantize_model, packed_state_dict
 """

@@ -1,10 +1,11 @@
-"""Select the linears to quantize in a model, convert them, and make the wire tensors of the whole model.
+"""Convert a model to quantized layers, and make the tensors that are sent to the engine.
 
 `quantize_model` replaces `nn.Linear` with `QuantLinear`, and the experts of a layer with `QuantExperts`, in place.
 `packed_state_dict` yields the tensors that a rollout engine loads and a checkpoint stores, under compressed-tensors
-names. Both call `select_linears`, so trainer, wire and checkpoint cannot disagree on what is quantized. Each expert's
-gate_proj, up_proj and down_proj counts as a linear under its checkpoint name. Routers and the gates of shared experts
-are never quantized.
+names. Both call `select_linears`, so they always agree on which linears are quantized.
+
+Each expert's gate_proj, up_proj and down_proj counts as a linear, under its checkpoint name. Routers and the gates of
+shared experts are never quantized.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def select_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return two dicts: the linears to quantize (name -> module with the weight), and the others (name -> reason).
 
-    Each matrix of an expert has an entry, like a linear; the module is then the one that holds all experts of the
-    layer. Raises UserError if the shapes of some linears do not fit `scheme`, or if `ignore` covers only some of a
-    layer's experts."""
+    Each matrix of an expert is listed as a linear. Its module is the one that contains all experts of the layer. Raises
+    UserError if the shapes of some linears do not fit `scheme`, or if `ignore` covers only some of a layer's experts.
+    """
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     problems = []
@@ -80,7 +81,7 @@ def select_linears(
         raise UserError(
             f"{len(problems)} linears cannot be quantized to {scheme.name}",
             where="; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else ""),
-            why=f"the scheme groups weights along the input dimension by group_size={scheme.group_size}",
+            why=f"weights are quantized in groups of group_size={scheme.group_size} along the input dimension",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
     check_whole_experts(selected, skipped)
@@ -133,11 +134,11 @@ def quantize_model(
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
 ) -> QuantReport:
-    """Replace the selected `nn.Linear` modules of `model` with `QuantLinear`, and experts with `QuantExperts`, in
-    place. Parameters keep their names.
+    """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
-    The weights must be BF16, because the quantizer must get the weight that the forward sees. Raises UserError if a
-    weight is not BF16 or the model is already quantized, and for the reasons given at `select_linears`."""
+    Parameters keep their names. Raises UserError if a weight is not BF16 or the model is already quantized, and for the
+    reasons given at `select_linears`.
+    """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
     selected, skipped = select_linears(model, scheme, ignore)
@@ -189,7 +190,7 @@ def replace_selected(
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return each module of `selected` once, by its own name. `selected` lists a module of experts for every matrix."""
+    """Return each module of `selected` once, by its own name. `selected` lists a module of experts once per matrix."""
     return {
         name if isinstance(module, nn.Linear) else name.rsplit(".", 2)[0]: module for name, module in selected.items()
     }
@@ -201,9 +202,11 @@ def packed_state_dict(
     """Yield every tensor of the model under its checkpoint name, in layer order.
 
     A `QuantLinear` or `QuantExperts` yields the low-bit tensors that its forward multiplies by. For a model that was
-    not converted (`quant.align=off`), pass `scheme` and `ignore`; the selected linears are then quantized here. A
-    tied `lm_head.weight` is left out, and stacks of experts are split into matrices, as in Hugging Face checkpoints.
-    Tensors are not copied, so clone any that must outlive the next optimizer step."""
+    not converted (`quant.align=off`), pass `scheme` and `ignore`, and the selected linears are quantized here. A tied
+    `lm_head.weight` is left out. Stacks of experts are split into matrices, as in Hugging Face checkpoints.
+
+    Tensors are not copied, so clone any that must outlive the next optimizer step.
+    """
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)
     }
@@ -228,7 +231,10 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize `tensor`, a linear's weight or a stack of experts with state-dict name `name`. Yield wire tensors."""
+    """Quantize `tensor`, a linear's weight or a stack of experts with state-dict name `name`.
+
+    Yield the wire tensors.
+    """
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:
@@ -236,7 +242,7 @@ def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[t
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Return the second names of tied parameters. In a tied model this is the name of the output embedding."""
+    """Return the second names of tied parameters, such as the output embedding of a tied model."""
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False):
         return frozenset()
@@ -245,7 +251,7 @@ def tied_names(model: nn.Module) -> frozenset[str]:
 
 
 def invalidate_quantized(model: nn.Module) -> None:
-    """Drop all quantized tensors. Call it after writes that autograd's counter misses (`.data`, shared memory)."""
+    """Drop all quantized tensors. Call it after writes that autograd does not count (`.data`, shared memory)."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.invalidate()

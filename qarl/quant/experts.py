@@ -4,17 +4,14 @@
     backward  straight-through, for x, both stacks and the router's weights w      see qarl.kernels.experts.fused
 
 The module replaces transformers' experts, as `QuantLinear` replaces a linear. It keeps the two stacked parameters and
-their names. transformers' registry of experts functions is not used, for two reasons. First, the registry has one
-function for all layers of a model, but `quant.ignore` can name a single layer. Second, such a function could keep its
-quantized tensors only as attributes of transformers' module.
+their names. transformers' registry of functions for experts is not used, because it has one function for all layers,
+while `quant.ignore` can name a single layer.
 
-A whole stack is quantized at once. A scale belongs to one row or to a group inside one row, so a row's bytes do not
-depend on other rows. The bytes are the same as if each gate_proj, up_proj and down_proj were quantized alone. As in
-`qarl.quant.linear`, a stack is quantized once per optimizer step. After writing through `.data`, call
-`invalidate_quantized`.
+A whole stack is quantized at once, and once per optimizer step. The bytes are the same as if each gate_proj, up_proj
+and down_proj were quantized alone. After writing through `.data`, call `invalidate_quantized`.
 
-Scheme bf16 does not quantize the stacks. The forward is then the engine's own BF16 operator, and the backward is that
-of the other schemes. `qarl.align.model` uses bf16 for unquantized experts at levels `model` and `exact`.
+With scheme bf16 nothing is quantized, and the forward is the engine's BF16 operator. `qarl.align.model` uses this for
+unquantized experts.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ from qarl.quant.stacks import STACKS, matrices
 class QuantizedStack:
     """The stack `name` of `shape` [E, N, K], quantized with `scheme`.
 
-    `tensors`: the wire tensors, named as in compressed-tensors. Each holds all matrices, with dimensions [E, N, ...].
-    `weight_shape` is left out because it is the same for every matrix.
+    `tensors`: the wire tensors of all matrices, stacked [E, N, ...], with compressed-tensors names. `weight_shape` is
+    left out because it is the same for every matrix.
     """
 
     name: str
@@ -68,8 +65,9 @@ class QuantizedStack:
 def quantize_stack(weight: torch.Tensor, scheme: Scheme, *, name: str) -> QuantizedStack:
     """Quantize the BF16 stack `weight` [E, N, K], with the same result as `quantize` on each of its matrices.
 
-    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is
-    NaN or Inf."""
+    `name`: the stack's state-dict name. Raises UserError if the shape does not fit the scheme, or if a weight is NaN or
+    Inf.
+    """
     experts, rows, columns = weight.shape
     tensors = {"weight": weight}
     if scheme.quantized:
@@ -91,7 +89,9 @@ class QuantExperts(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         """Take over the parameters of transformers' `experts` without a copy. Other arguments are as in `QuantLinear`.
-        Raise UserError if `check_experts` refuses the experts, or if no kernel supports them."""
+
+        Raise UserError if `check_experts` refuses the experts, or if no kernel supports them.
+        """
         super().__init__()
         check_experts(experts, qualified_name)
         given: Any = experts
@@ -117,11 +117,11 @@ class QuantExperts(nn.Module):
 
     @property
     def generation(self) -> int:
-        """How often the weights were quantized."""
+        """How many times the weights were quantized."""
         return self._generation
 
     def quantized(self) -> dict[str, QuantizedStack]:
-        """Return both quantized stacks of the current weights by leaf name, for the forward and the publisher."""
+        """Return both quantized stacks of the current weights by the names of their parameters."""
         if self.stale:
             self.invalidate()
             weights = [getattr(self, leaf) for leaf in STACKS]
@@ -142,7 +142,7 @@ class QuantExperts(nn.Module):
 
     @property
     def stale(self) -> bool:
-        """Whether a weight was changed or replaced after its quantized tensors were made."""
+        """Whether a weight was changed or replaced since it was quantized."""
         weights = (self.gate_up_proj, self.down_proj)
         return not self._made_from or not all(map(Mark.holds_for, self._made_from, weights))
 
@@ -186,8 +186,10 @@ class QuantExperts(nn.Module):
 
 
 def check_experts(experts: nn.Module, name: str) -> None:
-    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)), with gate and up in one stack
-    and without biases."""
+    """Raise UserError unless transformers' experts compute down(silu(gate(x)) * up(x)) without biases.
+
+    Gate and up must be in one stack.
+    """
     flags = {"has_gate": True, "is_concatenated": True, "has_bias": False, "is_transposed": False}
     wrong = [f"{flag}={not wanted}" for flag, wanted in flags.items() if getattr(experts, flag, wanted) is not wanted]
     activation: Any = getattr(experts, "act_fn", None)

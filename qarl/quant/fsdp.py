@@ -1,16 +1,16 @@
-"""Quantized layers under FSDP2, which shards the FP32 masters and gathers only low-bit tensors for each forward.
+"""Quantized layers under FSDP2, which shards the FP32 masters but gathers only low-bit tensors for a forward.
 
     once per optimizer step   each rank quantizes its own rows of each weight (`qarl.quant.shards`)
     forward, backward         FSDP2 gathers codes and scales of one block, and frees them when it reshards the block
     publish                   the same codes and scales are gathered, one layer at a time
 
-So no rank ever holds a BF16 copy of a quantized weight, or the whole model in low bits. Three things differ from
-`qarl.quant.linear` for this reason:
+So no rank ever has a BF16 copy of a whole quantized weight, or the whole model in low bits. Three things differ from
+`qarl.quant.linear`:
 
-- The copy in the kernel's own layout is made in each forward and dropped right after it. If it were kept, it would
-  have to be freed with the gathered tensors. Kernels can make it cheap (`prepare_gathered` in `qarl.kernels.registry`).
+- Each forward makes the copy in the kernel's layout and then drops it.
 - Each backward dequantizes the weight.
-- Call `quantize_shards` before a forward. It makes FSDP2 gather in low bits, and quantizes weights that changed.
+- The caller must call `quantize_shards` before a forward. It quantizes weights that changed, and makes FSDP2 gather
+  them in low bits.
 
 With scheme bf16 nothing is quantized. FSDP2 gathers experts in BF16, and each forward packs them for its kernel.
 """
@@ -39,7 +39,10 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 class _Sharded(nn.Module):
-    """Base of both kinds of layers. `shards`: leaf name -> shard, for each parameter that is gathered in low bits."""
+    """Base of both kinds of layers.
+
+    `shards`: parameter name -> shard, for each parameter that is gathered in low bits.
+    """
 
     shards: dict[str, WeightShard]
 
@@ -56,8 +59,10 @@ class _Sharded(nn.Module):
             shard.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Do what `nn.Module` does, and free the quantized rows of parameters that were moved. verl's `param_offload`
-        moves parameters because it needs the memory."""
+        """Do the same as `nn.Module`, and free the quantized rows of moved parameters.
+
+        verl's `param_offload` moves parameters because it needs the memory.
+        """
         super()._apply(fn, recurse)
         for leaf, shard in self.shards.items():
             parameter = self.get_parameter(leaf)
@@ -77,7 +82,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
         """Do nothing: FSDP2 has gathered the weight."""
 
     def quantized(self) -> QuantizedTensor:
-        """Return the gathered low-bit tensors. This works only in a forward or a backward."""
+        """Return the gathered low-bit tensors. This works only during a forward or a backward."""
         with phase("prepare"):
             tensors = wire_tensors(_gathered(self, "weight"))
         return QuantizedTensor(self.scheme, (self.out_features, self.in_features), tensors)
@@ -94,7 +99,7 @@ class ShardedQuantLinear(_Sharded, QuantLinear):
 
 
 class ShardedQuantExperts(_Sharded, QuantExperts):
-    """`QuantExperts` whose stacks FSDP2 shards. Unless the scheme is bf16, it gathers them in low bits."""
+    """`QuantExperts` whose stacks FSDP2 shards, and gathers in low bits unless the scheme is bf16."""
 
     def __init__(self, experts: nn.Module, scheme: Scheme, **options: Any) -> None:
         QuantExperts.__init__(self, experts, scheme, **options)
@@ -108,8 +113,11 @@ class ShardedQuantExperts(_Sharded, QuantExperts):
 
 
 class _GatheredExperts(NamedTuple):
-    """The gathered stacks of a layer. FSDP2 fills the two dictionaries for the forward and again for the backward, so
-    the other attributes are computed from them whenever they are read."""
+    """The gathered stacks of a layer.
+
+    FSDP2 fills the two dictionaries for the forward and again for the backward. So the other attributes are computed
+    from them at each access.
+    """
 
     kernel: type[ExpertsKernel]
     gathered_gate_up: dict[str, torch.Tensor]
@@ -166,7 +174,7 @@ def quantize_shards(model: nn.Module, device: torch.device | None = None) -> Non
     its next gather raises RuntimeError.
 
     Args:
-        device: where to quantize and to gather. Default: where the masters are.
+        device: where to quantize and to gather. Default: the device of the masters.
 
     Raises:
         UserError: a weight on this or another rank is NaN or Inf.
@@ -181,7 +189,7 @@ def quantize_shards(model: nn.Module, device: torch.device | None = None) -> Non
 
 
 def _together(shards: Sequence[WeightShard], device: torch.device | None) -> None:
-    """Quantize `shards`. If one cannot be quantized, raise UserError on all ranks."""
+    """Quantize `shards`. If this fails on one rank, raise UserError on all ranks."""
     if not shards:
         return
     failure: UserError | None = None
@@ -210,12 +218,12 @@ def sharded_wire_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of `qarl.quant.packed_state_dict`, from a model that FSDP2 has sharded.
 
-    All ranks must call this together. One layer is gathered at a time, and a quantized weight only in low bits. If the
-    model was not converted (`quant.align=off`), each weight is quantized for this publish.
+    All ranks must call this together. One layer is gathered at a time, and quantized weights are gathered in low bits.
+    If the model was not converted (`quant.align=off`), each weight is quantized for this publish.
 
     Args:
-        gather: returns the whole BF16 tensor of a state-dict entry that is not quantized, on every rank.
-        device: where to quantize and to gather. Default: where the masters are.
+        gather: returns the whole BF16 tensor of an unquantized state-dict entry, on every rank.
+        device: where to quantize and to gather. Default: the device of the masters.
     """
     entries = model.state_dict()
     quantize_shards(model, device)
@@ -235,7 +243,7 @@ def sharded_wire_tensors(
 
 
 def _shard_of(name: str, entry: DTensor, scheme: Scheme, device: torch.device | None) -> WeightShard:
-    """Return the quantized shard of a state-dict entry whose layer was not converted."""
+    """Quantize this rank's shard of a state-dict entry whose layer was not converted, and return it."""
     shard = WeightShard(name, scheme, tuple(entry.shape))
     shard.attach(entry)
     _together([shard], device)

@@ -1,8 +1,8 @@
-"""Use a fused quantizer of qarl.kernels.triton instead of the eager PyTorch steps, if both give equal bytes.
+"""On GPUs, quantize with the fused Triton kernels instead of several PyTorch steps, if both give equal bytes.
 
-`fused_quantizer` compares their bytes on the device, once for each kind of weight. The comparison covers every BF16
-number (or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, `fused_quantizer`
-warns and returns the eager steps, so that checkpoint, wire and forward cannot disagree. CPUs use only the eager steps.
+`fused_quantizer` compares the two on the device, once for each kind of weight. The comparison covers every BF16 number
+(or FP32 numbers of all magnitudes), ties between codes, and an odd shape. If a byte differs, `fused_quantizer` warns
+and returns the PyTorch steps.
 """
 
 from __future__ import annotations

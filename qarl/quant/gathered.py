@@ -1,10 +1,10 @@
 """`GatheredWeight`: the parameter that FSDP2 registers while a layer's low-bit tensors are gathered.
 
 FSDP2 needs one tensor with the shape of the original parameter, for which autograd computes a gradient. The forward
-needs several low-bit tensors. A `GatheredWeight` has the parameter's shape and dtype and holds the low-bit tensors. It
-has no storage for a BF16 weight, so every operation that would read one raises.
+needs several low-bit tensors. So a `GatheredWeight` has the parameter's shape and dtype, and the low-bit tensors as an
+attribute. It has no BF16 data. Operations that would read BF16 data raise.
 
-torchao's FP8 weights work in the same way. They, too, use PyTorch's extension point `__torch_dispatch__`.
+Like torchao's FP8 weights, it uses PyTorch's extension point `__torch_dispatch__`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class GatheredWeight(torch.Tensor):
-    """`tensors`: the gathered tensors by name. They are views of buffers that FSDP2 frees and fills again, so they may
-    be read only between a gather and the next resharding."""
+    """`tensors`: the gathered tensors by name. FSDP2 reuses their memory after the next resharding."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -31,16 +30,18 @@ class GatheredWeight(torch.Tensor):
         return self
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Wrap `tensors`. The parameter of FSDP2 and all its aliases share this one dictionary."""
+        """Wrap `tensors`. FSDP2's parameter and all its aliases share this one dictionary."""
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # PyTorch's own has a private type
         return f"GatheredWeight({list(self.shape)}, {', '.join(self.tensors)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # PyTorch's own way to disable it
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """For operations with which FSDP2 and `nn.Parameter` wrap a tensor, return an alias of it; refuse others."""
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares it without a signature
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return an alias for the operations with which FSDP2 and `nn.Parameter` wrap a tensor. Refuse all others."""
         weight = args[0]
         whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
         if func in _ALIASES or whole:

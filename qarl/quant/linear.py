@@ -4,13 +4,12 @@
     backward  dX = dY Ŵ                        Ŵ: the forward's weight, dequantized to BF16
               dW = dYᵀ X̂,  db = sum of dY      X̂: the activations, dequantized to BF16 if the forward quantized them
 
-The backward passes straight through both roundings to x and the master weight (arXiv 2604.07853, section 3.1). Fake
-quantization, as in verl's QAT, also rounds the weight but multiplies in BF16. `weight` stays an ordinary parameter with
-the same state-dict key, so optimizers, checkpoints and FSDP need no change.
+The backward ignores the rounding of x and of the master weight (arXiv 2604.07853, section 3.1). verl's QAT (fake
+quantization) also rounds the weight, but multiplies in BF16. `weight` stays an ordinary parameter, so optimizers,
+checkpoints and FSDP need no change.
 
-The quantized tensors are made once per optimizer step. They are made again if the weight's storage or its autograd
-version counter has changed. In-place updates advance that counter, and `qarl.quant.marks` advances it for optimizers.
-Writing through `weight.data` does not advance it, so call `invalidate_quantized` afterwards.
+The weight is quantized when its storage or its autograd version counter has changed, so once per optimizer step. After
+writing through `weight.data`, which does not advance the counter, call `invalidate_quantized`.
 """
 
 from __future__ import annotations
@@ -62,8 +61,11 @@ class QuantLinear(nn.Linear):
         kernel: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take over the parameters of `linear` without a copy. Errors show `qualified_name`. `kernel`: the only kernel
-        to consider. `device`: where the forward will run, by default the device of the weight."""
+        """Take over the parameters of `linear` without a copy.
+
+        `qualified_name`: the name to show in errors. `kernel`: the only kernel to consider. `device`: where the forward
+        will run, by default the device of the weight.
+        """
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -87,11 +89,11 @@ class QuantLinear(nn.Linear):
 
     @property
     def generation(self) -> int:
-        """How often the weight was quantized."""
+        """How many times the weight was quantized."""
         return self._generation
 
     def quantized(self) -> QuantizedTensor:
-        """Return the low-bit tensors of the current weight, which the forward multiplies by and the publisher sends."""
+        """Return the low-bit tensors of the current weight, for the forward and the publisher."""
         if self._quantized is None or self.stale:
             self._quantized = self._make(self.weight.detach())
             self._made_from = Mark.of(self.weight)
@@ -116,13 +118,13 @@ class QuantLinear(nn.Linear):
         return self.kernel.linear(x, self.prepared, bias)
 
     def input_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. If the kernel can, it reads the low-bit tensors."""
+        """Return dX = dY Ŵ, BF16 [M, K], from `grad` [M, N]. Some kernels compute it from the low-bit tensors."""
         own = own_backward_input(self.kernel)
         return grad @ self.dequantized if own is None else own(grad, self.quantized().tensors)
 
     @property
     def dequantized(self) -> torch.Tensor:
-        """Ŵ [N, K] in BF16, for kernels that do not compute dX. The first backward after an update makes it."""
+        """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made in the first backward after an update."""
         if self._dequantized is None:
             self._dequantized = self.quantized().dequantize(torch.bfloat16)
         return self._dequantized
@@ -133,7 +135,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def stale(self) -> bool:
-        """Whether the weight was changed or replaced after its quantized tensors were made."""
+        """Whether the weight was changed or replaced since it was quantized."""
         return self._made_from is None or not self._made_from.holds_for(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Check whether a weight has changed since something was made from it.
+"""Detect whether a weight has changed since it was quantized, by autograd's version counter.
 
-Autograd's version counter of a tensor tells. In-place updates advance it, but fused optimizers do not (torch 2.13:
-AdamW with fused=True), and for DTensors foreach optimizers do not either, which are torch's default on GPUs. So
-`watch_optimizers` advances the counters of an optimizer's parameters after each of its steps.
+In-place updates advance the counter of a tensor. Some optimizers do not: fused ones (torch 2.13: AdamW with
+fused=True), and on DTensors also foreach ones, torch's default on GPUs. So `watch_optimizers` advances the counters of
+an optimizer's parameters after each of its steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def watch_optimizers() -> None:
 
 
 class Mark(NamedTuple):
-    """The state of a weight: the parameter, its address, and autograd's version counter, which in-place updates
-    advance. A mark keeps its parameter alive. Otherwise a new one could get the same address and the same version."""
+    """The state of a weight: the parameter, its address, and autograd's version counter.
+
+    A mark keeps its parameter alive. Otherwise a new parameter could get the same address and the same version.
+    """
 
     weight: torch.Tensor
     address: int

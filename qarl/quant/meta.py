@@ -1,7 +1,7 @@
-"""Build a model without storage from its config, to get names and shapes. Also restore torch's default dtype.
+"""Build a model without storage from its config, to get names and shapes.
 
 transformers and vLLM change torch's default dtype while they build a model. If the build fails, vLLM does not restore
-it, and every tensor made later with the default dtype would be BF16 instead of FP32.
+it, and later tensors would be BF16 instead of FP32. `default_dtype_kept` restores it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """The only quantizer. Its tensors feed the trainer's GEMM, the wire to vLLM and the checkpoint on disk.
 
-The grid equals compressed-tensors' (`calculate_qparams`, `quantize`, `pack_to_int32`) bit for bit. Every step is
-rounded to the weight's dtype. scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3). A scale of
-zero becomes the dtype's eps, so an all-zero group has codes of zero and a finite scale. Then weight / scale is clamped
-and rounded half to even. int4 is stored with offset 8, eight values in an int32, lowest nibble first. 8-bit scales are
-upcast to FP32 for the wire, because vLLM holds them in FP32.
+The results equal those of compressed-tensors (`calculate_qparams`, `quantize`, `pack_to_int32`) bit for bit. Every step
+is rounded to the weight's dtype:
 
-The quantizer runs on every weight after every optimizer step. For int4 it computes compressed-tensors' results with
-different arithmetic, in a third of the time. The result is exact because of three facts. Non-negative floats sort like
-their bits. If a constant whose unit in the last place is 1 is added to a number, the sum is rounded half to even and
-has code + 8 in its low bits. Clamping commutes with rounding, because the bounds are integers. The code must run
-eagerly, because a compiler that keeps BF16 intermediates in FP32 would change the grid. The code views tensors as wider
-integers, so it needs a little-endian machine, like every program that reads the bytes of `weight_packed`.
+- scale = absmax / half the range (7.5 for int4, 127.5 for int8, 448 for e4m3). A scale of zero becomes the dtype's eps,
+  so an all-zero group has codes of zero and a finite scale.
+- code = weight / scale, clamped, then rounded half to even.
+- int4 codes are stored with offset 8, eight in an int32, lowest nibble first.
+- 8-bit scales are upcast to FP32 for the wire, because vLLM stores them in FP32.
 
-On GPUs one fused kernel replaces these steps if it was found to give equal bits (`qarl.quant.fused`).
+For int4, integer arithmetic on the bits gets the same results in a third of the time. Do not compile this code, because
+a compiler that keeps BF16 intermediates in FP32 would change the results. It needs a little-endian machine. On GPUs one
+fused kernel replaces it if both give equal bits (`qarl.quant.fused`).
 """
 
 from __future__ import annotations
@@ -35,8 +33,11 @@ and +absmax is clamped to 7."""
 
 
 class FloatBits(NamedTuple):
-    """How to read a float dtype as integers: their dtype, the mask that drops the sign, and the smallest magnitude of
-    Inf and NaN."""
+    """How to read a float dtype as integers.
+
+    `integer`: the integer dtype. `magnitude_mask`: the mask that drops the sign. `nonfinite`: the smallest magnitude
+    that is Inf or NaN.
+    """
 
     integer: torch.dtype
     magnitude_mask: int
@@ -61,13 +62,15 @@ two, or for float32 1.5 times a power of two. The low four bits of c are zero.""
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> QuantizedTensor:
-    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. `name`: for errors.
+    """Return `weight` [N, K] (bfloat16, float16 or float32; any strides) quantized with `scheme`. Errors show `name`.
 
-    Pass the weight that the forward sees. For an FP32 master with a BF16 forward, this is the master's BF16 cast. The
-    scales of int4 groups have the dtype of `weight`, which must be BF16 for the wire. The scales of 8-bit channels are
-    always FP32. Raise UserError if the shape does not fit the scheme, or if `weight` holds a NaN or an Inf (this check
-    costs one device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a
-    different dtype or is not a matrix."""
+    Pass the weight that the forward uses: for an FP32 master and a BF16 forward, the master's BF16 cast. Scales of int4
+    groups have the dtype of `weight`, which must be BF16 for the wire. Scales of 8-bit channels are FP32.
+
+    Raise UserError if the shape does not fit the scheme, or if `weight` contains a NaN or an Inf (this check costs one
+    device synchronization). Raise ValueError if the scheme does not quantize weights, or if `weight` has a different
+    dtype or is not a matrix.
+    """
     args = scheme.weights
     if args is None or (args.num_bits, args.type) not in _HALF_RANGE:
         raise ValueError(f"quantize makes only int4, int8 and e4m3 weights, not those of scheme {scheme.name!r}")
@@ -103,8 +106,10 @@ def quantize(weight: Tensor, scheme: Scheme, *, name: str = "weight") -> Quantiz
 
 
 def _eager(weight: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values and scales as on the wire, and a flag, int32 [1]. The flag is 1 if a weight is NaN or Inf; values
-    and scales are then invalid."""
+    """Return values and scales as on the wire, and a flag, int32 [1].
+
+    The flag is 1 if a weight is NaN or Inf. Values and scales are then invalid.
+    """
     rows, cols = weight.shape
     with phase("quantize"):
         groups = weight.contiguous().view(rows, -1, args.group_size or cols)
@@ -126,8 +131,11 @@ def _absmax(groups: Tensor) -> Tensor:
 
 
 def _scale(absmax: Tensor, half_range: float) -> Tensor:
-    """Return absmax / half_range, or eps if this is 0. The divisor is a tensor, because on CUDA PyTorch multiplies by
-    the reciprocal of a Python number instead of dividing, and in FP32 the last bit can then be wrong."""
+    """Return absmax / half_range, or eps if this is 0.
+
+    The divisor is a tensor. On CUDA, PyTorch multiplies by the reciprocal of a Python number instead of dividing, which
+    can change the last bit in FP32.
+    """
     scale = absmax.div_(absmax.new_full((), half_range))
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
@@ -145,7 +153,7 @@ def _int8_codes(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return float8_e4m3fn [N, K]. As in compressed-tensors, a zero point of 0 is added. It turns -0.0 into 0.0.
+    """Return float8_e4m3fn [N, K]. As in compressed-tensors, a zero point of 0 is added, which turns -0.0 into 0.0.
 
     The clamp is needed because some releases of PyTorch cast an overflow to NaN instead of the largest value.
     """
@@ -153,7 +161,7 @@ def _e4m3_codes(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Pack int16 [N, K] in 0..15 to int32 [N, K/8]. Four codes at a time are moved together inside an int64."""
+    """Pack int16 [N, K] in 0..15 to int32 [N, K/8]. An int64 moves four codes at a time."""
     lanes = codes.view(torch.int64)
     lanes.bitwise_or_(lanes >> 12)
     lanes.bitwise_or_(lanes >> 24)

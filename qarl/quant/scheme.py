@@ -1,8 +1,4 @@
-"""Quantization schemes: which operands are low-bit, on which grid, and how compressed-tensors describes them.
-
-A `Scheme` is a small frozen value that trainer and engine share. It is converted to and from compressed-tensors'
-`QuantizationConfig`, so compressed-tensors validates the dictionary in `config.json` and in vLLM's `hf_overrides`.
-verl's `qat.mode: w4a16` is a different scheme, which is NVFP4 with groups of 16. Here, w4a16 is int4.
+"""Quantization schemes: the low-bit operands, their number formats, and their compressed-tensors configs.
 
     w4a16   int4 weights in groups along K                    pack-quantized
     w4a8    the same weights, and int8 activations            pack-quantized
@@ -10,11 +6,13 @@ verl's `qat.mode: w4a16` is a different scheme, which is NVFP4 with groups of 16
     fp8     float8_e4m3fn weights and activations             float-quantized
 
 8-bit weights have one scale per output channel. 8-bit activations have one scale per token, computed in the forward.
-All schemes are symmetric. Except for the group size, they equal compressed-tensors' presets W4A16, W4A8, W8A8 and
-FP8_DYNAMIC. For w4a8, compressed-tensors would choose the format int-quantized, which takes one byte per int4 value. We
-use pack-quantized, which takes half a byte.
+All schemes are symmetric. verl's `qat.mode: w4a16` is a different scheme: NVFP4 with groups of 16.
 
-compressed-tensors is imported only to write or read a config, so kernels can be tested and measured without it.
+Except for the group size, the schemes equal compressed-tensors' presets W4A16, W4A8, W8A8 and FP8_DYNAMIC. For w4a8,
+compressed-tensors would choose the format int-quantized, which needs one byte per int4 value instead of half a byte.
+
+A `Scheme` is converted to and from compressed-tensors' `QuantizationConfig`, which validates the dictionary in
+`config.json` and in vLLM's `hf_overrides`. compressed-tensors is imported only for this.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ PACK_FACTOR = 8
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """The grid of one operand, with the field names of compressed-tensors' `QuantizationArgs`.
+    """The number format of one operand, with the field names of compressed-tensors' `QuantizationArgs`.
 
     `type` is "int" or "float". `strategy` says which elements share a scale: "group" (`group_size` elements along K),
-    "channel" (an output row) or "token" (a row of the activations). The scale of a token is computed in the forward, so
-    `dynamic` is true.
+    "channel" (an output row) or "token" (a row of the activations). `dynamic` is true if the scale is computed in the
+    forward, as for tokens.
     """
 
     num_bits: int
@@ -79,7 +77,7 @@ class QuantArgs:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights and the activations of every quantized Linear are represented.
+    """The number formats of the weights and the activations of every quantized Linear.
 
     If `weights` is None, nothing is quantized (`bf16`). If `input_activations` is None, activations stay BF16. `format`
     is compressed-tensors' name for the layout on disk and on the wire.
@@ -99,7 +97,7 @@ class Scheme:
         return self.weights.group_size if self.weights else None
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> str | None:
-        """Return why this scheme cannot hold a [out_features, in_features] weight called `name`, or None if it can."""
+        """Return why this scheme cannot quantize the weight `name` [out_features, in_features], or None if it can."""
         if self.weights is None:
             return None
         shape = f"{name} has shape [{out_features}, {in_features}]"
@@ -133,8 +131,8 @@ class Scheme:
     def quantization_config(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
         """Return the `quantization_config` for `config.json` and vLLM's `hf_overrides`, in plain JSON types.
 
-        Fields without a value are omitted, not written as null. compressed-tensors rejects fields that it does not
-        know, and releases older than the one installed here must still be able to read our checkpoints.
+        Fields without a value are omitted, not written as null, because older releases of compressed-tensors reject
+        fields that they do not know.
         """
         from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
@@ -182,7 +180,9 @@ class Scheme:
 
 def get_scheme(name: str, group_size: int = 128) -> Scheme:
     """Return the scheme called `name`. `group_size`: number of elements along K that share a scale, for w4a16 and w4a8.
-    Raise UserError if there is no such scheme, or if `group_size` is used and is not a positive multiple of 8."""
+
+    Raise UserError if there is no such scheme, or if `group_size` is used and is not a positive multiple of 8.
+    """
     if name == "bf16":
         return Scheme(name)
     if name == "w4a16":
@@ -203,7 +203,7 @@ def _int4(group_size: int) -> QuantArgs:
         raise UserError(
             f"group_size {group_size} is not a positive multiple of {PACK_FACTOR}",
             where="quant.group_size",
-            why=f"an int32 holds {PACK_FACTOR} four-bit values, and a group must not begin inside an int32",
+            why=f"{PACK_FACTOR} four-bit values share an int32, and a group must not begin inside an int32",
             fix="use 128, or 32 for small models",
         )
     return QuantArgs(num_bits=4, type="int", strategy="group", group_size=group_size)

@@ -1,22 +1,20 @@
 """`WeightShard`: one rank's rows of a quantized weight, which FSDP2 gathers in low bits.
 
-FSDP2 shards a linear's weight [N, K] by rows and a stack of experts [E, N, K] by experts. A scale belongs to one row or
-to a group inside one row, so each rank can quantize its own rows, with the same bytes as if the whole weight were
-quantized at once. After each optimizer step the master's rows are cast to BF16, as for a forward, and quantized.
+FSDP2 shards a linear's weight [N, K] by rows and a stack of experts [E, N, K] by experts. After each optimizer step,
+each rank casts its rows of the master to BF16 and quantizes them. The bytes are the same as if the whole weight were
+quantized at once, because a scale never covers more than one row.
 
-FSDP2 asks the sharded tensor what to gather (`fsdp_pre_all_gather`) and what to make of the result
-(`fsdp_post_all_gather`). torchao defines these methods in a tensor subclass. Here they are set as attributes of an
-ordinary tensor, as in PyTorch's own tests; FSDP2 finds them there, too. So the masters stay ordinary FP32 DTensors for
-optimizers, clipping and checkpoints. A new tensor, as after moving a model, must be given the methods again (`attach`).
+FSDP2 calls two methods of the sharded tensor: `fsdp_pre_all_gather` returns what to send, and `fsdp_post_all_gather`
+wraps what was received. Here they are attributes of an ordinary tensor, so the masters stay ordinary FP32 DTensors for
+optimizers, clipping and checkpoints. A new tensor, as after moving a model, needs them again (`attach`).
 
     uneven shards   FSDP2 pads every shard to the rows of the first. The padding is quantized too, and cut off after the
-                    gather. `fsdp_pre_all_gather` may have one parameter or five. If it had five, FSDP2 would require
-                    tensors of the master's shape, which packed tensors do not have. So it has one.
-    one rank        FSDP2 copies only the first tensor. Therefore all tensors are parts of one buffer of bytes.
-    tiles           If the kernel reads int4 codes in tiles of rows and the shards consist of whole tiles, the codes are
-                    gathered in this layout, so no rank has to convert a whole weight in every forward.
+                    gather
+    one rank        FSDP2 copies only the first tensor. Therefore all tensors share one buffer of bytes
+    tiles           some kernels read int4 codes in tiles of rows. If each shard consists of whole tiles, the codes are
+                    gathered in this layout, so no forward has to convert a whole weight
 
-All of this is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+This is the same in torch 2.11 and 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class _Slot(NamedTuple):
 class WeightShard:
     """This rank's part of the weight `name` [N, K], or of a stack [E, N, K], quantized with `scheme`.
 
-    `generation` counts how often it was quantized. `reads_tiles`: whether the layer's kernel can read int4 tiles.
+    `generation`: how many times it was quantized. `reads_tiles`: whether the layer's kernel can read int4 tiles.
     """
 
     def __init__(self, name: str, scheme: Scheme, shape: tuple[int, ...], *, reads_tiles: bool = False) -> None:
@@ -64,13 +62,14 @@ class WeightShard:
         self._versions = (-1, -1)
 
     def attach(self, parameter: DTensor) -> None:
-        """Make FSDP2 gather `parameter` through this object. Drop the rows that were quantized from another tensor."""
+        """Make FSDP2 gather `parameter` through this object. Drop rows that were quantized from a different tensor."""
         placement, dim = parameter.placements[-1], parameter.device_mesh.ndim - 1
         if not isinstance(placement, Shard) or placement.dim != 0:
             raise ValueError(f"{self.name} is placed as {parameter.placements}, not sharded by rows in dimension {dim}")
         self._parameter = parameter
         local = _local(parameter)
         if not self.is_attached(parameter):
+            # FSDP2 looks for these attributes on the local tensor, which does not declare them.
             local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
             local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
             self.drop()
@@ -85,7 +84,7 @@ class WeightShard:
 
     @property
     def stale(self) -> bool:
-        """Whether the master was changed after its rows were quantized."""
+        """Whether the master was changed since its rows were quantized."""
         return self._buffer is None or self._versions != self._now()
 
     def _now(self) -> tuple[int, int]:
@@ -101,7 +100,7 @@ class WeightShard:
 
     @torch.no_grad()
     def quantize(self, device: torch.device | None = None) -> None:
-        """Quantize this rank's rows if they have changed. `device`: where to compute; default: the rows' device.
+        """Quantize this rank's rows if they have changed. `device`: where to compute. Default: the device of the rows.
 
         Raises:
             UserError: a weight of these rows is NaN or Inf, or the shape does not fit the scheme.
@@ -128,7 +127,7 @@ class WeightShard:
         self.generation += 1
 
     def _store(self, made: Tensors) -> None:
-        """Copy the tensors into one buffer. Those with the widest numbers come first, so every part is aligned."""
+        """Copy the tensors into one buffer. Those with the widest numbers come first, so that all are aligned."""
         slots: list[_Slot] = []
         end = 0
         for name, tensor in sorted(made.items(), key=lambda item: -item[1].element_size()):
@@ -140,7 +139,10 @@ class WeightShard:
         self._buffer, self._slots = buffer, tuple(slots)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Return what this rank sends. FSDP2 calls this before every gather, on GPUs in a stream for communication."""
+        """Return the tensors that this rank sends. FSDP2 calls this before every gather.
+
+        It must have one parameter. With five, FSDP2 would require tensors of the master's shape.
+        """
         if self._buffer is None or self.stale:
             raise RuntimeError(f"{self.name} has changed since its rows were quantized; call quantize_shards before")
         if mesh.size() == 1:
@@ -183,7 +185,7 @@ class WeightShard:
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
-    """Return the tensor on which FSDP2 looks for the methods. In torch 2.13 `to_local` returns only a view of it."""
+    """Return the tensor on which FSDP2 looks up the methods. In torch 2.13, `to_local` returns only a view of it."""
     return parameter._local_tensor
 
 

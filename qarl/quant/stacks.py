@@ -1,4 +1,4 @@
-"""Names and parts of the parameters that hold all experts of a layer.
+"""Split the stacked parameters of a layer's experts into one matrix per expert.
 
 transformers stacks the experts. Checkpoints, llm-compressor and vLLM's loader have three matrices per expert:
 
@@ -6,7 +6,7 @@ transformers stacks the experts. Checkpoints, llm-compressor and vLLM's loader h
     mlp.experts.down_proj    [E, H, I]     mlp.experts.M.down_proj.weight [H, I]
 
 `quant.ignore`, the quantizer and a publish use the names of the matrices. A stack is recognised by its name and its
-three dimensions, so a checkpoint's tensors can be split without a model. The parts are views, never copies.
+three dimensions, so tensors can be split without a model. The matrices are views, never copies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`QuantizedTensor`: one weight in low bits, held as the same tensors that go over the wire and to disk.
+"""`QuantizedTensor`: one weight in low bits, stored as the same tensors that are sent to the engine and written to
+disk.
 
-The trainer's GEMM, the publisher and the checkpoint writer all read this object. So comparing bytes (`equals`) shows
-whether the engine has the same weight as the trainer. `qarl.quant.quantize.quantize` makes it.
+The trainer's GEMM, the publisher and the checkpoint writer all read this object, which `qarl.quant.quantize.quantize`
+returns.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from qarl.quant.scheme import Scheme
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A [N, K] weight that was quantized with `scheme`.
+    """A [N, K] weight that was quantized with `scheme`. `tensors`: the wire tensors, by compressed-tensors' names.
 
-    `tensors` maps compressed-tensors' parameter names to the wire tensors. For `w4a16` and `w4a8` these are
-    `weight_packed` int32 [N, K/8], `weight_scale` [N, K/group_size] in the dtype of the original weight (BF16 on the
-    wire), and `weight_shape` int64 [2], which is always on the CPU. For `w8a8` and `fp8` they are `weight` int8 or
-    float8_e4m3fn [N, K] and `weight_scale` FP32 [N, 1].
+    w4a16, w4a8   `weight_packed` int32 [N, K/8], `weight_scale` [N, K/group_size] in the dtype of the original weight
+                  (BF16 on the wire), and `weight_shape` int64 [2], always on the CPU
+    w8a8, fp8     `weight` int8 or float8_e4m3fn [N, K], and `weight_scale` FP32 [N, 1]
     """
 
     scheme: Scheme
@@ -56,10 +56,10 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return the weight [N, K] that the low-bit GEMM multiplies by, as `dtype`. The backward uses it as Ŵ.
 
-        It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype and then
-        cast to `dtype`. For a BF16 weight and BF16 output there is one rounding for every scheme:
-        `bf16(float(code) * float(scale))`. For int4 this is the operand of vLLM's CPU kernel. For 8-bit codes,
-        the FP32 product is exact before that rounding, but the GEMM multiplies the codes and applies the scale later.
+        It equals compressed-tensors' `dequantize`: the product of code and scale, rounded to the scale's dtype, then
+        cast to `dtype`. For a BF16 weight and BF16 output every scheme rounds once: `bf16(float(code) * float(scale))`.
+        For int4 this is the operand of vLLM's CPU kernel. 8-bit GEMMs multiply the codes themselves and apply the scale
+        to the sum.
         """
         if "weight_packed" in self.tensors:
             return dequantize_int4(self.tensors["weight_packed"], self.tensors["weight_scale"], dtype)

@@ -1,7 +1,7 @@
 """TBPO, the trust-band policy optimization loss of QaRL (arXiv 2604.07853). It depends only on torch.
 
-Read `ratios.py` first (the ratios and how they are clipped), then `loss.py` (the bands and the loss). The keys are in
-`config.py`, which does not import torch. This package imports loss and torch only when the loss is first used.
+Read `ratios.py` first (the ratios and their clipping), then `loss.py` (the bands and the loss). The keys are in
+`config.py`. Importing this package does not import torch; the first use of the loss does.
 """
 
 from __future__ import annotations

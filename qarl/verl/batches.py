@@ -24,7 +24,7 @@ from qarl.errors import UserError
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 PROMPTS, RESPONSES, MINI_BATCH = "data.train_batch_size", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"
-NODES, GPUS, SEQUENCE = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}.ulysses_sequence_parallel_size"
+NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 MICRO_BATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 LOG_PROBS, REFERENCE_LOG_PROBS = (f"{part}.log_prob_micro_batch_size_per_gpu" for part in (ROLLOUT, REFERENCE))
 TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
@@ -56,7 +56,7 @@ class Batches:
     def __init__(self, composed: Any, written: Mapping[str, Any]) -> None:
         self._composed, self._written = composed, {key.removeprefix("+") for key in written}
         self.prompts, self.n, self.mini = (self.size(key) for key in (PROMPTS, RESPONSES, MINI_BATCH))
-        self.ranks = max(1, self.size(NODES) * self.size(GPUS) // self.size(SEQUENCE))
+        self.ranks = self.size(NODES) * self.size(GPUS)
 
     def size(self, key: str) -> int:
         from omegaconf import OmegaConf
@@ -73,10 +73,7 @@ class Batches:
 
     @property
     def shown_ranks(self) -> str:
-        text = f"{self.name(NODES)} * {self.name(GPUS)}"
-        if self.size(SEQUENCE) > 1:
-            text += f" / {self.name(SEQUENCE)}"
-        return f"{text} = {self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.name(NODES)} * {self.name(GPUS)} = {self.ranks} rank{'s' * (self.ranks > 1)}"
 
     @property
     def shown_mini_batch(self) -> str:
@@ -123,15 +120,14 @@ def _refuse_partial_shares(batches: Batches) -> None:
 
 
 def _refuse_short_limit(batches: Batches, key: str) -> None:
-    limit, parts, name = batches.size(key), batches.size(SEQUENCE), batches.name(key)
+    limit, name = batches.size(key), batches.name(key)
     longest = batches.size(PROMPT) + batches.size(RESPONSE)
-    if limit * parts < longest:
+    if limit < longest:
         raise UserError(
             f"{name}={limit} does not hold a row of full length",
             where=name,
-            why=f"{batches.name(PROMPT)} + {batches.name(RESPONSE)} = {longest} tokens, and verl does not divide a row"
-            + (f" over more than {parts} ranks ({batches.name(SEQUENCE)})" if parts > 1 else ""),
-            fix=f"set it to {-(-longest // parts)} or more",
+            why=f"{batches.name(PROMPT)} + {batches.name(RESPONSE)} = {longest} tokens, and a row is not divided",
+            fix=f"set it to {longest} or more",
         )
 
 

@@ -87,6 +87,7 @@ def validate(composed: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     try:
+        refuse_engine_settings(composed, omega_conf_to_dataclass(composed.actor_rollout_ref.actor).engine)
         validate_config(
             config=composed,
             use_reference_policy=need_reference_policy(composed),
@@ -103,6 +104,15 @@ def validate(composed: Any) -> None:
             why=" ".join(str(error).split())[:600],
             fix="change the keys that it names; dry_run=true prints all of verl's keys",
         ) from error
+
+
+def refuse_engine_settings(composed: Any, engine_config: Any) -> None:
+    """Raise UserError now for verl keys that the quantized actor would refuse in its process."""
+    from qarl.verl.plugin.config import check_engine_config, refuse_shared_rows
+
+    if getattr(engine_config, "quant", None) is not None:
+        check_engine_config(composed.actor_rollout_ref.model, engine_config)
+        refuse_shared_rows(engine_config)
 
 
 def refuse_corrections(composed: Any) -> None:

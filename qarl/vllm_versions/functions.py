@@ -13,8 +13,9 @@ Functions = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def changed_functions(functions: Functions) -> tuple[str, ...]:
-    """Return one message for each of `functions` that the installed vLLM lacks, or has without one of the listed
-    parameters."""
+    """Return one message for each of `functions` that the installed vLLM does not have, or that lacks a listed
+    parameter.
+    """
     found = []
     for (module, name), parameters in functions.items():
         function = getattr(importlib.import_module(module), name, None)

@@ -357,7 +357,7 @@ def test_level_exact_refuses_what_the_engines_operator_would_compute_otherwise(f
     model = load(folders["qwen3"], "exact")
     mask = torch.ones(1, 6, dtype=torch.long)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match=r"quant\.align=exact needs whole rows"):
+    with pytest.raises(ValueError, match=r"quant\.align=exact needs rows from position 0"):
         model(input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=mask)
     cache = model(input_ids=torch.ones(1, 6, dtype=torch.long), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="key-value"):

@@ -127,7 +127,7 @@ def test_gradients_go_to_the_rows_they_come_from():
 )
 def test_lengths_of_other_rows_are_refused(batch, lengths):
     query, key, _ = random_rows(batch, 12)
-    with pytest.raises(ValueError, match=f"are not those of a forward of {batch} x 12"):
+    with pytest.raises(ValueError, match=f"do not fit a forward of {batch} x 12"):
         lengths_of_rows(query, key, {"row_lengths": lengths})
 
 

@@ -170,7 +170,7 @@ def test_an_earlier_run_is_moved_and_nothing_of_it_is_lost(capsys: pytest.Captur
     Path("runs/bad/plots/reward.png").write_text("plot")
     with pytest.raises(EngineConstructed):
         main(["config=run.yaml"])
-    assert "runs/bad held an earlier run, which is now in runs/bad.2" in capsys.readouterr().err
+    assert "runs/bad contained an earlier run, which is now in runs/bad.2" in capsys.readouterr().err
     assert Path("runs/bad.2/metrics.jsonl").read_text() == '{"step": 1}\n'
     assert Path("runs/bad.2/plots/reward.png").read_text() == "plot"
     assert not Path("runs/bad/metrics.jsonl").exists()

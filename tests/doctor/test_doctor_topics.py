@@ -98,7 +98,7 @@ def test_where_the_run_starts_is_what_training_does() -> None:
     config = load_config(["config=run.yaml", LONG])
     interrupted_run(config, finished=True)
     before = sorted(Path("runs").rglob("*"))
-    assert [status for status, _ in start_of()] == ["note"] and "holds an earlier run" in start_of()[0][1]
+    assert [status for status, _ in start_of()] == ["note"] and "contains an earlier run" in start_of()[0][1]
     assert sorted(Path("runs").rglob("*")) == before
     shutil.rmtree("runs")
     run_dir = interrupted_run(config, 2, 4)

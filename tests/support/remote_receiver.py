@@ -28,7 +28,7 @@ def dying(name: str, tensor: Any) -> None:
     take(name, tensor)
 
 
-found._take = dying  # type: ignore[method-assign]
+found._take = dying  # type: ignore[method-assign]  # it dies in the middle of a publish
 for _ in range(int(publishes)):
     try:
         with WeightClient((host, int(port)), token, held=found.held, seconds=20) as client:

@@ -24,6 +24,8 @@ SCHEMES = ("w4a16", "w8a8", "fp8")
 WORLDS = (1, 2, 3, 4)
 GROUP, HIDDEN, WIDE, ODD, EXPERTS, INTERMEDIATE = 32, 64, 96, 10, 3, 32
 IGNORE = ("head",)
+OPTIMIZERS: dict[str, Any] = {"w4a16": {"foreach": True}, "w8a8": {"fused": True}, "fp8": {"foreach": False}}
+"""Ways of AdamW to step. The first two do not advance the version counters of DTensors."""
 
 
 class Experts(nn.Module):
@@ -241,7 +243,7 @@ def further_steps(model: Any, scheme: str, rank: int) -> dict[str, Any]:
     from qarl.quant.fsdp import quantize_shards
 
     found: dict[str, Any] = {"before": generations(model)}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **OPTIMIZERS[scheme])
     found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
     optimizer.zero_grad()

@@ -137,12 +137,6 @@ REFERENCE_TOKENS = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         ({}, {VERLS[MICRO]: "many"}, f"verl.{VERLS[MICRO]}", ["whole number above 0, got 'many'"]),
         ({}, KL, f"verl.{REFERENCE}", ["whole number above 0, got None"]),
         ({}, BY_TOKENS | {TOKENS: 111}, f"verl.{TOKENS}", ["= 112 tokens", "set it to 112 or more"]),
-        (
-            {},
-            BY_TOKENS | {TOKENS: 55, f"{ACTOR}.ulysses_sequence_parallel_size": 2},
-            f"verl.{TOKENS}",
-            ["more than 2 ranks", "56 or more"],
-        ),
         ({}, BY_TOKENS | {LOG_PROB_TOKENS: 100}, f"verl.{LOG_PROB_TOKENS}", ["does not hold a row of full length"]),
         ({}, BY_TOKENS | KL | {REFERENCE_TOKENS: 100}, f"verl.{REFERENCE_TOKENS}", ["does not hold"]),
     ],
@@ -162,10 +156,8 @@ def test_a_refusal_names_the_key_as_it_was_written(
         ({GPUS: 2}, {}),
         ({GPUS: 4, MICRO: 12, LOG_PROBS: 8}, {}),
         ({GPUS: 2, "trainer.nnodes": 2, MICRO: 6, LOG_PROBS: 24}, {}),
-        ({GPUS: 4}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": True}),
         ({LOG_PROBS: 36}, {f"{ACTOR}.use_dynamic_bsz": True}),
         ({}, KL | {REFERENCE: 32}),
-        ({GPUS: 2}, BY_TOKENS | {TOKENS: 56, f"{ACTOR}.ulysses_sequence_parallel_size": 2}),
         ({}, BY_TOKENS | {TOKENS: 112, REFERENCE_TOKENS: 100}),
         (
             {LOG_PROBS: 36},

@@ -246,7 +246,7 @@ def test_an_export_notices_a_weight_that_is_not_the_one_saved(results, checkpoin
     sums = json.loads(record.read_text())
     sums["model.model.norm.weight"] = f"{int(sums['model.model.norm.weight'], 16) ^ 1:016x}"
     record.write_text(json.dumps(sums))
-    with pytest.raises(UserError, match=r"model\.norm\.weight is not what was saved"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight differs from what was saved"):
         export(ExportRequest(run, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

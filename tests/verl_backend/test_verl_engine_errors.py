@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("verl")
 
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import logprobs_from_logits_v2
+from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
@@ -122,6 +124,19 @@ def test_an_actor_without_quantization_has_a_limit(caplog):
     assert "0.15 that an actor without quant.mismatch_limit may show" in caplog.text
     with pytest.raises(UserError, match=r"\+qarl=bf16"):
         engine._check_mismatch(0.16, 50.0, before_first_update=True)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "device", "refused"), [(True, "cuda", True), (False, "cpu", True), (False, "cuda", False)]
+)
+def test_rows_that_ranks_share_are_refused_where_attention_is_qarls(monkeypatch, quantized, device, refused):
+    """Ulysses exchanges heads only in Flash Attention, which an unquantized actor on a GPU uses."""
+    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: device)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_: None)
+    kind = QuantFSDPEngineConfig if quantized else FSDPEngineConfig
+    engine_config = kind(strategy="fsdp2", ulysses_sequence_parallel_size=2)
+    with pytest.raises(UserError, match="rows that 2 ranks share") if refused else nullcontext():
+        QaRLFSDPEngine(SimpleNamespace(**MODEL), engine_config, None, None)
 
 
 def test_servers_that_do_not_answer_are_not_published_to():

@@ -164,7 +164,7 @@ def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsy
     record.write_text(json.dumps({"model.a": sums[0], "model.b": sums[1]}))
     assert len(dict(VerlWeights.open(actor).tensors())) == 2 and capsys.readouterr().err == ""
     record.write_text(json.dumps({"model.a": sums[0]}))
-    with pytest.raises(UserError, match="b is not what was saved"):
+    with pytest.raises(UserError, match="b differs from what was saved"):
         dict(VerlWeights.open(actor).tensors())
     record.write_text('{"model.a": "12')
     with pytest.raises(UserError, match="checksums of a rank cannot be read"):

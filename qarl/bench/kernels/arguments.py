@@ -91,8 +91,10 @@ class Arguments:
                 if not self.layer or layer in self.layer]  # fmt: skip
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure. The list
-        is empty if the key `layer` is given, because that key names dense weights."""
+        """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure.
+
+        The list is empty if the key `layer` is given, because that key selects dense weights.
+        """
         if not set(self.operation) & set(EXPERT_OPERATIONS):
             return []
         if self.experts:

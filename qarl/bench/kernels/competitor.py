@@ -1,7 +1,7 @@
-"""A call that is timed, and the check that its result must pass before the time is reported.
+"""A call to time, and a check of its result. The time is reported only if the result is correct.
 
 The check compares the first and last rows of the result with a float64 result, by relative error (root mean square).
-The test suite checks everything else about a kernel's numbers.
+The tests check everything else about a kernel's numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Competitor:
-    """One implementation of an operation. `call` is timed; `error` returns the error of its result, which may be at
-    most `allowed`. `bytes_moved` and `flop`: the minimum for the operation, the same for every implementation."""
+    """One implementation of an operation. `call` is timed. `error` returns the error of its result.
+
+    `allowed`: the largest allowed error. `bytes_moved` and `flop`: the minimum for the operation, the same for every
+    implementation.
+    """
 
     scheme: str
     kernel: str
@@ -36,7 +39,7 @@ class Competitor:
         return f"{self.scheme} {self.kernel}"
 
     def wrong(self) -> str | None:
-        """Return why this call gets no figure (error too large, or an exception), or None if it gets a figure."""
+        """Return why this call is not timed (error too large, or an exception), or None if it is."""
         try:
             error = self.error()
         except (RuntimeError, ValueError, TypeError) as raised:  # a kernel that does not compile or launch
@@ -50,8 +53,10 @@ def ends(rows: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs `call` and returns the relative error of the first and last rows of its result, or
-    NaN if any number in the result is not finite. `expected` holds the correct first and last rows."""
+    """Return a function that runs `call` and returns the relative error of the first and last rows of its result.
+
+    The error is NaN if any number in the result is not finite. `expected`: the correct first and last rows.
+    """
 
     def error() -> float:
         y = call()

@@ -1,4 +1,4 @@
-"""Products with one weight: for each operation, the competing implementations and the result that they must give.
+"""Competing implementations of products with one weight, and their correct results.
 
     linear           y = x W^T of a quantized linear, including the quantization of activations
     input_gradient   dX = dY W, from the low-bit weight
@@ -71,8 +71,10 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
 
 
 def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales. gemlite takes unsigned
-    codes and a zero point of 8."""
+    """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales.
+
+    gemlite reads unsigned codes with a zero point of 8.
+    """
     from gemlite.core import DType, GemLiteLinear
 
     codes, scale = unpack_int4(tensors["weight_packed"]).add_(8).to(torch.uint8), tensors["weight_scale"]
@@ -95,7 +97,10 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
-    """Return the dequantized weight: BF16 for W4A16, but float64 for 8 bits, whose kernels scale the sums."""
+    """Return the dequantized weight: BF16 for W4A16, float64 for 8 bits.
+
+    8-bit kernels do not round the weight to BF16, because they scale the sums.
+    """
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
     tensors = quantized.tensors

@@ -1,13 +1,13 @@
-"""Competing implementations for mixtures of experts: grouped products and their input gradient, and whole layers.
+"""Competing implementations for mixtures of experts: grouped products, their input gradients, and whole layers.
 
     grouped_linear           y = x W_e^T with each row's expert e, from BF16 rows sorted by expert, for gate_up and for
-                             down; 8-bit schemes quantize the rows in the same call
+                             down. 8-bit schemes quantize the rows in the same call
     grouped_input_gradient   dX = dY W_e
-    experts                  the whole layer, as vLLM's fused kernels compute it: routing, both products, SiLU, the sum
+    experts                  the whole layer, as in vLLM's fused kernels: routing, both products, SiLU, the sum
 
-`m` counts tokens; each has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On CPUs it is
-one product per expert, and vLLM's own operator for BF16 experts is measured, too. To check a result, its first and last
-rows (or tokens) are compared with a float64 computation from the same quantized input and weights.
+`m` counts tokens, and each token has `top_k` rows. On GPUs the BF16 baseline is `torch.nn.functional.grouped_mm`. On
+CPUs it is one product per expert, and vLLM's operator for BF16 experts is measured too. The first and last rows (or
+tokens) of a result are compared with a float64 computation from the same quantized input and weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rounded = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ExpertLayer:
-    """Random BF16 experts, and their low-bit tensors by scheme. `failures` says what could not be built, and why."""
+    """Random BF16 experts, and their low-bit tensors by scheme. `failures`: tensors that could not be made, and why."""
 
     def __init__(self, shape: ExpertsShape, arguments: Arguments, device: torch.device) -> None:
         self.shape, self.group_size = shape, arguments.group_size
@@ -56,12 +56,12 @@ class ExpertLayer:
 
     @staticmethod
     def _stacked(weight: torch.Tensor, scheme: Scheme) -> Tensors:
-        """Quantize all experts in one call, which is correct because groups and channels do not span rows."""
+        """Quantize all experts in one call. This is correct because groups and channels do not span rows."""
         made = quantize(weight.flatten(0, 1), scheme).tensors
         return {name: tensor.view(*weight.shape[:2], -1) for name, tensor in made.items() if name != "weight_shape"}
 
     def kernels(self, scheme: str, device: torch.device) -> list[type[ExpertsKernel]]:
-        """Return the kernels for the whole layer. The slow PyTorch reference is left out if there is a faster one."""
+        """Return the kernels for the whole layer. The PyTorch reference is left out if there is a faster one."""
         group_size = self.group_size if scheme == "w4a16" else None
         kernels = BF16_KERNELS if scheme == "bf16" else EXPERTS_KERNELS[scheme]
         able = [kernel for kernel in kernels if kernel.unavailable(scheme, device, self.shape, group_size) is None]
@@ -69,8 +69,11 @@ class ExpertLayer:
         return fast if fast or scheme == "bf16" else able
 
     def topk(self, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (weights, ids) [T, k]. Balanced routing gives every expert the same number of rows. Skewed routing
-        draws a token's experts without replacement, the e-th expert with a probability proportional to 1/e."""
+        """Return (weights, ids) [T, k].
+
+        Balanced routing gives every expert the same number of rows. Skewed routing draws a token's experts without
+        replacement, with probabilities proportional to 1, 1/2, 1/3, ...
+        """
         e, k = self.shape.experts, self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
@@ -167,8 +170,10 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return the FLOP, and a function that takes the size of all weights in bytes and returns the bytes that must move:
-    the activations, and the weights of those experts that have rows."""
+    """Return the FLOP, and a function from the bytes of all weights to the bytes that must move.
+
+    These are the activations, and the weights of experts that have rows.
+    """
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)
@@ -205,7 +210,7 @@ def _exact(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, way: Routing) -> torch.Tensor:
-    """Return x W_e^T in float64, with each row's expert e. `x`: the first and last rows that `way` sorted."""
+    """Return x W_e^T in float64, with each row's expert e. `x`: the first and last of the rows that `way` sorted."""
     places = ends(torch.arange(len(way.order), device=x.device)).to(torch.int32)
     owners = torch.searchsorted(way.ends, places, right=True).tolist()
     return torch.cat([x[i : i + 1] @ weight[owner].double().t() for i, owner in enumerate(owners)])
@@ -218,7 +223,7 @@ def _exact_layer(
     parts: Mapping[str, Tensors],
     rounded: Rounded,
 ) -> torch.Tensor:
-    """Compute the layer in float64 for a few tokens, but round to BF16 between the two products."""
+    """Compute the layer in float64 for a few tokens, rounding to BF16 between the two products."""
     inputs = rounded(x)
     out = torch.zeros_like(inputs)
     for expert in ids.unique().tolist():

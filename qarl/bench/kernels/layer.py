@@ -15,7 +15,10 @@ from qarl.quant.tensor import QuantizedTensor
 
 
 class Layer:
-    """One BF16 weight [N, K], and its low-bit tensors by scheme. `failures` says what could not be built, and why."""
+    """One BF16 weight [N, K], and its low-bit tensors by scheme.
+
+    `failures`: tensors that could not be made, and why.
+    """
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
         self.weight, self.arguments = weight, arguments
@@ -33,7 +36,7 @@ class Layer:
         return self.weight.shape[0], self.weight.shape[1]
 
     def kernels(self, scheme: str) -> Iterator[type[LinearKernel]]:
-        """Yield the registry's kernels that can serve this layer, except float64 references on GPUs, which are slow."""
+        """Yield the registry's kernels that support this layer, except float64 references on GPUs, which are slow."""
         for kernel in LINEAR_KERNELS[scheme]:
             sizes = getattr(kernel, "group_sizes", None)
             fits = sizes is None or not get_scheme(scheme).group_size or self.arguments.group_size in sizes

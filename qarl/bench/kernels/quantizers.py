@@ -1,4 +1,4 @@
-"""The competing quantizers.
+"""Competing implementations of quantizers.
 
     quantize               master weight to the wire tensors, once per optimizer step
     quantize_activations   BF16 rows to 8 bits and a scale per token
@@ -35,13 +35,15 @@ CODES_ERROR = 1e-3
 
 
 def triton_runs(device: torch.device) -> bool:
-    """Return whether Triton works here: on a GPU, or under the interpreter, which the benchmark's tests use."""
+    """Return whether Triton works here: on a GPU or, for tests, under the interpreter."""
     return triton_unavailable("w8a8", device) is None
 
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1. The
-    reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
+    """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1.
+
+    The reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor.
+    """
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -79,7 +81,10 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
-    """Return the quantizers of BF16 [M, K] to 8 bits. PyTorch's scales may differ by rounding, codes by one."""
+    """Return the competitors that quantize BF16 [M, K] to 8 bits.
+
+    PyTorch's scales may differ by rounding, and its codes by one.
+    """
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

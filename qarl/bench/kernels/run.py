@@ -1,9 +1,10 @@
 """`python -m qarl.bench kernels`: measure, print a line per result, and write the file after every group.
 
-All kernels that work on this machine compete with BF16, and with gemlite if it is installed. Their calls take turns
-(`qarl.bench.kernels.timing`). A kernel that fails or gives wrong numbers gets no figure, and the exit code is 1. A
-product is bound by arithmetic or by memory. So a line shows two shares: its FLOP/s relative to a large BF16 product's
-on this machine, and its necessary bytes/s relative to a copy's. 8-bit tensor cores can reach twice the FLOP/s of BF16.
+All kernels that work on this machine compete with BF16, and with gemlite if it is installed. A kernel that fails or
+gives wrong numbers gets no figure, and the exit code is 1.
+
+A line shows two shares, because arithmetic or memory may be the limit: FLOP/s relative to a large BF16 product on this
+machine, and bytes/s relative to a copy. 8-bit tensor cores can reach twice the FLOP/s of BF16.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _dense(arguments: Arguments, device: torch.device, document: dict[str, Any])
 
 
 def _experts(arguments: Arguments, device: torch.device, document: dict[str, Any]) -> Iterator[Group]:
-    """Yield the groups of expert layers. Their `n` and `k` are the sizes of one expert's weight."""
+    """Yield the groups of expert layers. `n` and `k` are the sizes of one expert's weight."""
     for model, numbers in arguments.expert_layers():
         layer = experts.ExpertLayer(ExpertsShape(*numbers), arguments, device)
         hidden = layer.shape.hidden
@@ -90,7 +91,7 @@ def _experts(arguments: Arguments, device: torch.device, document: dict[str, Any
 def _measure(
     group: Group, device: torch.device, arguments: Arguments, document: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the results of competitors with correct numbers. Write to `document` why the others have no result."""
+    """Return the results of competitors with correct numbers. For the others, write the reason to `document`."""
     wrong = {competitor.name: competitor.wrong() for competitor in group.competitors}
     document["not_measured"] |= {f"{group.place}: {name}": why for name, why in wrong.items() if why}
     good = {competitor.name: competitor for competitor in group.competitors if wrong[competitor.name] is None}

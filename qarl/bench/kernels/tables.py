@@ -11,7 +11,7 @@ Entry = Mapping[str, Any]
 
 
 def line(place: str, entry: Entry) -> str:
-    """Return one result in one line: median (minimum-maximum), and the shares of this machine's peak rates."""
+    """Return one result as a line of text: median (minimum-maximum), and the shares of this machine's peak rates."""
     seconds = entry["seconds"]
     speed = ""
     if entry["tflop_per_s"]:
@@ -25,7 +25,7 @@ def line(place: str, entry: Entry) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a table of times relative to the baseline per operation and layer: a line per kernel, a column per m."""
+    """Return a Markdown table of relative times per operation and layer: a line per kernel, a column per m."""
     tops = document["ceilings"]
     parts = [
         f"{report.head(document)} Ceilings: copy {tops['copy_bytes_per_s'] / 1e9:.0f} GB/s, BF16 product "

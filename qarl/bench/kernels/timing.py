@@ -1,8 +1,8 @@
 """Time competing calls. They take turns, call by call, so that a change in the machine's speed affects all equally.
 
-On a GPU each call is timed by events of its stream, after a write that pushes its operands out of the L2 cache. Without
-the write, the weights of one layer would be read from that cache, which does not happen in a model's forward. The write
-also hides the launch time. On a CPU calls are timed by the clock, with the caches as the other calls left them.
+On a GPU each call is timed by events of its stream. Before each call, a write removes its operands from the L2 cache,
+because in a model's forward they would not be there. On a CPU calls are timed by the clock, and the caches are as the
+other calls left them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Times:
 def measure(
     calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
 ) -> dict[str, Times]:
-    """Return the times of every call after a warm-up. Each round runs all calls once. Rounds are repeated until
-    `seconds` have passed, but at least `rounds` times."""
+    """Return the times of every call after a warm-up. A round runs each call once.
+
+    Rounds are repeated until `seconds` have passed, but at least `rounds` times.
+    """
     for call in calls.values():
         for _ in range(2):
             call()
@@ -72,7 +74,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """Measure this machine's rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
+    """Measure the machine's peak rates: bytes/s of a copy (reads plus writes), and FLOP/s of a large BF16 product."""
     on_gpu = device.type == "cuda"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     source = torch.ones(size, dtype=torch.int8, device=device)

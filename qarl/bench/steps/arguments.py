@@ -24,7 +24,7 @@ MASTER_DTYPES = ("fp32", "bf16")
 
 
 class Case(NamedTuple):
-    """The scheme and level that a launch measures. `level` is empty for `rollout` and `publish`."""
+    """The scheme and level that a launch measures. For `rollout` and `publish`, `level` is empty."""
 
     scheme: str
     level: str

@@ -1,9 +1,8 @@
-"""Before anything is timed, compare every linear of the decoder layers, in trainer and engine, with the reference.
+"""Compare every linear of the decoder layers, in trainer and engine, with a reference before anything is timed.
 
 The reference quantizes the trainer's BF16 weight and multiplies in exact PyTorch (`qarl.kernels.reference`). So the
-check finds a weight that was not published, and a kernel that computes something different. It even finds a kernel that
-multiplies in BF16 instead of int8, because int8 rounding changes results by 0.6%. Tests check the rest (norms,
-log-probs, alignment). If the mismatch (mean |δ|) is over its limit, the trainer's guard ends the launch.
+check finds an unpublished weight and a wrong kernel, even one that multiplies in BF16 instead of int8 (int8 changes
+results by 0.6%). If the mismatch (mean |δ|) is over its limit, the trainer ends the launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One launch: a process that builds one scheme at one level, warms up, checks the linears, and times a few rounds.
 
-vLLM keeps process-wide state, so each engine runs in a separate process. Differences between processes (memory pages,
-placement on the machine) therefore show up in the spread over launches. A process sends one answer and exits.
+vLLM keeps process-wide state, so each engine needs its own process. The spread over launches therefore includes
+differences between processes, such as memory pages. A process sends one answer and exits.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class StepBench(Bench):
 
 
 class TrainerBench(Bench):
-    """Old log-probs and update of a random batch, without an engine. The batch is treated as sampled by the trainer."""
+    """Old log-probs and update of a random batch, without an engine. The rollout log-probs are the trainer's own."""
 
     def __init__(self, arguments: Arguments, case: Case, folder: str) -> None:
         self.trainer = make_trainer(arguments, case, folder, engine=False)

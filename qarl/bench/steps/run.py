@@ -1,9 +1,9 @@
-"""Run all launches. A case is a scheme at a level. Each turn launches every case once; there are `launches` turns.
+"""Run all launches. A case is a scheme at a level. A turn launches every case once, and there are `launches` turns.
 
 Because cases take turns, a change in the machine's speed affects all of them equally. Each turn starts with a different
 case. A launch is a process, and only one runs at a time. If a case fails or has wrong numbers
-(`qarl.bench.steps.check`) in any launch, it has no figures, the reason is printed, and the exit code is 1. The file is
-written after every launch, so Ctrl-C loses only the current launch.
+(`qarl.bench.steps.check`) in any launch, it gets no figures, and the exit code is 1. The file is written after every
+launch, so Ctrl-C loses only the current launch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(arguments: Arguments) -> int:
 
 
 class Measured:
-    """`results` holds, for each case, batch and length, the samples of all launches: one list of rounds per launch."""
+    """`results`: for each case, batch and length, the samples of all launches, one list of rounds per launch."""
 
     def __init__(self, arguments: Arguments, parameters: int) -> None:
         self.arguments, self.parameters = arguments, parameters
@@ -130,8 +130,10 @@ class Measured:
 
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
-    """Run one process and return its answer, or raise LaunchFailed if it sends none. When this function returns or
-    raises, even on Ctrl-C, the process has ended."""
+    """Run one process and return its answer, or raise LaunchFailed if it sends none.
+
+    The process has always ended when this function returns or raises, even on Ctrl-C.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))
@@ -156,6 +158,6 @@ def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def turned(cases: list[Case], number: int) -> list[Case]:
-    """Rotate `cases` so that each turn starts with a different case, because the place in a turn may affect speed."""
+    """Rotate `cases` so that each turn starts with a different case."""
     start = number % max(len(cases), 1)
     return cases[start:] + cases[:start]

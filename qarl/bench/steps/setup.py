@@ -1,4 +1,4 @@
-"""Build the parts of a launch: the real local trainer and engine, for a copy of a model and random prompts."""
+"""Build what a launch needs: the real local trainer and engine, a copy of a model, and random prompts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def random_tokens(vocabulary: int, rows: int, length: int, seed: int = 0) -> lis
 
 
 def random_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """Return 0 or 1, depending on the response's text. With random weights the reward has no meaning."""
+    """Return 0 or 1, depending on the response's text. With random weights any reward is arbitrary."""
     return float(zlib.crc32(solution_str.encode()) & 1)
 
 
@@ -99,7 +99,7 @@ def random_batch(trainer: LocalTrainer) -> Batch:
 
 @torch.no_grad()
 def move_weights(policy: Policy, seed: int) -> None:
-    """Add noise to every parameter so that codes and scales change. The noise is 1/16 of the parameter's RMS."""
+    """Add noise of 1/16 of its RMS to every parameter, so that codes and scales change."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         size = parameter.float().square().mean().sqrt().clamp(min=2.0**-6)

@@ -1,7 +1,7 @@
 """Markdown tables from the JSON of `qarl.bench steps | rollout | trainer | publish`.
 
-A figure is the median, minimum and maximum over launches. The value of a launch is the median of its rounds. If there
-is only one launch, the figure is over its rounds. Everything is computed from the samples in the file.
+A figure is the median, minimum and maximum over launches. The value of a launch is the median of its rounds. With only
+one launch, the figure is over its rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ because bf16 has nothing to quantize."""
 
 
 def units(samples: Samples) -> list[float]:
-    """Return one number per launch, the median of its rounds. For a single launch return its rounds."""
+    """Return the median of each launch's rounds. For a single launch return its rounds."""
     return list(samples[0]) if len(samples) == 1 else [statistics.median(rounds) for rounds in samples]
 
 
@@ -45,8 +45,10 @@ def summary(samples: Samples) -> dict[str, float]:
 
 
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
-    """Summarize base / other, launch by launch, so that slow phases of the machine cancel out. If one of them has more
-    launches, the additional ones are left out."""
+    """Summarize base / other, launch by launch, so that slow phases of the machine cancel out.
+
+    If one of them has more launches, the additional ones are ignored.
+    """
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 

@@ -1,16 +1,15 @@
 """vLLM's attention on CPU, for the trainer. The same operator on the same operands gives the engine's bits.
 
-The engine writes keys and values into a paged cache and reads them back block by block. Here each row (sequence) gets
-such a cache. From 334 keys on at head size 128, the order in which the operator sums over the keys depends on the
-number of queries in a request, because its tiles are sized for the L2 cache. So a row is laid out as the engine
-computed it: the prompt is one request (as in a prefill), and each response token is one (as in decoding).
+The engine stores keys and values in a paged cache. `causal_attention` makes such a cache for each row (sequence).
 
-`causal_attention` is batch-invariant. The keys of one query are never split among threads: `enable_kv_split` is false,
-here and (set by `qarl.process`) in the engine. Each row is a separate call, because on several threads the tiles of a
-long prompt depend on the other rows in the call. The engine prefills several requests in one call, so its prefill is
-not batch-invariant: its bits depend on the other requests, and on the pieces into which it cuts a long prompt.
+From 334 keys on (at head size 128), the order of the operator's sums depends on the number of queries in a request. So
+the prompt is one request here, as in the engine's prefill, and each response token is one request, as in its decoding.
 
-The operator has no autograd; `qarl.align.attention` wraps it.
+`causal_attention` is batch-invariant, because each row is a separate call, and the keys of one query are never split
+among threads (`enable_kv_split` is false, here and by `qarl.process` in the engine). The engine's prefill is not
+batch-invariant, because one call computes several requests, or only a piece of a long prompt.
+
+The operator has no autograd. `qarl.align.attention` adds it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCK_SIZE = 128  # vLLM's default on CPU (cache_config.block_size); results do 
 def unavailable(device_type: str, head_size: int) -> str | None:
     """Return why the engine's attention cannot be called for this device and head size, or None if it can."""
     if device_type != "cpu":
-        return f"vLLM's attention is wrapped only for cpu, not for {device_type}"
+        return f"QaRL calls vLLM's attention only on cpu, not on {device_type}"
     if missing := vllm_missing():
         return missing
     configure_vllm_process()
@@ -52,8 +51,10 @@ def uses_tiles(device_type: str, head_size: int) -> bool:
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, prompt_lengths: Sequence[int]
 ) -> torch.Tensor:
-    """query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides -> BF16 [B, T, H, D]. `prompt_lengths`:
-    how many tokens of each row the engine prefilled, 0 if it decoded the whole row."""
+    """Compute BF16 [B, T, H, D] from query BF16 [B, T, H, D], key and value BF16 [B, T, Hkv, D], any strides.
+
+    `prompt_lengths`: number of tokens of each row that the engine prefilled, or 0 if it decoded the whole row.
+    """
     rows = zip(query, key, value, prompt_lengths, strict=True)
     return torch.stack([_row_attention(q, k, v, scale, length) for q, k, v, length in rows])
 

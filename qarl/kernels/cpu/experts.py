@@ -1,18 +1,18 @@
-"""Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call the code here.
+"""Mixture-of-experts layers on a CPU. Both the rollout engine and the trainer call this code.
 
-On CPUs, vLLM 0.29 supports BF16 experts everywhere. It supports W4A16 and W8A8 experts only with AMX, and its W4A16
-experts would use int8 activations. It does not support FP8 experts with a scale per channel. `VllmCpuExperts` therefore
-multiplies each expert's rows with the linear kernel that serves vLLM's dense layers on the machine. In the engine,
-QaRL's plugin for vLLM calls this class (`qarl.rollout.vllm_plugin`). `VllmCpuBf16Experts` calls vLLM's own operator.
+    VllmCpuExperts       low-bit experts. It multiplies each expert's rows with the linear kernel that vLLM uses for
+                         dense layers on this machine
+    VllmCpuBf16Experts   BF16 experts, by vLLM's own operator
 
-Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. The router's
-weights are applied and a token's experts are summed in FP32, in the router's order, with one rounding at the end. BF16
-experts compute in FP32 from the first product to the last sum, except for one rounding after silu(gate) * up. Trainer
-and engine must use the same class. If one of them dequantized W4A16 weights for the BF16 operator, results would differ
-by 1%.
+vLLM 0.29 has no low-bit experts on CPUs without AMX. With AMX, its W4A16 experts would use int8 activations, and FP8
+experts with a scale per channel are missing. So in the engine, QaRL's plugin for vLLM (`qarl.rollout.vllm_plugin`)
+calls `VllmCpuExperts`.
 
-A token's result does not depend on other tokens, because the linear kernels compute each row independently and each sum
-is over one token.
+Low-bit experts round a row to BF16 after each product, after silu(gate), and after silu(gate) * up. A token's experts
+are weighted and summed in FP32, in the router's order, and rounded once. BF16 experts round only after silu(gate) * up
+and at the end. So trainer and engine must use the same class.
+
+A token's result does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ _BF16_ALIGNMENT = 32  # channels that vLLM's operator for BF16 experts takes at 
 
 
 class PreparedProduct(NamedTuple):
-    """One product of all experts: its linear kernel, and each expert's weight as that kernel prepared it."""
+    """The linear kernel of one product, and each expert's weight as prepared by this kernel."""
 
     kernel: Any
     experts: Sequence[Any]
 
 
 class _PreparedOnUse(Sequence[Any]):
-    """Each expert's weight, prepared whenever it is read. An expert without tokens takes neither time nor memory."""
+    """Expert weights that are prepared each time they are read.
+
+    An expert without tokens needs neither time nor memory.
+    """
 
     def __init__(self, kernel: Any, tensors: Tensors) -> None:
         self._kernel, self._tensors = kernel, tensors
@@ -66,7 +69,7 @@ class PreparedExperts(NamedTuple):
 
 
 class VllmCpuExperts:
-    """Low-bit experts, computed one after the other with vLLM's dense CPU kernels."""
+    """Low-bit experts, computed one after another with vLLM's dense CPU kernels."""
 
     name = "vllm_cpu"
     reads_tiles = True
@@ -92,7 +95,7 @@ class VllmCpuExperts:
 
     @staticmethod
     def prepare_gathered(gate_up: Tensors, down: Tensors) -> PreparedExperts:
-        """Prepare each expert's weights when they are used, for one forward."""
+        """Return weights that are prepared when they are used, for one forward."""
         products = ((_kernel_of(tensors), tensors) for tensors in (gate_up, down))
         return PreparedExperts(*(PreparedProduct(kernel, _PreparedOnUse(kernel, given)) for kernel, given in products))
 
@@ -172,7 +175,7 @@ class VllmCpuBf16Experts:
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> PreparedBf16Experts:
-        """Pack the `weight` of `gate_up`, BF16 [E, 2I, H], and that of `down`, [E, H, I], for the operator."""
+        """Pack the weights of `gate_up`, BF16 [E, 2I, H], and of `down`, BF16 [E, H, I], for the operator."""
         from vllm import _custom_ops as ops
 
         isa = vllm_ops.isa_hint()

@@ -1,8 +1,7 @@
-"""Call vLLM's rotary embedding without an engine, to see how it rotates a query at a position.
+"""Call vLLM's rotary embedding without an engine, to compare it with transformers' (`qarl.align.rotary`).
 
-transformers and vLLM do not read exactly the same config keys, and may compute different angles from the same keys. For
-example, vLLM's `dynamic` stretches the base for every length, but transformers' does so only beyond the trained length.
-So both are run on the same queries and compared (`qarl.align.rotary`).
+The two read different config keys, and may compute different angles from the same keys. For example, vLLM's `dynamic`
+changes the base for every length, but transformers' `dynamic` only beyond the trained length.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from qarl.process import configure_vllm_process
 
 
 def engine_rotary(config: Any, head_size: int) -> Any:
-    """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do. Raise
-    ValueError or KeyError if vLLM rejects the config's `rope_parameters`."""
+    """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do.
+
+    Raise ValueError or KeyError if vLLM rejects the config's `rope_parameters`.
+    """
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -36,7 +37,7 @@ def engine_rotary(config: Any, head_size: int) -> Any:
 
 
 def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Rotate `query`, BF16 [T, D], to `positions` [T] with the engine's operator; return BF16 [T, D]."""
+    """Rotate `query`, BF16 [T, D], to `positions` [T] with the engine's operator. Return BF16 [T, D]."""
     from vllm.platforms import current_platform
 
     # On a CPU vLLM calls `forward_cpu` if it does not compile the model; builds for GPUs lack its operator.
@@ -47,8 +48,10 @@ def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> to
 
 
 def cached_turns(rotary: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the cosines and sines, BF16 [positions, D / 2] each. The engine's operator multiplies by them in FP32.
-    Return None if the class of `rotary` keeps no such tensors."""
+    """Return the cosines and sines of the engine's table, BF16 [positions, D / 2] each.
+
+    Return None if the class of `rotary` has no such table.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_cpu is not RotaryEmbedding.forward_cpu:

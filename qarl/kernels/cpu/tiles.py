@@ -1,9 +1,10 @@
-"""The int4 layout of vLLM's CPU kernel, in tiles of 16 output channels that follow one another along N.
+"""Convert int4 weights between the wire format and the tiles of vLLM's CPU kernel.
 
-In the wire format, `weight_packed` int32 [N, K/8], the codes of one channel lie side by side. In a tile, the 16
-channels' codes for one k lie side by side: byte 8 k + c holds channels 2 c and 2 c + 1 (csrc/cpu/cpu_wna16.cpp).
-Both layouts have the same bytes in a different order, and a tile depends on no other channels. So the tiles of a
-weight's parts, one after the other, are the tiles of the weight, if every part has a multiple of 16 rows.
+In the wire format, `weight_packed` int32 [N, K/8], the codes of one output channel are adjacent. In a tile of 16
+channels, the 16 codes for one k are adjacent: byte 8 k + c contains channels 2 c and 2 c + 1 (csrc/cpu/cpu_wna16.cpp).
+
+Both layouts have the same bytes in a different order. If a weight is split into parts of whole tiles, the tiles of the
+parts, one after another, are the tiles of the weight.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Low-bit linears on CPU from PyTorch's operators. They give the same bits as vLLM on CPU, but do not need vLLM.
 
-int8 sums are exact. So a kernel gives vLLM's bits if it quantizes activations as vLLM does and scales in the same order
-in FP32: (sum * weight scale) * token scale, with the bias added by a fused multiply-add.
+int8: sums are exact. The kernel quantizes activations as vLLM does and scales in the same order in FP32: (sum * weight
+scale) * token scale, with the bias added by a fused multiply-add.
 
-For fp8, vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel uses PyTorch too. It calls `torch._scaled_mm` with unit scales
-and FP32 output, pads fewer than 17 rows to 17, and computes (sum * token scale) * weight scale + bias. Products of two
-e4m3 values are exact in FP32, and an FP32 `matmul` of the upcast operands adds them in the same order, so it gives the
-same bits. The `matmul` takes as long as 2 to 3 BF16 products (`_scaled_mm` takes 3 to 11), but needs four bytes of
-memory per weight. Rows are padded here too, because an FP32 `matmul` of fewer than 17 rows runs a kernel that adds in a
-different order.
+fp8: vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel calls `torch._scaled_mm` with unit scales and FP32 output, and
+computes (sum * token scale) * weight scale + bias. Here an FP32 `matmul` of the upcast operands replaces `_scaled_mm`
+if it adds in the same order. It is faster, but needs four bytes of memory per weight. Both pad fewer than 17 rows to
+17, because an FP32 `matmul` of fewer rows adds in a different order.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class PreparedScaled(NamedTuple):
 
 
 def int8_unavailable(device: torch.device) -> str | None:
-    """Return why int8 kernels cannot serve, or None. Without VNNI, sums err by up to half of their spread (std)."""
+    """Return why int8 kernels cannot be used, or None. Without VNNI, sums have large errors (up to half their std)."""
     if device.type != "cpu":
         return f"runs on cpu, not on {device.type}"
     if not torch.cpu._is_vnni_supported():
@@ -49,8 +47,10 @@ def int8_linear(
     out_features: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [M, N] BF16 from `x`: int8 activations [M, K] and their FP32 scales [M, 1]. `multiply(values, out)` gets
-    int8 rows and must write their integer sums times the weight scale to `out`, FP32."""
+    """Return [M, N] BF16 from `x`: int8 activations [M, K] and their FP32 scales [M, 1].
+
+    `multiply(values, out)` gets int8 rows. It must write their integer sums times the weight scale to `out`, FP32.
+    """
     values, scale = x
     output = values.new_empty(values.shape[0], out_features, dtype=torch.bfloat16)
     buffer = values.new_empty(min(values.shape[0], ROWS_AT_A_TIME), out_features, dtype=torch.float32)
@@ -100,7 +100,10 @@ class TorchInt8Linear:
 
 
 class VllmCpuFP8Linear:
-    """The bits of vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel: FP32 matmul if it gives them, else `_scaled_mm`."""
+    """FP8 with the bits of vLLM's ChannelWiseTorchFP8ScaledMMLinearKernel, by an FP32 matmul or by `_scaled_mm`.
+
+    The matmul is used if it gives vLLM's bits on this machine.
+    """
 
     name = "vllm_cpu_fp8"
 
@@ -110,7 +113,7 @@ class VllmCpuFP8Linear:
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """Upcast `weight` [N, K] to FP32, or leave it unchanged if only `_scaled_mm` gives vLLM's bits."""
+        """Upcast `weight` [N, K] to FP32 for the matmul. For `_scaled_mm` return it unchanged."""
         weight = tensors["weight"]
         same_bits = _fp32_matmul_equals_scaled_mm(weight.shape[1])
         return PreparedScaled(upcast_e4m3(weight) if same_bits else weight, tensors["weight_scale"].t().contiguous())
@@ -134,7 +137,7 @@ class VllmCpuFP8Linear:
 def upcast_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Return finite `values`, float8_e4m3fn, in FP32. PyTorch's conversion takes three times as long on a CPU.
 
-    Its exponent and mantissa, shifted to their places in FP16, mean a number 2^8 times smaller, even if subnormal.
+    If e4m3's exponent and mantissa bits are moved to their places in FP16, the number is 2^8 times smaller.
     """
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # two copies of the sign
     return bits.bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
@@ -148,10 +151,12 @@ def _scaled_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fp32_matmul_equals_scaled_mm(features: int) -> bool:
-    """Return whether an FP32 matmul and `_scaled_mm` add `features` products in the same order. This is tested once for
-    this machine's libraries, with numbers that a different order would round differently. The results can differ if
-    `_scaled_mm` runs oneDNN's reference code, which always adds products one after another (and takes a thousand times
-    as long). MKL's matmul on Intel CPUs does so only up to 384 products, and adds more than 384 in blocks."""
+    """Return whether an FP32 matmul and `_scaled_mm` add `features` products in the same order.
+
+    This is tested once on this machine, with numbers that a different order would round differently. The orders differ
+    if `_scaled_mm` runs oneDNN's slow reference code, which adds one product after another. MKL's matmul on Intel CPUs
+    adds more than 384 products in blocks.
+    """
     generator = torch.Generator().manual_seed(0)
     for rows in (_FP8_MIN_ROWS, 130):
         x, weight = (

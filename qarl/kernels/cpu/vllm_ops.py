@@ -1,19 +1,16 @@
-"""The rollout engine's CPU operators, callable from the trainer. They give the engine's bits for the engine's operands.
+"""The rollout engine's CPU operators, for the trainer. The same operands give the engine's bits.
 
-vLLM registers them as `torch.ops._C.*`. They have no autograd; `qarl.quant.linear` wraps them.
+vLLM registers them as `torch.ops._C.*`. They have no autograd. `qarl.quant.linear` adds it. A row's result does not
+depend on other rows.
 
-W4A16 on CPU is `cpu_gemm_wna16`. Each weight becomes `bf16(float(q - 8) * float(scale))`; products are summed in FP32
-in order of K without a split, and rounded once. So a row's result depends neither on the number of rows nor on which
-layers are fused along N. Limits: K and N are multiples of 32, the group size is even, and activations are BF16 or FP16
-with scales of the same dtype.
+W4A16 is `cpu_gemm_wna16`. Each weight becomes `bf16(float(q - 8) * float(scale))`. Products are summed in FP32 in the
+order of K, and rounded once. So fusing layers along N does not change a result. K and N must be multiples of 32, and
+the group size even.
 
-W8A8 on CPU is a oneDNN product through a handler that holds the packed weight. vLLM's handler applies the token scales
-in an epilogue that takes a quarter of the time at 4096 rows (csrc/cpu/dnnl_kernels.cpp), because each step of its loop
-handles sixteen rows but advances by only one. This module uses a handler for static activation scales, with FP32 output
-and a scale of one. It applies the token scales itself, which gives the same bits in less time.
-
-On CPUs with AMX tiles vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which quantizes activations and scales
-products differently. On these CPUs, too, a row's result does not depend on other rows.
+W8A8 is a oneDNN product. vLLM's code around it (csrc/cpu/dnnl_kernels.cpp) applies the token scales, which takes a
+quarter of the total time at 4096 rows. This module gets FP32 sums from oneDNN and applies the token scales itself. This
+gives the same bits in less time. On CPUs with AMX, vLLM runs W8A8 with `int8_scaled_mm_with_quant` instead, which
+rounds differently.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class PreparedInt8Tiles(NamedTuple):
 
 
 class PreparedInt8(NamedTuple):
-    """`handler` owns the packed weight but reads `scale` by a raw pointer, so `scale` must outlive `handler`."""
+    """`handler` contains the packed weight. It reads `scale` by a raw pointer, so `scale` must outlive it."""
 
     handler: Any
     scale: torch.Tensor
@@ -76,7 +73,7 @@ def cpu_ops_missing(operator: str) -> str | None:
 
 
 class VllmCpuWNA16Linear(BF16Activations):
-    """W4A16 by `cpu_gemm_wna16`, which vLLM's CPUWNA16LinearKernel calls for every W4A16 linear on CPU."""
+    """W4A16 by `cpu_gemm_wna16`, the operator of vLLM's CPUWNA16LinearKernel."""
 
     name = "vllm_cpu_wna16"
     reads_tiles = True
@@ -91,9 +88,9 @@ class VllmCpuWNA16Linear(BF16Activations):
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PreparedWNA16:
-        """Convert to the kernel's layout. The result equals that of vLLM's `process_weights_after_loading`.
+        """Convert to the kernel's layout, like vLLM's `process_weights_after_loading`.
 
-        Gathered weights may have the codes already in tiles, as `weight_tiles`.
+        The codes may already be in tiles, as `weight_tiles`.
         """
         weight = tensors["weight_tiles"] if "weight_tiles" in tensors else to_tiles(tensors["weight_packed"])
         return PreparedWNA16(weight, tensors["weight_scale"].t().contiguous())
@@ -111,7 +108,7 @@ class VllmCpuWNA16Linear(BF16Activations):
 
 
 class VllmCpuInt8Linear:
-    """W8A8 by the oneDNN product of vLLM's CPUInt8ScaledMMLinearKernel, with the same bits as that class."""
+    """W8A8 by a oneDNN product, with the bits of vLLM's CPUInt8ScaledMMLinearKernel."""
 
     name = "vllm_cpu_int8"
 
@@ -133,8 +130,10 @@ class VllmCpuInt8Linear:
 
     @staticmethod
     def prepare_gathered(tensors: Mapping[str, torch.Tensor]) -> PreparedScaled:
-        """Return views of the tensors, which `linear` multiplies with `torch._int_mm`. Its integer sums are those of
-        vLLM's handler, and packing a handler would take longer than a product with 512 rows."""
+        """Return views of the tensors, for a product with `torch._int_mm`.
+
+        The bits are the same as with `prepare`. Packing a oneDNN weight would take longer than a product with 512 rows.
+        """
         return PreparedScaled(tensors["weight"].t(), tensors["weight_scale"].t())
 
     @staticmethod
@@ -154,7 +153,7 @@ class VllmCpuInt8Linear:
 
 
 class VllmCpuInt8TilesLinear:
-    """W8A8 by `int8_scaled_mm_with_quant`, which vLLM's CPUInt8ScaledMMLinearKernel calls on CPUs with AMX."""
+    """W8A8 by `int8_scaled_mm_with_quant`, the operator of vLLM's CPUInt8ScaledMMLinearKernel on CPUs with AMX."""
 
     name = "vllm_cpu_int8_tiles"
 
@@ -193,7 +192,7 @@ class VllmCpuInt8TilesLinear:
 
 
 def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `qarl.kernels.activations.quantize_int8` in one pass."""
+    """Do the same as `qarl.kernels.activations.quantize_int8` in one pass."""
     values = torch.empty(x.shape, dtype=torch.int8)
     scale = torch.empty(x.shape[0], 1, dtype=torch.float32)
     torch.ops._C.dynamic_scaled_int8_quant(values, x.contiguous(), scale, None)
@@ -201,7 +200,7 @@ def _quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int8_tiles_serve(shape: tuple[int, int]) -> bool:
-    """Return whether vLLM uses AMX for int8 weights [N, K]. (vLLM's `check_cpu_sgl_kernel` is slow to import.)"""
+    """Return whether vLLM uses AMX for int8 weights [N, K]. Importing vLLM's `check_cpu_sgl_kernel` would be slow."""
     return torch.cpu._is_amx_tile_supported() and shape[0] % 16 == 0 and shape[1] % 32 == 0
 
 

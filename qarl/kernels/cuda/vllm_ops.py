@@ -1,23 +1,22 @@
-"""vLLM's CUDA operators as linear kernels. The rollout engine itself runs them on NVIDIA GPUs.
+"""vLLM's CUDA operators as linear kernels. The rollout engine runs the same operators on NVIDIA GPUs.
 
     vllm_machete        W4A16 on capability 9.0, K % 64 = 0, N % 128 = 0, groups of 64 or 128
     vllm_marlin         all other W4A16 from capability 8.0 on, groups of 32, 64 or 128
     vllm_cutlass_int8   W8A8: `scaled_int8_quant`, `cutlass_scaled_mm`
     vllm_cutlass_fp8    FP8: `scaled_fp8_quant` per token, `cutlass_scaled_mm`
 
-Each kernel prepares weights and calls operators like vLLM's class of the same name (MacheteLinearKernel,
-MarlinLinearKernel, CutlassInt8ScaledMMLinearKernel, CutlassFP8ScaledMMLinearKernel in
-vllm/model_executor/kernels/linear/). It serves a layer only if vLLM on this machine would use that class. The functions
-called here take the same arguments in vLLM 0.24.0 and 0.29.0. `qarl.vllm_versions` rejects a release in which they
-differ. To support such a release, only this file must be changed.
+Each kernel does the same as a class of vLLM, for example MacheteLinearKernel (vllm/model_executor/kernels/linear/). It
+supports a layer only if vLLM on this machine would use that class. vLLM 0.24.0 and 0.29.0 have the same arguments for
+these operators. `qarl.vllm_versions` rejects releases with different arguments.
 
-Engine and trainer can still differ in three ways, which cannot be detected here:
-    fused layers     the engine multiplies q, k and v (gate and up) at once. N % 128 = 0 may hold for the fused layer
-                     but not for one projection. vLLM's tiles and splits over K depend on N, so rounding may differ.
-    linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class; QaRL does not set it.
-    compilation      if vLLM uses torch.compile, it quantizes activations by compiled PyTorch, not by these operators.
+Engine and trainer can still differ in three ways that this module cannot detect:
 
-The Triton kernels compute dX from the wire tensors, which the layer holds anyway, so no BF16 copy of a weight is kept.
+    fused layers     the engine multiplies q, k and v (gate and up) at once. vLLM's choice of a class, its tiles and its
+                     splits over K depend on N, so rounding may differ
+    linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class. QaRL does not set it
+    compilation      with torch.compile, vLLM quantizes activations by compiled PyTorch, not by these operators
+
+The Triton kernels compute dX from the wire tensors, so no BF16 copy of a weight is needed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class PreparedPacked(NamedTuple):
-    """`weight` and `scales` have the operator's layout. `out_features` is N. Only Marlin needs `workspace`."""
+    """`weight` and `scales` in the operator's layout. `out_features` is N. Only Marlin needs `workspace`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -93,7 +92,7 @@ def why_not_here(device: torch.device, operator: str, *, capability: tuple[int, 
 
 @cache
 def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> str | None:
-    """Return None if vLLM uses the class `kernel` for int4 weights [N, K], else a text that names its class."""
+    """Return None if vLLM uses the class `kernel` for int4 weights [N, K], else a text that names the class it uses."""
     try:
         chosen = chosen_int4_kernel(shape, shape, group_size)
     except ValueError as error:
@@ -103,7 +102,9 @@ def _not_the_engines(kernel: str, shape: tuple[int, int], group_size: int) -> st
 
 def chosen_int4_kernel(shape: tuple[int, int], full_shape: tuple[int, int], group_size: int) -> str:
     """Return the name of the class that vLLM uses for one GPU's part [N, K] of an int4 weight of `full_shape` [N, K].
-    Raise ValueError if no class supports the weight; the message gives the reason for each class."""
+
+    Raise ValueError if no class supports the weight. The message has the reason of each class.
+    """
     from vllm.model_executor.kernels import linear as kernels
 
     layer = kernels.MPLinearLayerConfig(
@@ -157,7 +158,7 @@ class VllmMacheteLinear(_PackedLinear):
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16; the bias is added to the rounded product."""
+        """x [M, K] BF16 -> [M, N] BF16. The bias is added to the rounded product."""
         from vllm import _custom_ops as ops
 
         if not len(x):
@@ -213,7 +214,7 @@ class VllmMarlinLinear(_PackedLinear):
 
     @staticmethod
     def linear(x: torch.Tensor, prepared: PreparedPacked, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, K] BF16 -> [M, N] BF16; the bias is added in the epilogue."""
+        """x [M, K] BF16 -> [M, N] BF16. The bias is added before rounding."""
         marlin = importlib.import_module(_MARLIN)
         n, k = prepared.out_features, x.shape[1]
         if not len(x):
@@ -312,7 +313,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
 
 def _off_the_tiles(shape: tuple[int, int]) -> str | None:
-    """Return why CUTLASS cannot serve weights [N, K], or None. vLLM pads such FP8 weights; int8 gets another kernel."""
+    """Return why CUTLASS cannot be used for weights [N, K], or None if it can."""
     return f"needs N and K in multiples of 16, not {list(shape)}" if shape[0] % 16 or shape[1] % 16 else None
 
 
@@ -323,5 +324,5 @@ def _disabled(kernel: str) -> str | None:
 
 @cache
 def _nothing(device: torch.device) -> torch.Tensor:
-    """Return an empty tensor, which tells Marlin that there are no zero points and no special order of columns."""
+    """Return an empty tensor. For Marlin it means: no zero points, and columns in their usual order."""
     return torch.empty(0, dtype=torch.int32, device=device)

@@ -1,1 +1,1 @@
-"""Low-bit experts: grouped products, and the expert layer with its straight-through backward."""
+"""Expert layers with low-bit weights, and their straight-through backward."""

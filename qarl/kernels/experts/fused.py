@@ -1,18 +1,16 @@
-"""The feed-forward layer of a mixture of experts with low-bit weights, the choice of its kernel, and its backward.
+"""An expert layer with low-bit weights: the choice of its kernel, its forward and its backward.
 
 The layer computes y = sum over a token's experts of w * down(silu(gate(x)) * up(x)). The forward uses the rollout
-engine's kernel if it can be called (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), else our grouped products,
-one after the other. The backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized
-weights of gate_up and down:
+engine's kernel if possible (`vllm.py` on GPUs, `qarl.kernels.cpu.experts` on CPUs), otherwise our grouped products. The
+backward is straight-through and the same for all kernels. Ŵgu and Ŵd are the dequantized weights of gate_up and down:
 
     y_e = a Ŵd^T, a = silu(g) * u, [g u] = x Ŵgu^T    computed again by our grouped kernels, from the wire tensors
     da  = (dy Ŵd)                                      w * da is the gradient of a; da · â that of router weight w
     dx  = sum over experts of [dg du] Ŵgu              in the router's order, without atomic additions
     dWd = (w dy)^T â, dWgu = [dg du]^T x̂              x̂, â: the forward's operands in BF16, dequantized if 8-bit
 
-Products are in BF16 with FP32 sums, as in `qarl.quant.linear`. The engine's forward may round differently between its
-products, so the values that the backward recomputes can differ from it in the last BF16 bit. Schemes have the names of
-`quant.scheme`; W4A8 is not supported for experts. A token's experts must all be different. Routers guarantee that.
+Products are in BF16 with FP32 sums. The values that the backward computes again can differ from the engine's forward in
+the last BF16 bit. W4A8 is not supported. A token's experts must all be different.
 """
 
 from __future__ import annotations
@@ -35,12 +33,14 @@ _EIGHT_BIT = ("w8a8", "fp8")
 
 
 class ExpertsKernel(NamedKernel, Protocol):
-    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` on every forward. The attributes
-    `prepare_gathered` and `reads_tiles` are optional, as for a `LinearKernel`."""
+    """A kernel for expert layers. `prepare` runs once per optimizer step, `forward` in every forward.
+
+    The attributes `prepare_gathered` and `reads_tiles` are optional, as for a `LinearKernel`.
+    """
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: ExpertsShape, group_size: int | None) -> str | None:
-        """Return why this kernel cannot serve experts of this scheme and shape here, or None if it can."""
+        """Return why this kernel cannot be used for experts of this scheme and shape here, or None if it can."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> Any:
@@ -52,11 +52,14 @@ class ExpertsKernel(NamedKernel, Protocol):
 
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize x [M, K] BF16 as this kernel does for an 8-bit scheme: values [M, K], FP32 scales [M, 1]."""
+        """Quantize x BF16 [M, K] as this kernel does for an 8-bit scheme.
+
+        Return values [M, K] and FP32 scales [M, 1].
+        """
 
 
 class _GroupedExperts:
-    """Run our products one after the other. Output rows are rounded to BF16, weighted, and rounded again."""
+    """Experts computed by our grouped products. An expert's output is rounded to BF16, weighted, and rounded again."""
 
     @staticmethod
     def prepare(gate_up: Tensors, down: Tensors) -> tuple[Tensors, Tensors]:
@@ -92,7 +95,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Experts computed in exact PyTorch, one after the other. On GPUs the Triton kernels are preferred."""
+    """Experts computed in exact PyTorch, one after another."""
 
     name = "reference"
 
@@ -123,7 +126,10 @@ def choose_experts_kernel(
     group_size: int | None = None,
     force: str | None = None,
 ) -> Choice[ExpertsKernel]:
-    """Return the first kernel that can serve these experts, or raise UserError. `force`: try only this kernel."""
+    """Return the first kernel that supports these experts, or raise UserError.
+
+    `force`: name of the only kernel to try.
+    """
     return first_available(
         BF16_KERNELS if scheme_name == "bf16" else EXPERTS_KERNELS.get(scheme_name, ()),
         lambda kernel: kernel.unavailable(scheme_name, device, shape, group_size),
@@ -134,8 +140,10 @@ def choose_experts_kernel(
 
 
 class ExpertsWeights(Protocol):
-    """One layer's experts. A forward reads `prepared` once. A backward reads `gate_up` and `down`, the stacked wire
-    tensors, once. Implementations may compute an attribute when it is read."""
+    """One layer's experts: `prepared` for the forward, `gate_up` and `down` (stacked wire tensors) for the backward.
+
+    Each attribute is read once per pass, so an implementation may compute it when it is read.
+    """
 
     @property
     def kernel(self) -> type[ExpertsKernel]: ...
@@ -148,7 +156,7 @@ class ExpertsWeights(Protocol):
 
 
 class LowBitExperts(NamedTuple):
-    """One layer's experts for the forward: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
+    """One layer's experts: the stacked wire tensors, and `prepared`, a copy in the kernel's layout."""
 
     kernel: type[ExpertsKernel]
     gate_up: Tensors
@@ -172,9 +180,11 @@ def fused_experts(
     down_weight: torch.Tensor | None,
     experts: ExpertsWeights,
 ) -> torch.Tensor:
-    """x [T, H] BF16, `topk_weights` [T, k], `topk_ids` [T, k] -> [T, H] BF16, differentiable. The forward reads
-    `experts`. `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I], the BF16 masters, only receive gradients;
-    they are None if no gradient is needed."""
+    """Compute BF16 [T, H] from x BF16 [T, H], `topk_weights` [T, k] and `topk_ids` [T, k], differentiably.
+
+    The forward reads only `experts`. The BF16 masters `gate_up_weight` [E, 2I, H] and `down_weight` [E, H, I] receive
+    gradients. Pass None for them if no gradient is needed.
+    """
     y: torch.Tensor = _FusedExperts.apply(x, topk_weights, gate_up_weight, down_weight, topk_ids, experts)
     return y
 
@@ -231,7 +241,7 @@ class _FusedExperts(torch.autograd.Function):
 def _zeros(
     needed: tuple[bool, ...], x: torch.Tensor, topk_weights: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return zero gradients for an input without tokens, because the engine's quantizers cannot run on zero rows."""
+    """Return zero gradients for an input without tokens. The engine's quantizers cannot run on zero rows."""
     (count, rows), hidden = sizes, x.shape[1]
     shapes = (x.shape, topk_weights.shape, (count, rows, hidden), (count, hidden, rows // 2))
     dtypes = (x.dtype, topk_weights.dtype, torch.bfloat16, torch.bfloat16)
@@ -243,8 +253,10 @@ def _zeros(
 
 
 class _State(NamedTuple):
-    """The forward's values for rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj. The
-    scales are None if the values are not 8-bit."""
+    """Values of the forward, with rows sorted by expert: input `x`, `gate`, `up`, and `a`, the input of down_proj.
+
+    Scales are None if the values are not 8-bit.
+    """
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -270,7 +282,7 @@ def _products(kernel: Any, x: torch.Tensor, gate_up: Tensors, routing: Routing) 
 
 
 def _gathered(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return x[token]. 8-bit floats are indexed as bytes, because not every device can index them."""
+    """Return x[token]. Some devices cannot index 8-bit floats, so they are indexed as bytes."""
     return x.view(torch.uint8)[token].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[token]
 
 

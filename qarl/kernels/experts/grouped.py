@@ -1,8 +1,11 @@
 """Products of routed tokens with the low-bit weights of their experts: Triton kernels on GPUs, else PyTorch.
 
-Rows are sorted by expert (`route`), each expert multiplies its own rows, and nothing is padded. Weights are the wire
-tensors of all experts, stacked: `weight_packed` int32 [E, N, K/8] with `weight_scale` BF16 [E, N, K/g]; or `weight`
-int8 or float8_e4m3fn [E, N, K] with `weight_scale` FP32 [E, N, 1]; or, for scheme bf16, only `weight` BF16 [E, N, K].
+Rows are sorted by expert (`route`), and each expert multiplies its own rows, without padding. Weights are stacked wire
+tensors:
+
+    w4a16        `weight_packed` int32 [E, N, K/8], `weight_scale` BF16 [E, N, K/g]
+    w8a8, fp8    `weight` int8 or float8_e4m3fn [E, N, K], `weight_scale` FP32 [E, N, 1]
+    bf16         `weight` BF16 [E, N, K]
 
 On GPUs the host never reads how many rows an expert has, so it does not wait for the device.
 """
@@ -24,8 +27,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert. `order`, int64 [T k], holds each row's place in the flattened `topk_ids`; `token`, int64
-    [T k], holds its token. `ends`, int32 [E], holds the end of each expert's rows, for PyTorch's `grouped_mm`."""
+    """Rows sorted by expert.
+
+    `order`, int64 [T k]: each row's place in the flattened `topk_ids`. `token`, int64 [T k]: its token. `ends`, int32
+    [E]: the end of each expert's rows, for PyTorch's `grouped_mm`.
+    """
 
     order: torch.Tensor
     token: torch.Tensor
@@ -40,15 +46,14 @@ def route(topk_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def combine(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """BF16 rows [T k, N] sorted by expert -> BF16 [T, N]: the sum over each token's experts, in FP32 and in the
-    router's order."""
+    """Sum each token's experts in FP32, in the router's order: BF16 rows [T k, N] sorted by expert -> BF16 [T, N]."""
     restored = torch.empty_like(rows)
     restored[routing.order] = rows
     return restored.view(-1, top_k, rows.shape[1]).float().sum(1).to(rows.dtype)
 
 
 def scheme_of(tensors: Tensors) -> str:
-    """Return the scheme that these wire tensors belong to. Gathered int4 codes may be in tiles."""
+    """Return the scheme of these wire tensors. int4 codes may be in tiles."""
     if "weight_packed" in tensors or "weight_tiles" in tensors:
         return "w4a16"
     return {torch.int8: "w8a8", torch.bfloat16: "bf16"}.get(tensors["weight"].dtype, "fp8")
@@ -78,7 +83,7 @@ def product(x: torch.Tensor, x_scale: torch.Tensor | None, tensors: Tensors, end
 
 
 def input_gradient(grad: torch.Tensor, tensors: Tensors, ends: torch.Tensor) -> torch.Tensor:
-    """Return dX = grad @ W_e, BF16 [M, K]. grad is BF16 [M, N], and W_e the weight of `product` dequantized to BF16."""
+    """Return dX = grad @ W_e, BF16 [M, K], from BF16 grad [M, N]. W_e is the weight dequantized to BF16."""
     scheme = scheme_of(tensors)
     if scheme == "bf16":
         return _bf16_product(grad, tensors["weight"].mT, ends)
@@ -98,7 +103,10 @@ def _bf16_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return grad_e^T @ x_e for each expert, BF16 [E, N, K], from BF16 grad [M, N] and x [M, K]; 0 without rows."""
+    """Return grad_e^T @ x_e for each expert, BF16 [E, N, K], from BF16 grad [M, N] and x [M, K].
+
+    For experts without rows it is 0.
+    """
     if not grad.is_cuda:
         starts = [0, *ends.tolist()]
         parts = [slice(start, end) for start, end in pairwise(starts)]
@@ -110,7 +118,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def dequantized(tensors: Tensors) -> torch.Tensor:
-    """Return the weight that a product multiplies by, BF16 [E, N, K]."""
+    """Return the dequantized weight, BF16 [E, N, K]."""
     if "weight_packed" in tensors:
         packed, scale = tensors["weight_packed"], tensors["weight_scale"]
         return dequantize_int4(packed.flatten(0, 1), scale.flatten(0, 1)).view(*packed.shape[:2], -1)
@@ -120,7 +128,7 @@ def dequantized(tensors: Tensors) -> torch.Tensor:
 
 
 class ExpertsShape(NamedTuple):
-    """Sizes of an expert layer. H: hidden, I: intermediate. gate_up is [E, 2I, H], gate first. down is [E, H, I]."""
+    """Sizes of an expert layer: gate_up [E, 2I, H] with gate first, and down [E, H, I]. H: hidden, I: intermediate."""
 
     experts: int
     top_k: int

@@ -1,22 +1,21 @@
-"""vLLM's fused mixture-of-experts kernels, which the rollout engine itself runs on NVIDIA GPUs.
+"""vLLM's fused mixture-of-experts kernels, which the rollout engine runs on NVIDIA GPUs.
 
-    vllm_marlin_experts    W4A16: `fused_marlin_moe`, as MarlinExperts runs it
-    vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as CutlassExpertsFp8 runs it
+    vllm_marlin_experts    W4A16: `fused_marlin_moe`, as in MarlinExperts
+    vllm_cutlass_experts   FP8 on capability 9.0: `run_cutlass_moe_fp8`, as in CutlassExpertsFp8
     vllm_triton_experts    W8A8; FP8 on capability 8.9: `fused_experts`, with the kernels and tiles of TritonExperts
 
-vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the class for the engine's layers. That function is called
-here for a layer of the same sizes. A kernel serves only if the function chooses the kernel's class. The classes
-themselves are not used, because they take their buffers from the engine's workspace, whose size is fixed to the
-engine's largest batch. Instead, the functions behind the classes are called with the same arguments, as in vLLM 0.24.0
-and 0.29.0.
+A kernel is used only if vLLM's `CompressedTensorsMoEMethod.get_moe_method` chooses the kernel's class for a layer of
+the same sizes. The kernels call the functions behind the classes, with the arguments of vLLM 0.24.0 and 0.29.0. The
+classes themselves need the engine's workspace, which is sized for the engine's largest batch.
 
-Engine and trainer can still differ in three ways: tensor or expert parallel rollouts (different tiles, and a sum over
-ranks); engine arguments that override vLLM's choice, which QaRL does not set; and the number of rows, on which Marlin's
-and Triton's tiles depend (vllm-project/vllm#46639). In vLLM 0.24 an assertion in TritonExperts rejects int8 rows, so
-that engine cannot serve W8A8 experts at all. `fused_experts`, which is called here, has no such assertion.
+Engine and trainer can still differ in three ways:
 
-The engine's own functions quantize the activations. W8A8 experts use `per_token_quant_int8`, which rounds halves away
-from zero. W8A8 linears use a different function.
+- tensor or expert parallel rollouts have different tiles, and a sum over ranks
+- engine arguments can override vLLM's choice of a class; QaRL does not set them
+- Marlin's and Triton's tiles depend on the number of rows (vllm-project/vllm#46639)
+
+The engine cannot run W8A8 experts with vLLM 0.24, because TritonExperts rejects int8 rows. W8A8 experts quantize
+activations by `per_token_quant_int8`, which rounds halves away from zero, unlike W8A8 linears.
 """
 
 from __future__ import annotations
@@ -89,7 +88,10 @@ def _unusable() -> str | None:
 def _why_not(
     scheme: str, device: torch.device, shape: ExpertsShape, group_size: int | None, classes: tuple[str, ...]
 ) -> str | None:
-    """Return why the functions behind `classes` cannot be called or are not vLLM's choice, or None if they are."""
+    """Return why the functions behind `classes` cannot be used, or None if they can.
+
+    One possible reason is that vLLM on this machine uses different classes.
+    """
     why_not = why_not_here(device, "cutlass_moe_mm", capability=(8, 0)) or _unusable()
     if why_not:
         return why_not
@@ -100,7 +102,9 @@ def _why_not(
 @cache
 def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> str:
     """Return the name of the class that vLLM uses for experts of this scheme and shape on one GPU of this machine.
-    If there is no such class, return a text that begins with "nothing" and gives the reason."""
+
+    If there is none, return a text that begins with "nothing" and gives the reason.
+    """
     config = importlib.import_module(f"{_MOE}.config")
     quantization = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors")
     methods = importlib.import_module(f"{_COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe")
@@ -154,7 +158,7 @@ def _silu() -> Any:
 
 
 class VllmMarlinExperts:
-    """W4A16 by `fused_marlin_moe`. vLLM's `moe_sum` adds up a token's experts, as in MarlinExperts."""
+    """W4A16 by `fused_marlin_moe`. As in MarlinExperts, vLLM's `moe_sum` adds up a token's experts."""
 
     name = "vllm_marlin_experts"
 
@@ -174,7 +178,7 @@ class VllmMarlinExperts:
 
     @staticmethod
     def prepare(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> Experts:
-        """Convert to Marlin's tiles: weights int32 [E, K/16, 2N], scales [E, K/g, N] permuted to match."""
+        """Convert to Marlin's tiles: weights int32 [E, K/16, 2N], and scales [E, K/g, N] permuted to match."""
         from vllm import _custom_ops as ops
 
         marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
@@ -229,7 +233,7 @@ class VllmMarlinExperts:
 
 
 def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """Write each token's sum over its experts to `output`. vLLM 0.29 also passes `ids`, which are not needed here."""
+    """Write each token's sum over its experts to `output`. vLLM 0.29 requires `ids`, but they have no effect here."""
     from vllm import _custom_ops as ops
 
     ops.moe_sum(rows, output)

@@ -1,11 +1,15 @@
 """Rounding, casts and dot products that give the same bits on a GPU and under Triton's interpreter.
 
 With TRITON_INTERPRET=1 (read when a kernel is defined) kernels run in NumPy, on a machine without a GPU. In Triton 3.6
-to 3.9 the interpreter differs from a GPU: `tl.dot` of BF16 operands multiplies their raw bits
-(triton-lang/triton#11584), casts from FP32 to BF16 truncate, casts to and from subnormal BF16 numbers are wrong, and
-casts from FP32 to FP8 round differently. The functions here use the instruction on a GPU, and integer arithmetic with
-the same result under the interpreter. Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16`
-on store.
+to 3.9 the interpreter is wrong in four ways:
+
+- `tl.dot` of BF16 operands multiplies their raw bits (triton-lang/triton#11584)
+- casts from FP32 to BF16 truncate
+- casts to and from subnormal BF16 numbers are wrong
+- casts from FP32 to FP8 round differently
+
+On a GPU the functions here use the instruction. Under the interpreter they get the same result by integer arithmetic.
+Kernels never compute on BF16 tensors: they call `to_fp32` on load and `to_bf16` on store.
 
 Two rules make bits independent of the Triton release. Launch with `**LAUNCH`, because 3.10 changes the default for
 fusing a * b + c. Write `tl.div_rn` and `tl.sqrt_rn`, because `/` and `tl.sqrt` are approximate.
@@ -59,11 +63,10 @@ def to_fp32(x):
 
 @triton.jit
 def e4m3_bits(x, HARDWARE: tl.constexpr):
-    """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8; NaN gives NaN.
+    """FP32 in -448..448 -> the bits of the nearest float8_e4m3fn, half to even, as uint8. NaN gives NaN.
 
-    `HARDWARE`: use the conversion instruction; allowed only if `has_e4m3(device)`. Otherwise normal numbers are rounded
-    by integer arithmetic that drops the low 20 bits. Numbers below 2**-6 are added to 2**14: the sum is a multiple of
-    2**-9, so its low bits are the code.
+    `HARDWARE`: use the conversion instruction, if `has_e4m3(device)`. Without it, normal numbers are rounded by
+    dropping the low 20 bits. Numbers below 2**-6 are added to 2**14, and the low bits of the sum are the code.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -78,7 +81,10 @@ def e4m3_bits(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def e4m3_value(code, HARDWARE: tl.constexpr):
-    """float8_e4m3fn bits, as uint8 -> FP32, exact. Shifted into an FP32, the bits are the value times 2**-120."""
+    """float8_e4m3fn bits, as uint8 -> FP32, exact.
+
+    The bits are moved to their places in an FP32, and the result is multiplied by 2**120.
+    """
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.uint32)
@@ -95,8 +101,10 @@ def dot(a, b, acc):
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on `device` may use the float8_e4m3fn conversion instruction. GPUs before capability 8.9
-    do not have it, and the interpreter's version rounds differently."""
+    """Return whether kernels on `device` can use the float8_e4m3fn conversion instruction.
+
+    GPUs before capability 8.9 do not have it, and the interpreter's version rounds differently.
+    """
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

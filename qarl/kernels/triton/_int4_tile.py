@@ -1,21 +1,15 @@
 """One output tile of the W4A16 products, computed from the packed weight. Dense and grouped kernels share it.
 
-An int32 of the wire format is read as two int16. Each holds the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
-A tile of int16 is loaded once and gives four planes, one for each position j in the int16. Plane j is multiplied by the
-activations at k = 4h + j. Planes have three advantages over codes in their order along K:
+An int32 of the wire format is read as two int16. An int16 has the codes of k = 4h, 4h+1, 4h+2, 4h+3, lowest bits first.
+A tile of int16 gives four planes, one for each position j in the int16. Plane j is multiplied by the activations at k =
+4h + j. This has three advantages over codes in the order of K:
 
-- Nothing moves between threads. A tensor core takes its BF16 operand as 32-bit registers of two values adjacent along
-  the summed dimension. Two adjacent int16 are one 32-bit register too, and `(r >> 4j) & 0x000F000F` leaves their two
-  codes in the operand's places. Any order along K is correct if the activations have it too, because it only sets the
-  order of the sum.
-- Four instructions make two weights. OR-ing 0x4300 makes 128 + code in BF16, exactly; subtracting 136 is exact too, and
-  only the multiplication by the scale rounds. So a weight is `bf16(float(code - 8) * float(scale))`, which is the
-  operand of vLLM's CPU kernel and of Marlin. Compiled for sm_90 the loop has 2.9 instructions per weight. With codes in
-  order the loop had 9, for shuffles and conversions. At 4.3 TB/s, 37 weights arrive per clock at each SM, which can
-  issue 3.5 instructions for each of them.
+- No data moves between threads. A tensor core takes BF16 operands as 32-bit registers of two adjacent values. Two
+  adjacent int16 also fill one such register, and `(r >> 4j) & 0x000F000F` leaves their two codes in the right places.
+- Four instructions make two weights. OR with 0x4300 makes 128 + code in BF16, and subtracting 136 makes code - 8, both
+  exactly. Only the multiplication by the scale rounds, as in vLLM's CPU kernel and in Marlin.
 - The weight is the first operand (acc is [N, M]), which Hopper's tensor cores can read from registers. So the
-  dequantized tile never goes through shared memory. The second operand's side may be as small as 8, which suits few
-  rows of activations.
+  dequantized tile never goes through shared memory. The second operand may have as few as 8 rows of activations.
 
 Legend: BM rows of activations or gradients, BN output channels, BK input channels, BH = BK / 4 int16, GROUP the group
 size. Offsets inside a tile are 32 bits wide, so larger offsets are added to the pointer.
@@ -52,9 +46,11 @@ _ASSEMBLY_3 = tl.constexpr(_assembly(3))
 
 @triton.jit
 def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
-    """Return the BF16 weights of the codes at POSITION (0..3) of the four in each int16 of `packed`. `scale`: BF16, of
-    the shape of `packed`.
-    `PTX`: use NVIDIA's instructions (sm_80 and later), else Triton's arithmetic, which gives the same values."""
+    """Return the BF16 weights of the codes at POSITION (0..3) in each int16 of `packed`.
+
+    `scale`: BF16, of the shape of `packed`. `PTX`: use NVIDIA's instructions (sm_80 and later). Triton's arithmetic
+    gives the same values.
+    """
     if not PTX:
         code = (packed.to(tl.int32) >> (4 * POSITION)) & 0xF
         return to_bf16((code - 8).to(tl.float32) * to_fp32(scale))
@@ -69,7 +65,7 @@ def plane(packed, scale, POSITION: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def by_position(tile, ROWS: tl.constexpr, BH: tl.constexpr):
-    """[ROWS, 4 BH] -> four tiles [ROWS, BH]; tile j has the columns 4h + j."""
+    """[ROWS, 4 BH] -> four tiles [ROWS, BH]. Tile j has the columns 4h + j."""
     even, odd = tl.split(tl.reshape(tile, (ROWS, BH, 2, 2)))
     tile_0, tile_2 = tl.split(even)
     tile_1, tile_3 = tl.split(odd)
@@ -85,7 +81,9 @@ def in_order(tile_0, tile_1, tile_2, tile_3, ROWS: tl.constexpr, BH: tl.constexp
 @triton.jit
 def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
     """Load the BF16 scales of block `step` of K: [BN] if a group spans the block, else [BN, BK / GROUP].
-    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero."""
+
+    `rows` [BN]: offset of each channel's first scale. Scales beyond the last group are zero.
+    """
     if BK <= GROUP:
         scale = tl.load(scale_ptr + rows + step * BK // GROUP)
     else:
@@ -100,8 +98,10 @@ def load_scales(scale_ptr, rows, step, groups, BK: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def load_row_scales(scale_ptr, rows, first, groups, COUNT: tl.constexpr):
-    """Load [BN] or [BN, COUNT]: the scales of groups first..first+COUNT-1 of the channels `rows` [BN]. Groups beyond K
-    get the scale of the last group."""
+    """Load the scales of groups first..first+COUNT-1 of the channels `rows` [BN]: [BN] if COUNT is 1, else [BN, COUNT].
+
+    Groups beyond K get the scale of the last group.
+    """
     if COUNT == 1:
         scale = tl.load(scale_ptr + rows * groups + tl.minimum(first, groups - 1))
     else:
@@ -129,7 +129,8 @@ def forward_tile(
 
     `x_ptr`, `packed_ptr` (int16) and `scale_ptr` point to the first row of this tile. `x_rows` [BM]: offsets of rows of
     x, in elements. `channels` [BN]: rows of the weight, counted from the tile's first row. All of these rows must
-    exist."""
+    exist.
+    """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP
@@ -164,8 +165,11 @@ def backward_tile(
     grad_ptr, grad_rows, packed_ptr, scale_ptr, start, K, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return four FP32 [BH, BM]. Number j has the columns start + 4h + j of dX = dY W, summed over blocks first..last-1
-    of N. `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY; all must exist."""
+    """Return four FP32 [BH, BM] of dX = dY W, summed over blocks first..last-1 of N. Number j has the columns start +
+    4h + j.
+
+    `grad_ptr` points to the first row of this tile. `grad_rows` [BM]: offsets of rows of dY. All must exist.
+    """
     BH: tl.constexpr = BK // 4
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     groups = K // GROUP

@@ -1,8 +1,8 @@
-"""Sums split over programs, in a fixed order and without float atomics.
+"""Sums that several programs share, in a fixed order and without float atomics.
 
-Every program writes its tile to a workspace and increments a counter. The program that arrives last adds the tiles in
-the order of the parts. Which program is last changes from run to run, but the order of the sum does not. One kernel
-does both steps, because a product of few rows takes little longer than a launch.
+Every program writes its tile to a workspace and increments a counter. The program that arrives last adds all tiles in a
+fixed order. The last program changes from run to run, but the result does not. One kernel does both steps, because a
+product of few rows takes little longer than a launch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def leave_part(acc, workspace_ptr, counter_ptr, tile, tiles, part, parts, ROWS: 
 
 @triton.jit
 def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add the parts in the order 0, 1, 2, ... to [ROWS, COLS] in the workspace's dtype. Reset the counter to zero."""
+    """Add the parts in the order 0, 1, 2, ... to [ROWS, COLS], in the workspace's dtype. Reset the counter to zero."""
     offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     acc = tl.zeros((ROWS, COLS), workspace_ptr.dtype.element_ty)
     for part in range(parts):
@@ -38,8 +38,10 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 def split(
     tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`. Without a split, return
-    (1, None, None)."""
+    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`, or (1, None, None).
+
+    The latter means that the sums are not split.
+    """
     count = parts(tile, tiles, blocks, device)
     if count == 1:
         return 1, None, None
@@ -50,8 +52,11 @@ _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return int32 zeros [>= count], which every launch resets to zero. A stream's launches share one tensor, because
-    they do not overlap. During the capture of a CUDA graph, make a new tensor, which each replay zeroes."""
+    """Return int32 zeros [>= count], which every launch resets to zero.
+
+    The launches of a stream do not overlap, so they share one tensor. A captured CUDA graph gets its own tensor, which
+    each replay zeroes.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)

@@ -1,11 +1,11 @@
 """Quantize activations to int8 or e4m3 with one scale per token.
 
-The projections that read the same input (q, k, v; gate, up) share one call. The arithmetic is that of vLLM's CUDA
-operators, which qarl.kernels.activations repeats in PyTorch. The only exception: in vLLM the maximum ignores a NaN (as
-fmaxf does). Here a row with a NaN or an Inf gets a scale that is NaN or Inf, so products with it are not finite.
+Projections with the same input (q, k, v; gate, up) share one call. The arithmetic is that of vLLM's CUDA operators
+(`qarl.kernels.activations` has it in PyTorch), with one exception. vLLM ignores a NaN in the maximum (fmaxf). Here a
+NaN or Inf in a row makes its scale NaN or Inf, so the NaN is not lost.
 
-One program quantizes each row, for every M, so results do not depend on the batch. A row stays in registers between the
-maximum and the quantization. Bytes per element: 2 read and 1 written. At 4.3e12 B/s on H200, [8192, 4096] takes 23 us.
+One program quantizes each row, for every M, so results do not depend on the batch. Bytes per element: 2 read and 1
+written. At 4.3e12 B/s on H200, [8192, 4096] takes 23 us.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def quantize_tokens_kernel(
     x_ptr, values_ptr, scale_ptr, cols, row_stride,
     FP8: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row. A row of one block (`SINGLE`) stays in registers; a longer one is read again, from cache."""
+    """Quantize one row. A row of one block (`SINGLE`) stays in registers. A longer one is read a second time."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * row_stride
     column = tl.arange(0, BLOCK)
@@ -85,9 +85,11 @@ def quantize_tokens_kernel(
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x BF16 [M, K], rows may be strided -> (`dtype` [M, K], FP32 scales [M, 1]). `dtype`: torch.int8 (the result
-    equals that of `quantize_int8_cuda`) or torch.float8_e4m3fn (`quantize_fp8_cuda`). Raise ValueError for any other
-    shape or dtype."""
+    """x BF16 [M, K], rows may be strided -> (`dtype` [M, K], FP32 scales [M, 1]).
+
+    `dtype`: torch.int8 (as `quantize_int8_cuda`) or torch.float8_e4m3fn (as `quantize_fp8_cuda`). Raise ValueError for
+    any other shape or dtype.
+    """
     require(x.ndim == 2 and x.shape[1] > 0, f"x must be [M, K] with K of 1 or more, not {list(x.shape)}")
     require(x.dtype == torch.bfloat16, f"x must be bfloat16, not {x.dtype}")
     require(dtype in (torch.int8, FP8), f"activations can be quantized to int8 or float8_e4m3fn, not {dtype}")

@@ -1,15 +1,14 @@
-"""Mixture-of-experts products: rows are sorted by expert, and each expert's weight multiplies only its own rows.
+"""Mixture-of-experts products. Rows are sorted by expert, and each expert's weight multiplies only its own rows.
 
-Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`.
-Nothing is padded to the largest expert: an expert with c rows has ceil(c / BM) tiles, and an empty one has none. Only
-the device knows the number of tiles, and the host would have to wait to read it. So the grid has as many programs as
-any routing of M rows to E experts could need, at most min(M, E) row tiles more than are used. A program finds its
-expert by a cumulative sum over the E counts, and exits if no expert has rows for it.
+Expert e has the rows ends[e-1]..ends[e]-1 of x. `ends` is int32 [E] on the device, as in PyTorch's `grouped_mm`. There
+is no padding: an expert with c rows has ceil(c / BM) tiles. The host does not know their number without waiting for the
+device. So the grid has as many programs as any routing of M rows to E experts could need. A program finds its expert by
+a cumulative sum over the E counts, and exits if there is none.
 
-Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), except that weights of experts
-without rows are not read. Sums are not split, because the experts fill the GPU. For W4A16 with many rows per expert,
-the table has no tile. Then all experts are dequantized to one transient BF16 buffer, and PyTorch's grouped product
-multiplies. The choice depends only on M / E, the mean number of rows, so routing cannot change it.
+Tiles, bytes and flops are those of the dense products (`_int4_tile.py`, `scaled_mm.py`), but sums are not split, and
+weights of experts without rows are not read. For W4A16 with many rows per expert, all experts are dequantized to a
+transient BF16 buffer for PyTorch's grouped product. This choice depends only on M / E, the mean number of rows, so
+routing cannot change it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from qarl.kernels.triton.w4a16 import PTX, check_rows, check_weight, store_forwa
 
 @triton.jit
 def find_expert(tile, ends_ptr, experts, BM: tl.constexpr, SIZE: tl.constexpr):
-    """Return (expert, first row, end of the expert's rows) of row tile `tile`; expert is SIZE if the tile is unused."""
+    """Return (expert, first row, end of the expert's rows) of row tile `tile`. An unused tile has the expert SIZE."""
     index = tl.arange(0, SIZE)
     ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
     begins = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
@@ -90,7 +89,7 @@ def grouped_scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N]. A tile at the edge of an expert also computes parts of the next expert, but drops them."""
+    """Compute y [M, N]. The last tile of an expert also computes rows of the next expert, but does not store them."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
     expert, row, end = find_expert(tile_m, ends_ptr, experts, BM, SIZE)
     if expert < experts:
@@ -105,9 +104,11 @@ def grouped_scaled_mm_kernel(
 def grouped_w4a16_linear(
     x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E] -> x W_e^T
-    with each row's expert e, BF16 [M, N]. `ends` must ascend (repeats are allowed) and end with M. Raise ValueError in
-    the cases of `w4a16_linear`."""
+    """Return x W_e^T with each row's expert e, BF16 [M, N].
+
+    x [M, K] BF16 sorted by expert, `packed` int32 [E, N, K/8], `scale` BF16 [E, N, K/g], `ends` int32 [E]. `ends` must
+    ascend (repeats are allowed) and end with M. Raise ValueError in the cases of `w4a16_linear`.
+    """
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(x, k, packed)
     tile = tile or choose("grouped_w4a16", x.device, -(-m // experts), n, k, group)
@@ -127,7 +128,10 @@ def grouped_w4a16_linear(
 def grouped_w4a16_backward_input(
     grad: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor, *, tile: Tile | None = None
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert -> dX = grad @ W_e, BF16 [M, K]. The rest is as in `grouped_w4a16_linear`."""
+    """Return dX = grad @ W_e, BF16 [M, K], from grad BF16 [M, N] sorted by expert.
+
+    Other arguments and errors are those of `grouped_w4a16_linear`.
+    """
     group, (experts, n, k) = _check_experts(packed, scale, ends)
     m, _ = check_rows(grad, n, packed)
     tile = tile or choose("grouped_w4a16_backward", grad.device, -(-m // experts), n, k, group)
@@ -154,8 +158,11 @@ def grouped_scaled_mm(
     fast_accumulation: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
-    `ends` as in `grouped_w4a16_linear` -> BF16 [M, N]. Raise ValueError in the cases of `scaled_mm`."""
+    """Return x W_e^T with each row's expert e, BF16 [M, N], for 8-bit operands.
+
+    x int8 or e4m3 [M, K] sorted by expert, FP32 scales [M, 1], weight of the same dtype [E, N, K], scales [E, N, 1],
+    `ends` as in `grouped_w4a16_linear`. Raise ValueError in the cases of `scaled_mm`.
+    """
     require(weight.ndim == 3, "the weight of the experts must be [E, N, K]")
     kind = check_8bit(x, x_scale, weight, weight_scale)
     (m, k), (experts, n, _), device = x.shape, weight.shape, x.device
@@ -182,8 +189,11 @@ def grouped_scaled_mm(
 def grouped_scaled_backward_input(
     grad: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """grad [M, N] BF16 sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1] -> grad @ W_e, BF16 [M, K].
-    All experts are dequantized to a transient BF16 buffer, and PyTorch's grouped product multiplies."""
+    """Return grad @ W_e, BF16 [M, K].
+
+    grad BF16 [M, N] sorted by expert, int8 or e4m3 weight [E, N, K], scales [E, N, 1]. All experts are dequantized to a
+    transient BF16 buffer for PyTorch's grouped product.
+    """
     check_rows(grad, weight.shape[1], weight)
     _check_ends(ends, weight.shape[0], weight)
     dequantized = dequantize_rows(weight.flatten(0, 1), weight_scale.flatten(0, 1))
@@ -200,7 +210,7 @@ def _size(experts: int) -> int:
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [M, K] and weight [E, K, N] -> [M, N]; public since PyTorch 2.10."""
+    """x [M, K] and weight [E, K, N] -> [M, N]. The function is public since PyTorch 2.10."""
     return getattr(F, "grouped_mm", torch._grouped_mm)(x.contiguous(), weight, offs=ends)
 
 

@@ -1,8 +1,7 @@
 """The Triton kernels as `LinearKernel`s of qarl.kernels.registry. They compute dX, so no BF16 copy of a weight is kept.
 
-`unavailable` does not import Triton on a machine without a GPU. The kernels are imported at their first use, and the
-environment of the process decides whether they are compiled or interpreted. Under the interpreter (TRITON_INTERPRET=1)
-they also serve the CPU, for tests.
+Triton is imported only on a machine with a GPU, or with TRITON_INTERPRET=1. The interpreter runs the kernels on the
+CPU, for tests.
 
 To compute dX, 8-bit weights are dequantized to a transient BF16 buffer (3 bytes of traffic per weight), and cuBLAS
 multiplies. The gradients are BF16, so a compute-bound product would gain nothing from 8-bit weights.
@@ -38,7 +37,7 @@ class ScaledWeight(NamedTuple):
 
 
 def unavailable(scheme_name: str, device: torch.device) -> str | None:
-    """Return why Triton cannot serve the scheme on `device`, or None if it can."""
+    """Return why Triton does not support the scheme on `device`, or None if it does."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":
@@ -65,7 +64,7 @@ class _TritonLinear:
 
 
 class TritonW4A16Linear(_TritonLinear, BF16Activations):
-    """int4 weights, dequantized in registers, or into a transient buffer if there are many rows (w4a16.py)."""
+    """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
@@ -87,7 +86,7 @@ class TritonW4A16Linear(_TritonLinear, BF16Activations):
 
 
 class TritonW8A8Linear(_TritonLinear):
-    """int8 weights and activations; our kernel quantizes the activations (activations.py, scaled_mm.py)."""
+    """int8 weights and activations. Our kernel quantizes the activations (activations.py, scaled_mm.py)."""
 
     dtype = torch.int8
 

@@ -1,15 +1,14 @@
 """Quantize weights in one pass over the master, and dequantize them to BF16, bit for bit like qarl.quant.quantize.
 
-The bits are equal because every step is rounded to the same dtype, `grid`, as in that module. With `grid` FP32 every
-quotient is an IEEE division. With BF16 no division is needed. The quotient of two 8-bit significands is never nearer
-than 2**-17 (relative) to the middle of two BF16 numbers. So a product with the reciprocal, whose error is at most
-2**-21, rounds to the same BF16 number. A division costs ten instructions. An H200 has time for eighteen while it moves
-the 2.5 bytes of an element.
+As in that module, every step is rounded to one dtype, `grid`. With `grid` FP32 every quotient is an IEEE division. With
+BF16 the code multiplies by the reciprocal, which is cheaper and gives the same bits. (The quotient of two 8-bit
+significands is at least 2**-17, relative, away from the middle of two BF16 numbers. The product's error is at most
+2**-21.)
 
 A kernel that finds a NaN or an Inf does not stop. It stores 1 to a flag, which the caller reads once for all weights.
 
-Rooflines assume the H200's copy bandwidth of 4.3 TB/s. No existing kernel could be used, because vLLM and
-compressed-tensors quantize weights with eager PyTorch, in eight or more passes.
+Rooflines assume the H200's copy bandwidth of 4.3 TB/s. vLLM and compressed-tensors have no such kernel, and quantize
+weights in eight or more passes of PyTorch.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ _HALF_RANGE = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 
 
 class Quantized(NamedTuple):
-    """`values` and `scale` as on the wire (qarl.quant.tensor), and `dequantized` BF16 [N, K] or None. `nonfinite` int32
-    [1] is 1 if the weight holds a NaN or an Inf; the other tensors are then invalid."""
+    """`values` and `scale` as on the wire (qarl.quant.tensor), and `dequantized` BF16 [N, K] or None.
+
+    `nonfinite` int32 [1] is 1 if the weight has a NaN or an Inf. The other tensors are then invalid.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -63,7 +64,10 @@ def _grid_scale(absmax, HALF_RANGE: tl.constexpr, BF16_GRID: tl.constexpr):
 
 @triton.jit
 def _factors(scale):
-    """Return (p, r) such that (w * p) * r rounds to BF16 as w / scale does. p keeps r finite if the scale is tiny."""
+    """Return (p, r) such that (w * p) * r rounds to the same BF16 number as w / scale.
+
+    p keeps r finite if the scale is tiny.
+    """
     power = tl.where(scale < 1.1754943508222875e-38, 18446744073709551616.0, 1.0)
     return power, 1.0 / (scale * power)
 
@@ -74,12 +78,14 @@ def quantize_int4_kernel(
     GROUP: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, BF16_GRID: tl.constexpr, DEQUANTIZE: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """A program quantizes `GROUPS` whole groups, as [GROUPS, WORDS, 8]. A thread holds the eight codes of an int32, so
-    packing needs no exchange. The maximum of a group of 128 is taken over 16 threads. `WORDS` is GROUP / 8, rounded up
-    to a power of two. If `CONTIGUOUS`, no program divides to find a group's row.
+    """A program quantizes `GROUPS` whole groups, as [GROUPS, WORDS, 8].
+
+    A thread has the eight codes of an int32, so packing moves nothing between threads. `WORDS` is GROUP / 8, rounded up
+    to a power of two. `CONTIGUOUS`: rows follow each other in memory, so no division is needed to find a group's row.
 
     Bytes per element: w (2 or 4) + 1/2 + 2 / GROUP, + 2 with the dequantized copy. [12288, 4096] from an FP32 master
-    with the copy moves 328 MB, which takes 76 us at 4.3e12 B/s on H200."""
+    with the copy moves 328 MB, which takes 76 us at 4.3e12 B/s on H200.
+    """
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     group = index.to(tl.int64)
     word = tl.arange(0, WORDS)
@@ -150,8 +156,10 @@ def quantize_rows_kernel(
     HALF_RANGE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, BF16_GRID: tl.constexpr,
     DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row. A row of one block (`SINGLE`) stays in registers; a longer one is read again, from cache.
-    Bytes per element: w (2 or 4) + 1, + 2 with the dequantized copy, at 4.3e12 B/s on H200."""
+    """Quantize one row. A row of one block (`SINGLE`) stays in registers. A longer one is read a second time.
+
+    Bytes per element: w (2 or 4) + 1, + 2 with the dequantized copy, at 4.3e12 B/s on H200.
+    """
     row = tl.program_id(0).to(tl.int64)
     w_ptr += row * row_stride
     column = tl.arange(0, BLOCK)
@@ -182,8 +190,10 @@ def quantize_rows_kernel(
 
 @triton.jit
 def dequantize_int4_kernel(packed_ptr, scale_ptr, out_ptr, words, WORDS_PER_GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A program dequantizes `BLOCK` int32. A thread reads 4 bytes and writes 16, coalesced; scales come from cache.
-    Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200; [12288, 4096] takes 30 us."""
+    """A program dequantizes `BLOCK` int32. A thread reads 4 bytes and writes 16.
+
+    Bytes per element: 1/2 + 2 / g + 2, at 4.3e12 B/s on H200. [12288, 4096] takes 30 us.
+    """
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, 8)
     exists = word < words
@@ -211,9 +221,9 @@ def quantize_int4(
 ) -> Quantized:
     """`weight` [N, K], BF16 or FP32, rows may be strided -> int32 [N, K/8], scales [N, K/group_size] in `grid`.
 
-    `grid`: the dtype of the arithmetic, to which `weight` is cast first: torch.bfloat16, as in a BF16 forward, or
-    torch.float32. `dequantize`: also return the dequantized weight in BF16. Raise ValueError for any other dtype or
-    shape."""
+    `grid`: the dtype of the arithmetic, torch.bfloat16 or torch.float32. `weight` is cast to it first. `dequantize`:
+    also return the dequantized weight in BF16. Raise ValueError for any other dtype or shape.
+    """
     weight = _checked(weight, grid)
     rows, cols = weight.shape
     require(group_size > 0 and group_size % 8 == 0, f"group_size {group_size} is not a positive multiple of 8")
@@ -256,7 +266,7 @@ def quantize_rows(
 
 
 def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K]. Equals `qarl.kernels.int4.dequantize_int4`."""
+    """int32 [N, K/8] and BF16 or FP32 [N, K/g] -> BF16 [N, K], as `qarl.kernels.int4.dequantize_int4`."""
     rows, words_a_row = packed.shape
     require(packed.dtype == torch.int32, f"packed weights must be int32, not {packed.dtype}")
     require(scale.dtype in (torch.bfloat16, torch.float32), f"scales must be BF16 or FP32, not {scale.dtype}")
@@ -274,8 +284,10 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once. It
-    is used for weights and activations, and equals `qarl.kernels.activations.dequantize`."""
+    """int8 or float8_e4m3fn [N, K], rows may be strided, and FP32 [N, 1] -> BF16 [N, K], the product rounded once.
+
+    For weights and activations. The result equals that of `qarl.kernels.activations.dequantize`.
+    """
     rows, cols = values.shape
     require(values.dtype in (torch.int8, torch.float8_e4m3fn), f"values must be int8 or e4m3, not {values.dtype}")
     require(scale.dtype == torch.float32 and scale.numel() == rows, f"scales must be FP32 [{rows}, 1]")
@@ -292,14 +304,17 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def row_block(cols: int) -> tuple[int, int]:
-    """Return (block, warps) for kernels that hold a row. Rows of up to 8192 columns are one block, with 32 elements per
-    thread. Longer rows use blocks of 4096, because a power of two wastes more: 18944 columns need 20480, not 32768."""
+    """Return (block, warps) for kernels in which a program quantizes a row.
+
+    Rows of up to 8192 columns are one block, with 32 elements per thread. Longer rows use blocks of 4096, because a
+    power of two wastes more: for 18944 columns, 32768 instead of 20480.
+    """
     block = triton.next_power_of_2(cols) if cols <= _ROW_TILE else _ROW_TILE // 2
     return block, min(max(block // 1024, 1), 8)
 
 
 def _storage(values: torch.Tensor) -> torch.Tensor:
-    """View e4m3 as bytes, because Triton rejects the type on GPUs that do not support it."""
+    """View e4m3 as bytes, because Triton rejects e4m3 on GPUs that do not support it."""
     return values if values.dtype == torch.int8 else values.view(torch.uint8)
 
 

@@ -1,18 +1,17 @@
 """W8A8 and FP8 on a GPU: y = (x_q W_q^T * s_w) * s_x + b with int8 or e4m3 operands, scales per token and channel.
 
-int8 products are summed exactly in int32, so every tile and every split gives the same bits. e4m3 products are summed
-in FP32. The epilogue scales the sum by the channel, then by the token, and adds the bias in a fused multiply-add. This
-is the order of vLLM's CUTLASS epilogue (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
+int8 products are summed exactly in int32, so tiles and splits do not change the bits. e4m3 products are summed in FP32.
+The sum is scaled by the channel, then by the token, and the bias is added in a fused multiply-add. This is the order of
+vLLM's CUTLASS kernels (csrc/quantization/w8a8/cutlass) and of its CPU kernels.
 
 Hopper's e4m3 instructions keep about 14 bits of a sum. Therefore the sum of every BK products is added to FP32
-registers, as in `torch._scaled_mm`. `fast_accumulation` leaves it in the tensor core, as vLLM's CUTLASS kernels do.
+registers, as in `torch._scaled_mm`. With `fast_accumulation` it stays in the tensor core, as in vLLM's CUTLASS kernels.
 
-Tiling. The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of the first operand,
-but can take few of the second (tokens). A product takes 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200
-(4.3 TB/s, 1580 TFLOP/s) it is bound by memory below M = 184. There the weight is read once, and K is split over
-programs if there are few tiles. Above M = 184, the L2 cache is the next limit: a 128 by 256 tile loads 48 KiB per step.
-That is 12 TB/s in total if all tensor cores run at their peak. So tiles are as large as the registers allow. M = 8192,
-K = 4096, N = 12288 takes 0.52 ms. Loads use the tensor memory accelerator if the GPU has one (`TMA`).
+The weight is the first operand (acc is [N, M]), because tensor cores need 64 or more rows of the first operand. A
+product has 2 M N K flops and moves K (M + N) + 2 M N bytes. On an H200 (4.3 TB/s, 1580 TFLOP/s) memory is the limit
+below M = 184. There K is split over programs if there are few tiles. For larger M the L2 cache is the next limit, so
+tiles are as large as the registers allow. M = 8192, K = 4096, N = 12288 takes 0.52 ms at the peak rate. Loads use the
+tensor memory accelerator if the GPU has one (`TMA`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,10 @@ from qarl.kernels.triton.tables import Tile, architecture, choose, processors
 
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n):
-    """Return (row, column) of tile number `tile`. For the L2 cache, tiles go column by column in bands of 8 rows."""
+    """Return (row, column) of tile number `tile`.
+
+    To reuse the L2 cache, tiles go column by column in bands of 8 rows.
+    """
     band = tile // (8 * tiles_n)
     height = tl.minimum(tiles_m - band * 8, 8)
     inside = tile % (8 * tiles_n)
@@ -101,7 +103,10 @@ def scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     ACC: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (tiles, parts). If PERSISTENT, it is (programs, 1): a program computes every `programs`-th tile."""
+    """Compute y [M, N]. The grid is (tiles, parts).
+
+    If PERSISTENT, the grid is (programs, 1), and a program computes every `programs`-th tile.
+    """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     blocks = tl.cdiv(K, BK)
@@ -145,9 +150,12 @@ def scaled_mm(
     batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
-    BF16 [N] -> BF16 [M, N]. Rows of x may be strided. int8 gives the same bits with every tile, so `batch_invariant`
-    matters only for e4m3. Raise ValueError for any other shape, dtype or stride."""
+    """Return BF16 [M, N] from 8-bit operands.
+
+    x int8 or float8_e4m3fn [M, K] with FP32 scales [M, 1], weight [N, K] of the same dtype with scales [N, 1], bias
+    BF16 [N]. Rows of x may be strided. `batch_invariant` matters only for e4m3, because int8 gives the same bits with
+    every tile. Raise ValueError for any other shape, dtype or stride.
+    """
     operation = check_8bit(x, x_scale, weight, weight_scale, bias)
     (m, k), n, device = x.shape, weight.shape[0], x.device
     if operation == "fp8":
@@ -178,7 +186,7 @@ def scaled_mm(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the tensor memory accelerator can load x and weight: on Hopper or later, if 16-byte aligned."""
+    """Return whether the tensor memory accelerator can load x and weight: Hopper or later, and 16-byte aligned."""
     if not INTERPRETED and (architecture(x.device) == "ampere" or torch.version.hip is not None):
         return False
     strides = (*x.stride()[:-1], *weight.stride()[:-1])

@@ -1,15 +1,14 @@
 """Choose the tile for each product, from the tables for Hopper, Ampere and Blackwell in tables.json.
 
-A table is a list of rules for one operation. The first rule whose bounds hold for the shape (rows M, output channels N,
-input channels K, group size) decides. Nothing is timed at run time, so the same shape on the same kind of GPU always
-gets the same tile and order of summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
+A table has a list of rules for each operation. The first rule whose bounds include the shape (rows M, output channels
+N, input channels K, group size) decides. `max_m`, `max_n` and `max_k` are inclusive. If no rule of a W4A16 operation
+matches, the weight is dequantized first. Rules of operations whose name ends in `_invariant` have no bound on M.
 
-`max_m`, `max_n` and `max_k` are inclusive upper bounds. If no rule of a W4A16 operation matches, the product is
-compute-bound, so the weight is dequantized first. Operations whose name ends in `_invariant` have at most one rule,
-without a bound on M.
+Nothing is timed at run time, so the same shape on the same kind of GPU always gets the same tile and order of
+summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
 
-Every tile of the Ampere table fits in 99 KiB of shared memory, so the table also serves capabilities 8.6 and 8.9. The
-Blackwell table holds tiles that compile there without spills; their speed was not measured.
+The Ampere table also serves capabilities 8.6 and 8.9. The tiles of the Blackwell table compile without spills, but
+their speed was not measured.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ PATH = Path(__file__).with_name("tables.json")
 class Tile(NamedTuple):
     """BM rows by BN output channels, with BK input channels per step.
 
-    `per_sm`: programs per SM, or 0 for one program per tile. If there are fewer tiles than programs, sums are split.
-    If there are more, the 8-bit kernels run persistent programs, each of which computes several tiles.
+    `per_sm`: programs per SM, or 0 for one program per tile. With fewer tiles than programs, sums are split. With more
+    tiles, the programs of the 8-bit kernels compute several tiles each.
     """
 
     BM: int
@@ -41,7 +40,7 @@ class Tile(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """Launch options for Triton (not arguments of the kernel)."""
+        """Return Triton's launch options (not arguments of the kernel)."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def persistent(self, tiles: int, device: torch.device) -> bool:
@@ -50,7 +49,7 @@ class Tile(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`tile` serves shapes within the bounds. If `group_sizes` is not empty, it serves only those group sizes."""
+    """`tile` is for shapes within the bounds and, if `group_sizes` is not empty, only for these group sizes."""
 
     tile: Tile
     max_m: int | None = None
@@ -82,7 +81,7 @@ def tables() -> dict[str, dict[str, tuple[Rule, ...]]]:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """Return the name of the table for `device`. The CPU, where only the interpreter runs, uses Hopper's."""
+    """Return the name of the table for `device`. For the CPU (the interpreter) it is Hopper's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "hopper"
     major, _ = torch.cuda.get_device_capability(device)
@@ -90,19 +89,19 @@ def architecture(device: torch.device) -> str:
 
 
 def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_size: int = 0) -> Tile | None:
-    """Return the tile of the first rule that serves the shape, or None if there is no such rule."""
+    """Return the tile of the first rule that matches the shape, or None if there is no such rule."""
     rules = tables()[architecture(device)][operation]
     return next((rule.tile for rule in rules if rule.serves(m, n, k, group_size)), None)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of SMs of `device`; 8 under the interpreter, so that sums are split there too."""
+    """Return the number of SMs of `device`. Under the interpreter return 8, so that sums are split there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def parts(tile: Tile, tiles: int, blocks: int, device: torch.device) -> int:
-    """Return the number of programs that share the `blocks` of a sum. If several share, each gets at least 4 blocks."""
+    """Return the number of programs that share the `blocks` of a sum. If it is above 1, each gets at least 4 blocks."""
     wanted = -(-tile.per_sm * processors(device) // max(tiles, 1))
     count = max(1, min(wanted, blocks // 4))
     return -(-blocks // -(-blocks // count))  # every program must get a block

@@ -1,19 +1,18 @@
-"""W4A16 on a GPU: y = x W^T + b and dX = dY W, straight from the packed int4 weight of the wire.
+"""W4A16 on a GPU: y = x W^T + b and dX = dY W, from the packed int4 weight of the wire.
 
-Both products have two paths. The first serves up to a number of rows given in the tables (`tables.py`):
+Each product has two paths. The tables (`tables.py`) say up to how many rows M the first one is used:
 
-- fused: the weight is dequantized in registers (`_int4_tile.py`). It moves N K / 2 bytes of codes, 2 N K / g of scales
-  and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) it is bound by memory for M
-  below 46. There it takes the time to read 0.516 bytes per weight at g = 128, which is 3.9 times fewer than BF16 has.
-- dequantized: one memory-bound pass writes W as BF16 to a transient buffer of 2 N K bytes (2.5 bytes of traffic per
-  weight), and cuBLAS multiplies. A product bound by the tensor cores gains nothing from fewer bytes. The pass adds 3%
-  to the time at M = 8192. Dequantizing again in every tile of rows would add more.
+- fused: the weight is dequantized in registers (`_int4_tile.py`). This moves N K / 2 bytes of codes, 2 N K / g of
+  scales and 2 M (N + K) of activations, for 2 M N K flops. On an H200 (4.3 TB/s, 790 TFLOP/s) memory is the limit for M
+  below 46. There it is faster because the weight has 3.9 times fewer bytes than in BF16 (g = 128).
+- dequantized: one pass writes W as BF16 to a transient buffer of 2 N K bytes, and cuBLAS multiplies. The pass adds 3%
+  to the time at M = 8192.
 
-Both multiply the same BF16 operands and sum in FP32, so they differ by the order of the sum and one BF16 rounding.
+Both multiply the same BF16 operands and sum in FP32. They differ by the order of the sum and one BF16 rounding.
 
-Few rows make few tiles, so K (N for dX) is split over programs. Their parts are added in a fixed order (`_split.py`),
-so the same inputs give the same bits. With `batch_invariant` one tile without a split serves every M, so the bits of a
-row do not depend on the number of rows.
+Few rows make few tiles, so several programs share a sum over K (N for dX). Their parts are added in a fixed order
+(`_split.py`), so the same inputs give the same bits. With `batch_invariant` there is one tile and no split for every M,
+so the bits of a row do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -119,10 +118,12 @@ def w4a16_linear(
     batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] BF16, `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N] -> x W^T + b, BF16 [M, N].
+    """Return x W^T + b, BF16 [M, N].
 
-    Rows of x may be strided; g is a power of two, at least 8. `tile` overrides the table (for tests and tuning). Raise
-    ValueError for any other shape, dtype or stride."""
+    x [M, K] BF16 (rows may be strided), `packed` int32 [N, K/8], `scale` BF16 [N, K/g], bias BF16 [N]. g is a power of
+    two, at least 8. `tile` overrides the table (for tests and tuning). Raise ValueError for any other shape, dtype or
+    stride.
+    """
     group = check_weight(packed, scale)
     (n, _), (m, k) = packed.shape, check_rows(x, packed.shape[1] * 8, packed)
     if bias is not None:
@@ -153,7 +154,7 @@ def w4a16_backward_input(
     batch_invariant: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """grad [M, N] BF16 -> dX = grad W, BF16 [M, K]. Arguments and errors are those of `w4a16_linear`."""
+    """Return dX = grad W, BF16 [M, K], from grad BF16 [M, N]. Arguments and errors are those of `w4a16_linear`."""
     group = check_weight(packed, scale)
     n, k = packed.shape[0], packed.shape[1] * 8
     m, _ = check_rows(grad, n, packed)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = 16
@@ -50,18 +51,19 @@ def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
     if before.dtype != now.dtype or before.shape != now.shape:
         raise ValueError(f"{before.dtype} {list(before.shape)} cannot become {now.dtype} {list(now.shape)}")
     old, new = _words(before), _words(now)
-    count, total = int(old.ne(new).sum()), new.numel()
-    # Positions take eight bytes each, several times, so they are made only if the values alone are small enough.
+    found, total = _differing(old, new), new.numel()
+    is_mask = found.dtype == torch.bool
+    count = int(found.sum()) if is_mask else found.numel()
     if not count or _HEADER + count * new.itemsize >= now.nbytes:
         return Changes(count, total, None)
-    positions = _differing(old, new)
-    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-    sizes = {_MASK: -(-total // 8)} | {width: width * (count + int((gaps // _escape(width)).sum())) for width in _GAPS}
-    coding = min(sizes, key=lambda code: sizes[code])
-    values = new[positions].view(torch.uint8)
-    if _HEADER + _padded(values.numel()) + sizes[coding] >= now.nbytes:
+    if count * 8 < total or not is_mask:
+        found = found.nonzero().squeeze(1) if is_mask else found
+        coding, size, coded = _smallest(found, total)
+    else:  # gaps take at least a byte for each changed word, so a mask is smallest
+        coding, size, coded = _MASK, -(-total // 8), _to_mask(found)
+    values = new[found].view(torch.uint8)
+    if _HEADER + _padded(values.numel()) + size >= now.nbytes:
         return Changes(count, total, None)
-    coded = _to_mask(positions, total) if coding == _MASK else _to_symbols(gaps, coding)
     header = torch.tensor([coding, count], device=now.device).view(torch.uint8)
     padding = values.new_zeros(_padded(values.numel()) - values.numel())
     return Changes(count, total, torch.cat((header, values, padding, coded.view(torch.uint8))))
@@ -97,18 +99,38 @@ def _padded(size: int) -> int:
 
 
 def _differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the positions (int64) of the words that differ. Eight bytes at a time are compared first, because few
-    words change between two steps, and a search through single bytes takes most of the time."""
+    """Return which words differ: their positions (int64), or a bool for every word if many may differ.
+
+    Eight bytes at a time are compared first, because few words change between two steps, and a search through single
+    bytes takes most of the time. Positions take eight bytes for each word, so they are made only if few groups of eight
+    bytes differ.
+    """
     per_group = 8 // new.itemsize
     whole = new.numel() // per_group * per_group
     aligned = all(t.storage_offset() * t.itemsize % 8 == 0 for t in (old, new))
     if per_group == 1 or not whole or not aligned:
-        return (old != new).nonzero().squeeze(1)
-    groups = (old[:whole].view(torch.int64) != new[:whole].view(torch.int64)).nonzero()
-    candidates = (groups * per_group + torch.arange(per_group, device=new.device)).view(-1)
+        return old != new
+    differs = old[:whole].view(torch.int64) != new[:whole].view(torch.int64)
+    if int(differs.sum()) * 8 > differs.numel():
+        return old != new
+    candidates = (differs.nonzero() * per_group + torch.arange(per_group, device=new.device)).view(-1)
     rest = torch.arange(whole, new.numel(), device=new.device)
     candidates = torch.cat((candidates, rest))
     return candidates[old[candidates] != new[candidates]]
+
+
+def _smallest(positions: torch.Tensor, total: int) -> tuple[int, int, torch.Tensor]:
+    """Return the smallest coding of `positions` (ascending, not empty), its bytes without padding, and its tensor."""
+    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+    sizes = {_MASK: -(-total // 8)} | {
+        width: width * (positions.numel() + int((gaps // _escape(width)).sum())) for width in _GAPS
+    }
+    coding = min(sizes, key=lambda code: sizes[code])
+    if coding != _MASK:
+        return coding, sizes[coding], _to_symbols(gaps, coding)
+    differs = torch.zeros(total, dtype=torch.bool, device=positions.device)
+    differs[positions] = True
+    return coding, sizes[coding], _to_mask(differs)
 
 
 def _escape(width: int) -> int:
@@ -134,9 +156,8 @@ def _from_symbols(coded: torch.Tensor, width: int) -> torch.Tensor:
     return (symbols + is_gap).cumsum(0)[is_gap] - 1
 
 
-def _to_mask(positions: torch.Tensor, total: int) -> torch.Tensor:
-    bits = torch.zeros(_padded(total), dtype=torch.uint8, device=positions.device)
-    bits[positions] = 1
+def _to_mask(differs: torch.Tensor) -> torch.Tensor:
+    bits = F.pad(differs.to(torch.uint8), (0, _padded(differs.numel()) - differs.numel()))
     return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
 

@@ -154,6 +154,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
     def __init__(
         self, init_info: QaRLTrainerInitInfo, *, client: Any, source: Iterable[NamedTensor] | None = None
     ) -> None:
+        # vLLM declares its protocol WeightSource. QaRL reads any iterable of named tensors.
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)  # type: ignore[arg-type]
         self.info, self.outbox, self.version = init_info, Outbox(), 0
         self.server: WeightServer | None = None

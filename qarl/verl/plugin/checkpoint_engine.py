@@ -95,7 +95,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
                 pass
             raise
 
-    def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]
+    def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]  # async in verl
         """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.
 
         Raises:

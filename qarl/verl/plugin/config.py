@@ -109,8 +109,7 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
     """Raise UserError for verl settings that the quantized forward does not support."""
-    actor, reference = "actor_rollout_ref.actor", "actor_rollout_ref.ref.fsdp_config._target_"
-    where = f"{actor}.fsdp_config"
+    where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
     precision = engine_config.mixed_precision or {}
     param_dtype = precision.get("param_dtype", "bf16")
     unknown = set(precision) - PRECISION_KEYS
@@ -125,7 +124,6 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
         (model_config.use_fused_kernels, "actor_rollout_ref.model.use_fused_kernels", "False"),
         (model_config.enable_activation_offload, "actor_rollout_ref.model.enable_activation_offload", "False"),
         (model_config.use_liger, "actor_rollout_ref.model.use_liger", "False"),
-        (engine_config.ulysses_sequence_parallel_size > 1, f"{actor}.ulysses_sequence_parallel_size", "1"),
     ]
     wrong = [(key, value) for is_wrong, key, value in problems if is_wrong]
     if wrong:
@@ -133,4 +131,17 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
             "QaRL's quantized actor does not support these verl settings",
             where=", ".join(key for key, _ in wrong),
             fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
+        )
+
+
+def refuse_shared_rows(engine_config: Any) -> None:
+    """Raise UserError for Ulysses. verl exchanges heads between ranks only in Flash Attention, so QaRL's attention
+    functions (`qarl.align`) would see only a rank's part of each row."""
+    ranks = engine_config.ulysses_sequence_parallel_size
+    if ranks > 1:
+        raise UserError(
+            f"QaRL's attention does not support rows that {ranks} ranks share",
+            where="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            why="each rank would compute attention only within its own part of a row",
+            fix="set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
         )

@@ -42,12 +42,17 @@ from qarl.align.routing import replays
 from qarl.align.rows import use_rows_attention
 from qarl.errors import UserError
 from qarl.metrics.guard import DEFAULT_LIMITS, check_mismatch
-from qarl.quant.convert import invalidate_quantized
 from qarl.quant.fsdp import quantize_before_sharding, quantize_shards, sharded_wire_tensors
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.publish.outbox import Outbox
 from qarl.verl.plugin.alive import Watch, refuse_dead
-from qarl.verl.plugin.config import PRECISION_KEYS, QuantFSDPEngineConfig, QuantSettings, check_engine_config
+from qarl.verl.plugin.config import (
+    PRECISION_KEYS,
+    QuantFSDPEngineConfig,
+    QuantSettings,
+    check_engine_config,
+    refuse_shared_rows,
+)
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
@@ -93,6 +98,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             check_engine_config(model_config, engine_config)
         if self.quant is not None or get_device_name() == "cpu":
             publish_timeout()  # raises for a bad value before the model is loaded
+            refuse_shared_rows(engine_config)
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
         self._servers = Watch(only_servers=True)
@@ -161,16 +167,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return build_optimizer(module, self.optimizer_config)
         return super()._build_optimizer(module)
 
-    def optimizer_step(self) -> float:
-        norm: float = super().optimizer_step()
-        self._weights_changed()
-        return norm
-
-    def _weights_changed(self) -> None:
-        """Drop the quantized rows, without relying on version counters, which not every optimizer advances."""
-        if self.quant is not None:
-            invalidate_quantized(self.module)
-
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.quant is not None:
@@ -181,7 +177,6 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if self.quant is not None:
             check_files(self, local_path)
         super().load_checkpoint(local_path, *args, **kwargs)
-        self._weights_changed()
         if self.quant is not None:
             _log.info("rank %d: %s", self.rank, check_record(self, local_path))
 
@@ -200,7 +195,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.quant is not None:
-            inputs |= row_inputs(inputs, micro_batch, exact=self.align == "exact", split=self.use_ulysses_sp)
+            inputs |= row_inputs(inputs, micro_batch, exact=self.align == "exact")
         ask(self._head, micro_batch, output_args)
         if self.quant is not None and replays(self.quant.router_replay, self.align):
             self._routing.begin(self.module, micro_batch, inputs["input_ids"])

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 
-def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool, split: bool) -> dict[str, Any]:
+def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool) -> dict[str, Any]:
     """Return what to change in `inputs`, the model's keyword arguments from verl's `prepare_model_inputs`.
 
     Args:
         exact: whether attention is the engine's, which needs the lengths of the prompts.
-        split: whether ranks share a sequence (Ulysses). Then `row_lengths` is not set, and verl describes the rows.
     """
     lengths = micro_batch["input_ids"].offsets().diff()
     padded = inputs.get("attention_mask") is not None
@@ -32,8 +31,7 @@ def row_inputs(inputs: dict[str, Any], micro_batch: Any, *, exact: bool, split: 
     else:
         filler = inputs["input_ids"].shape[1] - sum(rows)  # verl's pad_to_length adds a row
         rows += [filler] * (filler > 0)
-    if not split:
-        found["row_lengths"] = tuple(rows)
+    found["row_lengths"] = tuple(rows)
     if exact:
         prompts = micro_batch["prompts"].offsets().diff()
         found["prompt_lengths"] = torch.cat([prompts, lengths.new_tensor(rows[len(lengths) :])])

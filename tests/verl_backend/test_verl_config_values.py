@@ -1,0 +1,233 @@
+"""Every key of our config arrives in verl's, is refused, or is tested elsewhere."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from checkout import ROOT
+from verl_runs import quickstart
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from qarl.config import describe_keys
+from qarl.errors import UserError
+from qarl.verl.checks import refuse_unsupported
+from qarl.verl.run import verl_config
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+
+POLICY_LOSS, QUANT, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.fsdp_config.quant", f"{ACTOR}.optim"
+
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+
+W4A16 = f"{VLLM}.hf_overrides.quantization_config"
+
+MAPPED: dict[str, tuple[object, dict[str, object]]] = {
+    "name": ("other", {"trainer.experiment_name": "other"}),
+    "seed": (
+        7,
+        {
+            "data.seed": 7,
+            f"{ROLLOUT}.seed": 7,
+            f"{ACTOR}.data_loader_seed": 7,
+            f"{ACTOR}.fsdp_config.seed": 7,
+        },
+    ),
+    "output_dir": (
+        "elsewhere",
+        {"trainer.default_local_dir": str(ROOT / "elsewhere" / "quickstart_verl" / "checkpoints")},
+    ),
+    "model.path": ("org/other", {f"{MODEL}.path": "org/other"}),
+    "model.trust_remote_code": (True, {f"{MODEL}.trust_remote_code": True, "data.trust_remote_code": True}),
+    "model.gradient_checkpointing": (True, {f"{MODEL}.enable_gradient_checkpointing": True}),
+    "model.use_remove_padding": (False, {f"{MODEL}.use_remove_padding": False}),
+    "data.train_files": (["a.parquet"], {"data.train_files": [str(ROOT / "a.parquet")]}),
+    "data.val_files": (["b.parquet"], {"data.val_files": [str(ROOT / "b.parquet")]}),
+    "data.train_batch_size": (24, {"data.train_batch_size": 24}),
+    "data.max_prompt_length": (33, {"data.max_prompt_length": 33, f"{ROLLOUT}.max_model_len": 33 + 80}),
+    "data.max_response_length": (81, {"data.max_response_length": 81, f"{ROLLOUT}.max_model_len": 32 + 81}),
+    "data.shuffle": (False, {"data.shuffle": False}),
+    "data.prompt_key": ("question", {"data.prompt_key": "question"}),
+    "data.filter_overlong_prompts": (True, {"data.filter_overlong_prompts": True}),
+    "reward.function": (
+        "math_verify",
+        {
+            "reward.custom_reward_function.path": "pkg://qarl.verl.plugin.reward",
+            "reward.custom_reward_function.name": "score",
+            "reward.custom_reward_function.reward_kwargs": {"function": "math_verify", "timeout_s": 60.0},
+        },
+    ),
+    "reward.timeout_s": (
+        None,
+        {"reward.custom_reward_function.reward_kwargs": {"function": "arithmetic", "timeout_s": None}},
+    ),
+    "rollout.n": (4, {f"{ROLLOUT}.n": 4}),
+    "rollout.temperature": (0.9, {f"{ROLLOUT}.temperature": 0.9, f"{ROLLOUT}.top_p": 1.0}),
+    "rollout.val_temperature": (
+        0.5,
+        {f"{ROLLOUT}.val_kwargs.temperature": 0.5, f"{ROLLOUT}.val_kwargs.do_sample": True},
+    ),
+    "rollout.max_num_seqs": (128, {f"{ROLLOUT}.max_num_seqs": 128}),
+    "rollout.max_num_batched_tokens": (4096, {f"{ROLLOUT}.max_num_batched_tokens": 4096}),
+    "rollout.gpu_memory_utilization": (0.6, {f"{ROLLOUT}.gpu_memory_utilization": 0.6}),
+    "rollout.cpu_kvcache_space_gib": (2.0, {f"{VLLM}.kv_cache_memory_bytes": 2**31}),
+    "rollout.tensor_model_parallel_size": (
+        2,
+        {
+            f"{ROLLOUT}.tensor_model_parallel_size": 2,
+            f"{QUANT}.tensor_model_parallel_size": 2,
+            f"{VLLM}.distributed_executor_backend": "mp",
+        },
+    ),
+    "quant.scheme": (
+        "fp8",
+        {f"{QUANT}.scheme": "fp8", f"{W4A16}.config_groups.group_0.weights.type": "float"},
+    ),
+    "quant.group_size": (
+        64,
+        {f"{QUANT}.group_size": 64, f"{W4A16}.config_groups.group_0.weights.group_size": 64},
+    ),
+    "quant.ignore": (
+        ["lm_head", "re:.*down_proj"],
+        {f"{QUANT}.ignore": ["lm_head", "re:.*down_proj"], f"{W4A16}.ignore": ["lm_head", "re:.*down_proj"]},
+    ),
+    "quant.align": ("off", {f"{QUANT}.align": "off"}),
+    "actor.ppo_mini_batch_size": (12, {f"{ACTOR}.ppo_mini_batch_size": 12}),
+    "actor.ppo_micro_batch_size_per_gpu": (12, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 12}),
+    "actor.log_prob_micro_batch_size_per_gpu": (16, {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 16}),
+    "actor.ppo_epochs": (2, {f"{ACTOR}.ppo_epochs": 2}),
+    "actor.grad_clip": (0.5, {f"{ACTOR}.grad_clip": 0.5, f"{OPTIM}.clip_grad": 0.5}),
+    "actor.seq_clip_ratio_high": (0.51, {f"{POLICY_LOSS}.seq_clip_ratio_high": 0.51}),
+    "actor.seq_clip_ratio_low": (0.52, {f"{POLICY_LOSS}.seq_clip_ratio_low": 0.52}),
+    "actor.neg_seq_clip_ratio_low": (0.53, {f"{POLICY_LOSS}.neg_seq_clip_ratio_low": 0.53}),
+    "actor.neg_seq_clip_ratio_high": (0.54, {f"{POLICY_LOSS}.neg_seq_clip_ratio_high": 0.54}),
+    "actor.seq_tis_imp_ratio_cap": (3.0, {f"{POLICY_LOSS}.seq_tis_imp_ratio_cap": 3.0}),
+    "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
+    "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
+    "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    "optim.name": (
+        "muon",
+        {
+            f"{OPTIM}.optimizer": "MuonAdamW",
+            f"{OPTIM}.override_optimizer_config": {"eps": 1e-8, "seed": 0, "muon_lr": 0.02, "muon_momentum": 0.95},
+        },
+    ),
+    "optim.master_dtype": (
+        "bf16",
+        {
+            f"{OPTIM}.optimizer_impl": "qarl.optim.optimizer",
+            f"{OPTIM}.override_optimizer_config": {"eps": 1e-8, "seed": 0},
+            f"{ACTOR}.fsdp_config.model_dtype": "bf16",
+        },
+    ),
+    "optim.lr": (1e-3, {f"{OPTIM}.lr": 1e-3}),
+    "optim.betas": ([0.8, 0.9], {f"{OPTIM}.betas": [0.8, 0.9]}),
+    "optim.eps": (1e-6, {f"{OPTIM}.override_optimizer_config": {"eps": 1e-6}}),
+    "optim.weight_decay": (0.1, {f"{OPTIM}.weight_decay": 0.1}),
+    "optim.lr_warmup_steps": (3, {f"{OPTIM}.lr_warmup_steps": 3}),
+    "optim.lr_scheduler_type": ("constant", {f"{OPTIM}.lr_scheduler_type": "constant"}),
+    "optim.min_lr_ratio": (0.2, {f"{OPTIM}.min_lr_ratio": 0.2}),
+    "trainer.nnodes": (2, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}),
+    "trainer.n_gpus_per_node": (2, {"trainer.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 2}),
+    "trainer.total_training_steps": (60, {"trainer.total_training_steps": 60}),
+    "publish.delta": ("off", {f"{QUANT}.publish_delta": "off"}),
+    "trainer.test_freq": (30, {"trainer.test_freq": 30}),
+    "trainer.val_before_train": (False, {"trainer.val_before_train": False}),
+    "trainer.val_max_prompts": (100, {"data.val_max_samples": 100}),
+    "trainer.num_threads": (3, {"ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "3"}),
+    "trainer.save_freq": (10, {"trainer.save_freq": 10}),
+    "trainer.save_final": (False, {"trainer.save_freq": -1}),
+    "trainer.max_ckpt_to_keep": (2, {"trainer.max_actor_ckpt_to_keep": 2}),
+    "trainer.resume_mode": ("disable", {"trainer.resume_mode": "disable"}),
+}
+
+"""Every key of ours that verl is given: another value, and what verl's config holds then."""
+
+BY_TOKENS = {
+    "use_dynamic_bsz": True,
+    "ppo_max_token_len_per_gpu": 300,
+    "log_prob_max_token_len_per_gpu": 500,
+}
+ROWS = {f"actor.{name}_micro_batch_size_per_gpu": None for name in ("ppo", "log_prob")}
+
+ELSEWHERE = {
+    **{f"actor.{key}": "tested below: they go together" for key in BY_TOKENS},
+    "backend": "which function is called",
+    "rollout.router_replay": "tested below: it depends on the model",
+    "rollout.enforce_eager": "tested below: it is false only on GPUs",
+    "dry_run": "qarl.train",
+    "trainer.logger": "our own tracker follows verl's file logger",
+    "trainer.plots": "drawn from metrics.jsonl",
+    "trainer.report": "written from the run folder; an environment variable asks the workers for samples",
+    "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
+    "trainer.resume_from_path": "tested below, with resume_mode",
+    "actor.loss_agg_mode": "has one value",
+    "algorithm.adv_estimator": "has one value",
+    "verl": "tested below",
+}
+
+REFUSED = {
+    "rollout.rebuild_on_failure": True,
+    "rollout.top_p": 0.8,
+    "rollout.top_k": 20,
+}
+
+ONLY_WITH_MUON = {"optim.muon_lr": 3e-3, "optim.muon_momentum": 0.8}
+
+
+def test_no_key_of_ours_is_left_out():
+    leaves = {key for key in describe_keys() if not any(other.startswith(f"{key}.") for other in describe_keys())}
+    assert leaves == set(MAPPED) | set(ELSEWHERE) | set(REFUSED) | set(ONLY_WITH_MUON)
+
+
+@pytest.mark.parametrize("key", MAPPED)
+def test_every_value_arrives_in_verls_config(key):
+    value, expected = MAPPED[key]
+    with_default = {"rollout.tensor_model_parallel_size": {"trainer.n_gpus_per_node": 2}}.get(key, {})
+    resolved = verl_config(quickstart(**with_default, **{key: value}), on_cpu=True)
+    plain = resolved_quickstart(*with_default.items())
+    assert {name: selected(resolved, name) for name in expected} == expected
+    assert any(selected(plain, name) != selected(resolved, name) for name in expected)
+
+
+def test_micro_batches_by_tokens_arrive_in_verls_config():
+    """The limit for log-probs is by default the one for the update, as in verl's own config."""
+    tokens = {f"actor.{key}": value for key, value in BY_TOKENS.items()}
+    for given, log_probs in ((500, 500), (None, 300)):
+        resolved = verl_config(
+            quickstart(**ROWS | tokens | {"actor.log_prob_max_token_len_per_gpu": given}), on_cpu=True
+        )
+        actor, rollout = resolved.actor_rollout_ref.actor, resolved.actor_rollout_ref.rollout
+        assert (actor.use_dynamic_bsz, rollout.log_prob_use_dynamic_bsz) == (True, True)
+        assert (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) == (300, log_probs)
+        assert resolved.actor_rollout_ref.model.use_remove_padding is True
+    plain = resolved_quickstart()
+    assert plain.actor_rollout_ref.actor.use_dynamic_bsz is False
+
+
+@pytest.mark.parametrize("key", ONLY_WITH_MUON)
+def test_every_value_of_muon_arrives(key):
+    resolved = verl_config(quickstart(**{"optim.name": "muon", key: ONLY_WITH_MUON[key]}), on_cpu=True)
+    found = selected(resolved, f"{OPTIM}.override_optimizer_config")
+    assert found[key.removeprefix("optim.")] == ONLY_WITH_MUON[key]
+
+
+@lru_cache
+def resolved_quickstart(*changes: tuple[str, object]) -> object:
+    return verl_config(quickstart(**dict(changes)), on_cpu=True)
+
+
+def selected(config: object, key: str) -> object:
+    found = OmegaConf.select(config, key)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_verl_lacks_is_refused_by_name(key):
+    with pytest.raises(UserError, match=key):
+        refuse_unsupported(quickstart(**{key: REFUSED[key]}))

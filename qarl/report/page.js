@@ -13,7 +13,11 @@ const CHARTS = [
     lines: [["actor/pos_outside_band_frac_after_first", "A > 0"], ["actor/neg_outside_band_frac_after_first", "A < 0"]] },
   { title: "Sequence ratios", unit: "π / π_old", lines: [["actor/seq_ratio_max", "largest"], ["actor/seq_ratio_min", "smallest"]] },
   { title: "Gradient norm", unit: "before clipping", log: true, lines: [["actor/grad_norm", "norm"]] },
-  { title: "Entropy", unit: "nats per token", smooth: true, lines: [["actor/entropy", "entropy"]] },
+  { title: "Entropy", unit: "nats per token", smooth: true, lines: [["rollout/entropy", "rollout"], ["actor/entropy", "trainer"]] },
+  { title: "Rejected by the correction", unit: "share", smooth: true,
+    lines: [["correction/rejected_response_frac", "responses"], ["correction/rejected_token_frac", "tokens"]] },
+  { title: "Loss contribution C(r) = −(r − 1)A", unit: "by the sign of A", smooth: true,
+    lines: [["actor/zero_centred_loss_pos", "A > 0"], ["actor/zero_centred_loss_neg", "A < 0"]] },
   { title: "Response length", unit: "tokens", lines: [["response_length/mean", "mean"], ["response_length/max", "longest"]] },
   { title: "Learning rate", unit: "", lines: [["actor/lr", "lr"], ["actor/muon_lr", "Muon's lr"]] },
 ];

@@ -75,6 +75,7 @@ LAYERS = (
     ("align", "rollout"),
     ("checkpoint",),
     ("metrics",),
+    ("report",),
     ("checks",),
     ("trainer",),
     ("verl",),

@@ -331,6 +331,10 @@ class TrainerConfig(Section):
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
+    report: bool = True
+    """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
+    500 on every 50) and at the end."""
+
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads per process. backend=local runs trainer and engine in one process; backend=verl runs one process per
     rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs; on a CPU, verl's ranks share them. On GPUs Ray

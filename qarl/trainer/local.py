@@ -46,6 +46,7 @@ from qarl.trainer.old_log_probs import OldLogProbs, RolloutDiffers
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
+from qarl.trainer.report import log_samples
 from qarl.trainer.setup import RunParts, engine_config
 
 SAMPLED_ROWS = -1
@@ -101,6 +102,7 @@ class LocalTrainer:
             report = self.publish()
         if not compared:
             metrics |= self.compare(batch, metrics)
+        log_samples(self.config, self.step, batch, self.source.own(batch), self.tokenizer)
         self.warnings += self.source.messages
         metrics |= self.source.metrics()
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}

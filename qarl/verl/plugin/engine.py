@@ -66,6 +66,7 @@ from qarl.verl.plugin.outputs import chosen_log_probs
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.rows import row_inputs
+from qarl.verl.plugin.samples import log_samples
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -272,7 +273,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         if not self._updated and not self._first.relies:
             self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
-        self._statistics.begin_mini_batch()
+        if self._statistics.begin_mini_batch() == 1:
+            log_samples(self, data)
         try:
             outputs = super().train_batch(data, loss_function)
         finally:

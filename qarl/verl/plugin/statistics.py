@@ -75,8 +75,10 @@ class StepStatistics:
     """Two counts: tokens that the actor's own routers sent to different experts than the rollout did, and all tokens
     whose experts in the rollout are known."""
 
-    def begin_mini_batch(self) -> None:
+    def begin_mini_batch(self) -> int:
+        """Begin a mini-batch, and return its number in the step, from 1."""
         self.tbpo.append([])
+        return len(self.tbpo)
 
     def add(self, statistics: dict[str, float]) -> None:
         """Add the objective's statistics of one micro-batch."""

@@ -35,7 +35,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 LIMIT, REPLICA, LATE = 20, 977, "model.layers.1.mlp.down_proj.weight"
 """Seconds of QARL_PUBLISH_TIMEOUT. The replica's number is in the name of verl's socket, which no other run has."""
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "backend": "qarl",
     "custom_backend_module": "qarl.verl.plugin.checkpoint_engine",
     "update_weights_bucket_megabytes": 1,
@@ -52,11 +52,12 @@ class Server:
         config = SimpleNamespace(model_config=SimpleNamespace(hf_config=model.config))
         runner = SimpleNamespace(vllm_config=config, get_model=lambda: model, kv_caches=[], device="cpu")
         job = ray.get_runtime_context().get_job_id()
-        self.worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
-        self.worker.device, self.worker.model_runner, self.worker.rank = torch.device("cpu"), runner, 0
-        self.worker.parallel_config = SimpleNamespace(world_size=1)
-        self.worker.check_health = lambda: None
-        self.worker._get_zmq_handle = lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
+        worker: Any = object.__new__(worker_extension.QaRLWorkerExtension)
+        worker.device, worker.model_runner, worker.rank = torch.device("cpu"), runner, 0
+        worker.parallel_config = SimpleNamespace(world_size=1)
+        worker.check_health = lambda: None
+        worker._get_zmq_handle = lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{REPLICA}-rank-0.sock"
+        self.worker = worker
 
     def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
         getattr(self.worker, method)(*args, **(kwargs or {}))
@@ -91,22 +92,23 @@ class Actor(ActorRolloutRefWorker):
 
         Worker.__init__(self)
         self.tensors = weights("llama")
-        engine = object.__new__(QaRLFSDPEngine)
+        engine: Any = object.__new__(QaRLFSDPEngine)
         engine.quant, engine.rank, engine.lr_scheduler = QuantSettings(), 0, SimpleNamespace(last_epoch=0)
         engine._outbox, engine._servers = Outbox(), Watch(only_servers=True)
         engine._wire_tensors = lambda: iter(self.tensors)
-        self.actor = SimpleNamespace(engine=engine)
+        self.engine = engine
+        worker: Any = SimpleNamespace(engine=engine)
+        self.actor = worker
         import qarl.verl.plugin.checkpoint_engine  # noqa: F401  registers `qarl`
 
         self.checkpoint_engine = CheckpointEngineRegistry.new("qarl", is_master=True, bucket_size=1 << 20)
 
     def step(self) -> None:
-        engine = self.actor.engine
-        engine.lr_scheduler.last_epoch += 1
+        self.engine.lr_scheduler.last_epoch += 1
         self.tensors = [(name, tensor + (name == LATE)) for name, tensor in self.tensors]
 
     def sent(self) -> tuple[bool, Any]:
-        outbox = self.actor.engine._outbox
+        outbox = self.engine._outbox
         return outbox.tally.known, outbox.kept.fingerprint
 
 
@@ -119,8 +121,9 @@ class Rollout(CheckpointEngineWorker):
         publishing.SOCKET_FOLDER = Path(folder)  # waits for no other run on this machine
         engine = CheckpointEngineConfig(**CONFIG)
         config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=engine)
-        adapter = ServerAdapter(config, None, None, replica_rank=REPLICA)
-        super().__init__(config, None, adapter)
+        unused: Any = None
+        adapter = ServerAdapter(config, unused, unused, replica_rank=REPLICA)
+        super().__init__(config, unused, adapter)
 
 
 class Replica:
@@ -149,7 +152,7 @@ def main(folder: str) -> None:
     }
 
     def started(kind: type, port: int, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        remote = ray.remote(kind)
+        remote: Any = ray.remote(kind)
         variables = environment | {"MASTER_PORT": str(port)}
         return remote, remote.options(runtime_env={"env_vars": variables}, **options).remote(*arguments)
 
@@ -163,7 +166,8 @@ def main(folder: str) -> None:
         _, rollout = started(Rollout, free_port(), folder)
         ray.get([server.__ray_ready__.remote(), actor.__ray_ready__.remote(), rollout.__ray_ready__.remote()])
         group = RayWorkerGroup(worker_handles=[actor], ray_cls_with_init=RayClassWithInitArgs(cls=actor_class))
-        manager = CheckpointEngineManager(CheckpointEngineConfig(**CONFIG), group, [Replica([rollout])])
+        replica: Any = Replica([rollout])
+        manager = CheckpointEngineManager(CheckpointEngineConfig(**CONFIG), group, [replica])
         for number in range(1, 6):
             ray.get(actor.step.remote())
             if number == 3:

@@ -22,7 +22,7 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class RawConfig:
-    """Unchecked nested values. `sources` maps dotted keys to `file:line` or `command line`.
+    """Nested values that are not checked yet. `sources` maps dotted keys to `file:line` or `command line`.
 
     `file_read` is False if there is no usable file. In that case, missing keys are not reported."""
 

@@ -1,4 +1,4 @@
-"""Check every step of a local run for mismatch over its limit, tokens outside top-p or top-k, and preemptions."""
+"""Check every step of a local run. Warn about a large mismatch, tokens outside top-p or top-k, and preemptions."""
 
 from __future__ import annotations
 

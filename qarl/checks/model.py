@@ -75,14 +75,14 @@ def check_architecture(hf_config: Any) -> None:
         raise UserError(
             f"vLLM has no class for {name}, so it cannot make the rollouts",
             where=_WHERE,
-            fix=f"train a model that vLLM serves; those of {', '.join(FAMILIES)} are tested",
+            fix=f"train a model that vLLM serves; the tested families are {', '.join(FAMILIES)}",
         )
     if module.rpartition(".")[2] == "transformers" or ".transformers." in module:
         raise UserError(
             f"vLLM serves {name} only through transformers, so it is refused",
             where=_WHERE,
             why="vLLM's class for transformers models names layers differently, and publishing to it is not tested",
-            fix=f"train a model that vLLM has a class for; those of {', '.join(FAMILIES)} are tested",
+            fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
         )
 
 
@@ -130,7 +130,7 @@ def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
             f"models of the family {model_type} are refused: their checkpoints have fused layers ({', '.join(fused)})",
             where=_WHERE,
             why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as separate layers",
-            fix=f"train a model of a different family; those of {', '.join(FAMILIES)} are tested",
+            fix=f"train a model of a different family; the tested families are {', '.join(FAMILIES)}",
         )
 
 

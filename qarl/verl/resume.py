@@ -133,7 +133,7 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
-    """Name `folder` in verl's tracker file. Rename the checkpoints of later steps, and delete the old summary."""
+    """Write the step of `folder` into verl's tracker file. Rename later checkpoints, and delete the run's summary."""
     supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")

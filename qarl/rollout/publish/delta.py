@@ -8,9 +8,14 @@ The changes of a tensor are encoded in one uint8 tensor, the payload. It has thr
     values      the new words, padded to 8 bytes
     positions   the ascending positions of these words, in the smallest of three codings
 
-    0  mask     one bit per word of the tensor
-    1, 2  gaps  the number of unchanged words before each changed word, in 8 or 16 bits. The largest number of that
-                width means "as many unchanged words, and then no changed one"
+The codings are:
+
+    0  mask         one bit per word of the tensor
+    1  8-bit gaps   the number of unchanged words before each changed word
+    2  16-bit gaps  the same in 16 bits
+
+A gap of 255 (or 65535) or more is split: each number 255 (or 65535) counts this many unchanged words, and the next
+number continues the gap.
 
 16-bit gaps are smallest if less than about 0.4% of the words changed, and a mask if more than 12% did. verl's delta
 engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
@@ -139,7 +144,7 @@ def _escape(width: int) -> int:
 
 
 def _to_symbols(gaps: torch.Tensor, width: int) -> torch.Tensor:
-    """Encode the gaps in symbols of `width` bytes. A long gap starts with one or more escapes."""
+    """Encode gaps in numbers of `width` bytes. A long gap is split, as the module's docstring says."""
     escape = _escape(width)
     escapes = gaps // escape
     ends = (escapes + 1).cumsum(0)

@@ -92,13 +92,13 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it. Classes are
-    compared by name, because vLLM's modules are slow to import and may not be installed."""
+    """Return whether the class of `module.quant_method`, or one of its base classes, is named `method`. Names are
+    compared, because vLLM's modules are slow to import and may not be installed."""
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
 def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
-    """Pass the wire tensors of all expert matrices of a layer to the kernel that multiplies them."""
+    """Pass the published tensors of all expert matrices of a layer to the layer's kernel."""
     layer: Any = module
     layer.quant_method.write(layer, *_stacked(parts))
 

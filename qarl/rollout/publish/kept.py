@@ -104,7 +104,7 @@ _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
 
 
 class Sent:
-    """Counts the `bytes` of a stream, including its records."""
+    """Counts all bytes of a stream, in the attribute `bytes`."""
 
     bytes = 0
 

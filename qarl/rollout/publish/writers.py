@@ -120,7 +120,8 @@ class WritePlan:
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
-        """Check that every parameter and buffer is published, shares memory with such a one, or is in `DERIVED`."""
+        """Raise UserError if a parameter or buffer is not published, shares no memory with a published one, and is not
+        in `DERIVED`."""
         leaves: dict[str, set[str]] = {}
         for name in expected:
             owner, _, leaf = name.rpartition(".")
@@ -145,7 +146,7 @@ class WritePlan:
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise UserError(
-                f"the engine has {len(left)} parameters or buffers that no publish would write",
+                f"the engine has {len(left)} parameters or buffers that QaRL would never write",
                 where=f"{type(self.model).__name__}: {shown}",
                 why="the trainer's model has no such tensors, so the engine would generate with the random numbers "
                 "that it starts with",
@@ -185,7 +186,7 @@ class WritePlan:
         return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""
+        """Return whether `name` is an expert's `weight_shape`, which vLLM computes from its config."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 

@@ -22,7 +22,7 @@ but no class CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
         are "monolithic": they route the tokens themselves. For modular experts vLLM would route with
         `_moe_C.topk_softmax`, which does not exist on CPUs.
     supports_routing_replay_capture, routing_replay_capture_fn
-        members of monolithic experts: with enable_return_routed_experts vLLM checks the first and sets the second
+        members of monolithic experts. With enable_return_routed_experts, vLLM checks the first and sets the second
     UnquantizedFusedMoEMethod.register_oot, experts_cls, _setup_kernel
         the method of BF16 experts. `_setup_kernel` packs the weights only the first time it is called.
 """

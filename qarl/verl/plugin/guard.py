@@ -12,7 +12,7 @@ import torch
 
 UNQUANTIZED = "linears"
 """An actor without `fsdp_config.quant` gets the limit of this level, because both sides use the same BF16 weights."""
-SOURCE = "that an actor without quant.mismatch_limit may show (+qarl=bf16 has that key)"
+SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
 
 
 def temperature_of(data: Any) -> float:

@@ -56,7 +56,7 @@ class PromptReplayBuffer(ReplayBuffer):
             return batch, metrics
         if found:
             _log.warning(
-                "%d times a response was put off and computed again, because the KV cache is too small: raise "
+                "%d times vLLM interrupted a response and computed it again, because the KV cache is too small: raise "
                 "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
                 "or lower max_num_seqs",
                 found,

@@ -178,7 +178,7 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 def name_layers(names: Iterable[str]) -> str:
     """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
-    `*` stands for the number of an expert."""
+    `*` replaces the number of an expert."""
     numbers: dict[str, list[int]] = {}
     for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)

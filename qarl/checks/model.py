@@ -41,7 +41,8 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family, and a note if `quant.align` falls back."""
+    """Print a note with the measured mismatch of the model's family. Print another if the applied level is lower than
+    `quant.align`."""
     if lower := lower_level(config, hf_config):
         note(lower)
     if shown := shown_mismatch(hf_config):
@@ -58,7 +59,7 @@ def lower_level(config: Config, hf_config: Any) -> str | None:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Raise UserError unless vLLM has its own class for the model, and trainer and engine load the same model."""
+    """Raise UserError if vLLM has no native class for the model, or if the two sides would load different ones."""
     name = trainer_class(hf_config)
     named = list(getattr(hf_config, "architectures", None) or [])
     if named and named[0] != name:

@@ -34,7 +34,7 @@ _parser: Any = importlib.import_module("re._parser")
 
 
 class ResolvedIgnore(NamedTuple):
-    """The layers to quantize, the layers left alone, and the entries of `ignore` that matched no layer at all."""
+    """The layers to quantize, the layers that stay in high precision, and the entries of `ignore` without a match."""
 
     quantized: list[str]
     ignored: list[str]
@@ -60,7 +60,7 @@ def resolve_ignored(linear_names: Iterable[str], ignore: Sequence[str]) -> Resol
 
 @lru_cache(maxsize=256)
 def pattern_problem(entry: str) -> tuple[str, str] | None:
-    """Return the fault of an `ignore` entry and its fix; None if the entry is a plain name or a good pattern."""
+    """Return (problem, fix) of an `ignore` entry, or None if the entry is a plain name or a good pattern."""
     if not entry.startswith(REGEX_PREFIX):
         return None
     pattern = entry.removeprefix(REGEX_PREFIX)

@@ -1,6 +1,6 @@
 """Read the YAML file that the command line names, and apply the overrides. The result is an unchecked nested dict.
 
-Bad input raises nothing here. All problems are collected so that one error can show them.
+Bad input does not raise here. All problems are collected, so that a single error can list them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def as_list(value: Any) -> Any:
 
 
 def as_dotted(value: Any) -> Any:
-    """Return a nested mapping as a flat one with dotted keys. An empty mapping becomes the value of its key."""
+    """Return a nested mapping as a flat one with dotted keys. An empty mapping stays the value of its key."""
     if not isinstance(value, Mapping):
         return value
     flat: dict[str, Any] = {}

@@ -14,11 +14,13 @@ from __future__ import annotations
 from qarl.errors import UserError
 
 DEFAULT_LIMITS = {"off": 0.5, "linears": 0.15, "model": 1e-2, "exact": 1e-4}
-"""Largest allowed mean |δ| of each level in nats per token, for responses of any length.
+"""Largest allowed mean |δ| of each level, in nats per token.
 
-`off` and `linears`: about five times the values of healthy runs (9e-2 and 2e-2 with trained weights; 1e-1 with random
-weights in mixtures of experts). `model`: see `MODEL_LIMIT`. `exact`: the mismatch should be 0, but vLLM's attention on
-several threads, or the log-softmax of a different release, may cause 1e-6.
+- `off` and `linears`: about five times the values of healthy runs, which are 9e-2 and 2e-2 with trained weights, and
+  1e-1 with random weights in mixtures of experts.
+- `model`: the limit for long responses. See `MODEL_LIMIT` for short ones.
+- `exact`: the mismatch should be 0, but vLLM's attention on several threads, or the log-softmax of a different release,
+  may cause 1e-6.
 """
 MODEL_LIMIT = (5e-3, 5e-6)
 """At `model`, the limit for responses of n tokens is `MODEL_LIMIT[0] + n * MODEL_LIMIT[1]`, at most

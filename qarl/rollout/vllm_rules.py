@@ -10,8 +10,8 @@ from qarl.quant.scheme import Scheme
 
 
 def serving_module(architecture: str) -> str | None:
-    """Return the module of vLLM's class for an architecture, e.g. `vllm.model_executor.models.llama`, or None. The
-    classes of vLLM's transformers backend are in `vllm.model_executor.models.transformers`."""
+    """Return the module of vLLM's class for an architecture, or None if vLLM has no class for it. The module of vLLM's
+    transformers backend is `vllm.model_executor.models.transformers`."""
     configure_vllm_process()
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -41,7 +41,7 @@ def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """Return bool in the same shape: whether each deviation is in its band. The edges belong to the band."""
+    """Return bool in the same shape: whether each deviation is in its band, including the edges."""
     return (deviation >= lower) & (deviation <= upper)
 
 

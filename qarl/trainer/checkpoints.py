@@ -205,9 +205,8 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Return the names of wire tensors that differ between `policy` and `published` (name -> digest).
-
-    A tensor that only one of them has counts as different."""
+    """Return the names of published tensors whose digest in `policy` differs from `published` (name -> digest). Tensors
+    that only one of the two has are included."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 

@@ -223,7 +223,7 @@ class MasterOptimizer:
 
 
 def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """Return `value` for an error. A list is shortened to its length and up to three names that `other` lacks."""
+    """Shorten `value` for an error message. A list becomes its length and up to three names that `other` lacks."""
     if isinstance(value, str):
         return value
     only_here = [name for name in value if name not in set(other)]

@@ -21,7 +21,7 @@ PROBE_STEP = -1
 
 
 def probe(trainer: LocalTrainer) -> str:
-    """Sample responses to a few training prompts. Compare trainer and engine by log-probs. Return a one-line result.
+    """Sample responses to a few training prompts, and compare the log-probs of trainer and engine. Return one line.
 
     The state of the global random generators is restored. Raises MismatchError if the mean |δ| is over its limit."""
     config = trainer.config

@@ -29,13 +29,13 @@ from qarl.rollout.publish import experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module. The keys are the last part of their names: `weight_packed`, `bias`, ..."""
+"""The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
 
 Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload failed. The module that it was loading is lost, so only a new engine helps."""
+    """vLLM's layerwise reload failed. The module that was being loaded is broken, so a new engine is needed."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
@@ -312,7 +312,7 @@ _WRITERS: dict[str, Writer] = {
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,
 }
-"""Writers by the name of vLLM's class. The modules of these classes differ between releases."""
+"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
 
 
 def _write_bias(layer: Any, parts: list[Part]) -> None:

@@ -68,7 +68,7 @@ def _register_transfer() -> None:
 
 
 def check_loaded(hf_config: Any) -> None:
-    """Raise UserError if `hf_config` is a mixture of experts and vLLM in this process has not registered the plugin."""
+    """Raise UserError if `hf_config` is a mixture of experts and the plugin is not registered in this process."""
     if not experts_of(hf_config):
         return
     from vllm.plugins import load_general_plugins

@@ -172,7 +172,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
-        """Use these stacked wire tensors as the new weights: gate_up [E, 2I, ...], down [E, H, ...]."""
+        """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...]."""
         prepared = VllmCpuExperts.prepare(gate_up, down)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from qarl.verl.plugin.alive import engine_servers
 
 METHOD = "qarl_check_held"
-"""The method of `qarl.verl.plugin.worker_extension.QaRLWorkerExtension` that answers."""
+"""The method of `qarl.verl.plugin.worker_extension.QaRLWorkerExtension` that compares the fingerprints."""
 
 
 def all_hold(fingerprint: str, seconds: float) -> bool:

@@ -54,7 +54,7 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
 
 
 def muon_metrics(optimizer: Any) -> dict[str, float]:
-    """Return Muon's current learning rate, in the unit of `qarl.optim.muon`; nothing if Muon is not used."""
+    """Return Muon's current learning rate, in the unit of `qarl.optim.muon`, or {} if Muon is not used."""
     rates = [group["lr"] for group in optimizer.param_groups if group.get("use_muon")]
     return {"muon_lr": rates[0]} if rates else {}
 

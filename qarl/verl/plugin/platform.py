@@ -92,7 +92,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False, because verl would otherwise choose this platform on a machine with hidden GPUs."""
+        """Return False. Otherwise verl would choose this platform on machines where the GPUs are hidden."""
         return False
 
     def current_device(self) -> Any:

@@ -52,7 +52,7 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
             f"quant.scheme={scheme.name}, but no layer is left to quantize",
             where="quant.ignore",
             why=f"quant.ignore matches all {len(shapes)} linears of the model",
-            fix="name fewer layers, or set quant.scheme=bf16",
+            fix="list fewer layers in quant.ignore, or set quant.scheme=bf16",
         )
     return selected
 
@@ -134,7 +134,8 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"weights are grouped along the input dimension; these layers have {', '.join(map(str, sizes))} inputs",
+            why=f"weights are grouped along the input dimension, whose size in these layers is "
+            f"{', '.join(map(str, sizes))}",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 

@@ -47,7 +47,7 @@ def check_cpu(config: Config) -> None:
         raise UserError(
             "vLLM does not run w4a8 on a CPU",
             where="quant.scheme",
-            why="it would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
+            why="vLLM would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
             fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
         )
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
@@ -55,7 +55,7 @@ def check_cpu(config: Config) -> None:
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
             why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
-            fix="unset VLLM_CPU_INT4_W4A8; QaRL itself then sets it to 0",
+            fix="unset VLLM_CPU_INT4_W4A8, so that QaRL sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
     if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:

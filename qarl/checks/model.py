@@ -66,7 +66,7 @@ def check_architecture(hf_config: Any) -> None:
         raise UserError(
             f"the engine would run {named[0]}, but the trainer would run {name}",
             where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
-            why="vLLM picks its class by architectures, transformers by model_type",
+            why="vLLM chooses a class by the key architectures, but transformers by the key model_type",
             fix=f"correct the wrong key; {name} belongs to model_type {hf_config.model_type!r}",
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
@@ -82,7 +82,7 @@ def check_architecture(hf_config: Any) -> None:
         raise UserError(
             f"vLLM serves {name} only through transformers, so it is refused",
             where=_WHERE,
-            why="vLLM's class for transformers models names layers differently, and publishing to it is not tested",
+            why="vLLM's transformers backend names layers differently, and publishing to it is not tested",
             fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
         )
 

@@ -108,7 +108,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
             f"the model in {path!r} contains Python code, which is not run",
             where="model.trust_remote_code=false",
             why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class "
-            "for it; such code runs with all your rights",
+            "for this model. Such code would run with all your rights",
             fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
         )
     if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):

@@ -34,10 +34,10 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
     if level not in ("model", "exact"):
         raise UserError(
-            "the trainer cannot follow the engine's top-p or top-k here",
+            f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
-            why=f"quant.align={config.quant.align} fell back to {level}, whose logits differ from the engine's, so the "
-            "trainer would keep different tokens",
+            why=f"quant.align={config.quant.align} fell back to {level}. At that level the trainer's logits differ from "
+            "the engine's, so the trainer would keep different tokens",
             fix="set rollout.top_p=1 and rollout.top_k=-1",
         )
     responses = config.data.train_batch_size * config.rollout.n

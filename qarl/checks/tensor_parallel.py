@@ -131,9 +131,9 @@ def check_tensor_parallel(config: Config, hf_config: Any) -> None:
     workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if ranks % workers:
         raise UserError(
-            f"{KEY}={workers}: {ranks} ranks do not split into engines of {workers} workers",
+            f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers",
             where="trainer.nnodes * trainer.n_gpus_per_node",
-            why="verl gives each engine as many ranks as it has workers",
+            why="in verl, each worker of an engine needs one rank",
             fix=f"choose a divisor of {ranks}",
         )
     if workers > 1:

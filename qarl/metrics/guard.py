@@ -86,8 +86,8 @@ def check_mismatch(
     raise MismatchError(
         f"trainer and engine disagree: {found} {source}",
         where="mismatch/abs_mean, before the first update",
-        why="they compute different distributions: one side may ignore a key of the model's config or of sampling, "
-        "weights may not be published, or the alignment may not fit this model or machine",
+        why="possible reasons: only one side uses a key of the model's config or of sampling; weights are not "
+        "published; or the alignment does not fit this model or machine",
         fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

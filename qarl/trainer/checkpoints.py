@@ -161,7 +161,7 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
             "the training prompts differ from those of the checkpoint",
             where="data.train_files",
             why="the files, the tokenizer or the chat template have changed since the checkpoint was written",
-            fix="restore the old ones, or start fresh with a new name=...",
+            fix="restore the old files, tokenizer and chat template, or start fresh with a new name=...",
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):
@@ -193,7 +193,7 @@ def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
     return UserError(
         "the checkpoint belongs to a different model",
         where=f"{checkpoint.folder}: {name}",
-        why="only the checkpoint or only the model has this tensor, or its shapes differ",
+        why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
         fix="set model.path to the model that the run started with",
     )
 

@@ -210,7 +210,8 @@ class MasterOptimizer:
                 raise UserError(
                     f"the checkpoint's optimizer state was saved with a different {key}",
                     where=f"optimizer state, {key}",
-                    why=f"it has {_abridged(state[key], ours)}, but this run has {_abridged(ours, state[key])}",
+                    why=f"the checkpoint has {_abridged(state[key], ours)}, but this run has "
+                    f"{_abridged(ours, state[key])}",
                     fix="resume with the model and the optim section of the run that wrote the checkpoint",
                 )
         self.zero_grad()

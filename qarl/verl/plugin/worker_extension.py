@@ -49,7 +49,7 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
         workers = self.parallel_config.world_size
         if held != fingerprint and self.rank % workers == workers - 1:
-            raise RuntimeError(f"this worker has tensors {held}, so the trainer sends all tensors instead of changes")
+            raise RuntimeError(f"this worker's fingerprint is {held}, so the trainer sends all tensors")
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False

@@ -26,7 +26,7 @@ class ModelConfig(Section):
     0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
+    """Recompute activations in the backward. This needs less memory but about a third more compute."""
 
     use_remove_padding: bool = True
     """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded

@@ -87,7 +87,7 @@ def check_mismatch(
         f"trainer and engine disagree: {found} {source}",
         where="mismatch/abs_mean, before the first update",
         why="possible reasons: only one side uses a key of the model's config or of sampling; weights are not "
-        "published; or the alignment does not fit this model or machine",
+        "published; text was changed after it was sampled; or the alignment does not fit this model or machine",
         fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

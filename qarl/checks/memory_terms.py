@@ -16,6 +16,9 @@ full length, V the vocabulary and H the hidden size.
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, it needs 18 bytes for that many, and 4 for each weight of lm_head.
     engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
+    kept          for delta publishes, in host memory: the published tensors of the whole model, once in the engine's
+                  worker and with verl once more in the trainer's process.
+    offloaded     in host memory, if verl offloads: masters and moments divided by R.
 """
 
 from __future__ import annotations
@@ -206,14 +209,21 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
     ]
 
 
-def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
-    """Return the published tensors that both sides keep for delta publishes. They are in host memory, so they count
-    only on a CPU. The local trainer keeps none, because it compares new tensors with those that the engine keeps."""
-    if device != "cpu" or config.publish.delta == "off":
+def kept(size: ModelSize, config: Config) -> list[Part]:
+    """Return the published tensors that both sides keep in host memory for delta publishes: a trainer process, and the
+    engine's worker beside it. The local trainer keeps none, because it compares with those that the engine keeps."""
+    if config.publish.delta == "off":
         return []
     one = sum(published(size, config).values())
     ours = [Part("kept for delta publishes: trainer", one)] if config.backend == "verl" else []
     return [*ours, Part("kept for delta publishes: engine", one)]
+
+
+def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
+    """Return the part in host memory for masters and moments while they are not used."""
+    masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
+    both = (masters + optimizer_state(size, config)) // ranks(config)
+    return [Part("masters and optimizer state, offloaded", both if offload else 0)]
 
 
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
+from qarl.checks.head import check_head
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
@@ -88,6 +89,7 @@ CHECKS = (
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),
+    Check("lm_head", lambda run: check_head(run.config, run.hf_config)),
     Check("rows", lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding)),
     Check("experts", lambda run: _check_experts(run)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),

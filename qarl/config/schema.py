@@ -18,11 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError
+from qarl.config.model import ModelConfig
+from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
     Above,
@@ -37,41 +40,14 @@ from qarl.config.types import (
     Text,
     Unit,
     as_list,
-    held_integer,
 )
-from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
+from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
 SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
-
-
-class Section(BaseModel):
-    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    _integers_fit = field_validator("*", mode="before")(held_integer)
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    path: PathText
-    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
-
-    trust_remote_code: bool = False
-    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
-
-    use_remove_padding: bool = True
-    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
-    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
 
 
 class DataConfig(Section):
@@ -194,8 +170,8 @@ class PublishConfig(Section):
     keeps another. In doubt, all tensors are sent. `off`: always send all tensors, and count no changed words."""
 
 
-class ActorConfig(Section):
-    """The policy update: batch splits and the TBPO loss.
+class ActorConfig(ObjectiveKeys):
+    """The policy update: the objective, batch splits and TBPO's bands.
 
     The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
     spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
@@ -225,14 +201,20 @@ class ActorConfig(Section):
     """The same limit when the old log-probs are computed. null means ppo_max_token_len_per_gpu, as in verl, which has
     this key in its section rollout."""
 
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
+    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+
+    old_log_probs_sample: Annotated[float, Unit("share of the rows")] = Field(default=0.125, ge=0, le=1)
+    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
+    drawn at random. It is also the probability per step to find one differing row among them."""
+
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""
 
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
-
-    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
-    """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
 
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
     """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
@@ -259,15 +241,26 @@ class ActorConfig(Section):
     """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
     the paper's table allows."""
 
+    band_scaling: BandScaling = _TBPO.band_scaling
+    """`none`: the bands are as given. `length`: they are given for responses of band_reference_length tokens, and a
+    response of T tokens has bands sqrt(band_reference_length / T) times as wide."""
+
+    band_reference_length: Annotated[int, Unit("tokens")] = Field(default=_TBPO.band_reference_length, ge=1, le=10**9)
+    """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
+    response, to which its bands belong."""
+
 
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """`grpo`: an advantage is a reward minus the mean reward of the responses to the same prompt."""
+    adv_estimator: AdvEstimator = "grpo"
+    """An advantage is a reward minus a mean reward of responses to the same prompt. `grpo`: of all of them. `rloo`: of
+    all others. `dr_grpo`: as grpo, but without the division by the standard deviation, and token losses are summed, not
+    averaged over the response. Not used by actor.loss=reinforce."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide each advantage by the standard deviation of the rewards of the same prompt's responses."""
+    """With adv_estimator=grpo: divide each advantage by the standard deviation of the rewards of the same prompt's
+    responses."""
 
 
 class OptimConfig(Section):
@@ -338,6 +331,10 @@ class TrainerConfig(Section):
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
+    report: bool = True
+    """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
+    500 on every 50) and at the end."""
+
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
     """CPU threads per process. backend=local runs trainer and engine in one process; backend=verl runs one process per
     rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs; on a CPU, verl's ranks share them. On GPUs Ray
@@ -396,6 +393,7 @@ class Config(Section):
     publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig
 

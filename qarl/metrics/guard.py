@@ -85,7 +85,8 @@ def check_mismatch(
         f"trainer and engine disagree: {found} {source}",
         where="mismatch/abs_mean, before the first update",
         why="they compute different distributions: one side may ignore a key of the model's config or of sampling, "
-        "weights may not be published, or the alignment may not fit this model or machine",
+        "weights may not be published, the alignment may not fit this model or machine, or text was changed after it "
+        "was sampled",
         fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

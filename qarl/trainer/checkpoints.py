@@ -139,6 +139,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         "config": trainer.config.model_dump(mode="json"),
         "versions": _versions(trainer),
         "sampler": trainer.parts.sampler.state_dict(),
+        **({"loss_scale": trainer.loss_scale.state_dict()} if trainer.loss_scale.active else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "weights": tensors_digest(forward_weights(policy)),
         "published": {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()},
@@ -167,6 +168,9 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
     with checkpoint.using(f"{STATE_FILE}, sampler,"):
         trainer.parts.sampler.load_state_dict(state["sampler"])
+    if trainer.loss_scale.active:
+        with checkpoint.using(f"{STATE_FILE}, loss_scale,"):
+            trainer.loss_scale.load_state_dict(state["loss_scale"])
     trainer.step = checkpoint.step
 
 

@@ -139,12 +139,15 @@ class MasterOptimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
+    def clip_grad_norm(self, max_norm: float, *, loss_scale: float = 1.0) -> float:
+        """Divide the gradient sums by `loss_scale`, the factor of the loss, and scale them to a global L2 norm of at
+        most `max_norm`. Return the norm before that scaling.
 
         If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
+        if loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / loss_scale)
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
+from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies
-from qarl.trainer.policy import PLAIN_HEADS
 
 _OTHER_OUTPUTS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
 
@@ -38,13 +39,17 @@ class LogProbHead(nn.Linear):
     """lm_head without bias. `vocabulary`: entries of the tokenizer; later rows of the weight have no probability."""
 
     vocabulary: int
+    fp32: bool = False
+    """Whether both operands of the product are cast to FP32, as vLLM does with `head_dtype`."""
     request: Request | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        request = self.request
+        request, weight = self.request, self.weight
+        if self.fp32:
+            input, weight = input.float(), weight.float()
         if request is None:
-            return super().forward(input)
-        hidden, weight = input[0], self.weight[: self.vocabulary]
+            return F.linear(input, weight)
+        hidden, weight = input[0], weight[: self.vocabulary]
         temperature = request.temperature
         if request.entropy:
             log_probs, request.entropies = log_probs_and_entropies(
@@ -55,17 +60,21 @@ class LogProbHead(nn.Linear):
         return log_probs[None, :, None]
 
 
-def replace_head(module: Any, vocabulary: int) -> LogProbHead | None:
+def replace_head(module: Any, vocabulary: int, head_dtype: str = "model") -> LogProbHead | None:
     """Replace the model's lm_head, before FSDP wraps it. Return the new one, or None if it cannot replace the old one.
 
-    Parameters and their names stay the same.
+    Parameters and their names stay the same. `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32
+    and the old one cannot be replaced.
     """
     head = module.get_output_embeddings()
     if module.config.model_type not in PLAIN_HEADS or type(head) is not nn.Linear or head.bias is not None:
+        if head_dtype == "fp32":
+            raise no_fp32_head(module.config.model_type)
         return None
     with torch.device("meta"):
         found = LogProbHead(head.in_features, head.out_features, bias=False)
     found.weight, found.vocabulary = head.weight, min(vocabulary, head.out_features)
+    found.fp32 = head_dtype == "fp32"
     module.set_output_embeddings(found)
     return found
 

@@ -164,8 +164,9 @@ def memory(field: str) -> int:
 def count_in_cpu_time() -> None:
     """Make the phases of quantization count CPU time, and count each expert's conversion, made where it is used."""
     from qarl.kernels.cpu import experts
-    from qarl.quant import phases
+    from qarl.quant import phases as module
 
+    phases: Any = module
     phases.time = SimpleNamespace(perf_counter=time.thread_time)
     if prepare := getattr(experts, "prepare_gathered", None):
         experts.prepare_gathered = phases.phase("prepare")(prepare)

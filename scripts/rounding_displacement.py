@@ -48,13 +48,13 @@ def jobs(name: str, steps: int) -> dict[str, dict[str, Any]]:
     """The runs of one optimizer. Bands are wide, because a run whose responses leave them stops learning."""
     # Muon's rate moves an element of these matrices of 128 inputs about as far as AdamW's.
     muon = {"muon_lr": LR * 128**0.5, "muon_momentum": 0.95} if name == "muon" else {}
-    ours = {"optim": OURS | {"override_optimizer_config": {"seed": 1, **muon}}}
+    ours: dict[str, Any] = {"optim": OURS | {"override_optimizer_config": {"seed": 1, **muon}}}
     torchs: dict[str, Any] = {"optim": {}}
     runs = {
         "fp32": ours | {"engine": {"model_dtype": "fp32"}},
         "bf16, stochastic": ours | {"engine": {"model_dtype": "bf16"}},
     }
-    nearest = torchs if name == "adamw" else ours | {"to_nearest": True}
+    nearest: dict[str, Any] = torchs if name == "adamw" else ours | {"to_nearest": True}
     runs["bf16, to nearest"] = nearest | {"engine": {"model_dtype": "bf16"}}
     same = {"quant": QUANT, "bands": BANDS | WIDE, "lr": LR, "micro": 4, "steps": steps}
     return {kind: same | run for kind, run in runs.items()}

@@ -78,7 +78,7 @@ LAYERS = (
     ("report",),
     ("checks",),
     ("trainer",),
-    ("verl",),
+    ("verl", "trl"),
     ("diagnose", "doctor", "bench"),
     ("train", "export", ""),
     ("__main__",),

@@ -390,6 +390,9 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
+        arguments["distributed_executor_backend"] = "external_launcher"
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     if config.return_routed_experts:

@@ -301,7 +301,7 @@ torch.distributed.init_process_group("cpu:gloo", rank=int(rank), world_size=int(
 jobs = torch.load(jobs_file, weights_only=False)
 results = []
 for one in jobs["jobs"]:
-    nearest = {"stochastic_round": lambda exact, key, region: exact.bfloat16()} if one.get("to_nearest") else {}
+    nearest: Any = {"stochastic_round": lambda exact, key, region: exact.bfloat16()} if one.get("to_nearest") else {}
     with mock.patch.multiple(optimizer_module, **nearest) if nearest else nullcontext():
         results.append(run(jobs, one))
 if rank == "0":

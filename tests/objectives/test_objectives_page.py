@@ -91,3 +91,11 @@ def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, obj
     with pytest.raises(ConfigError) as caught:
         run_config(loss, correction, algorithm={"adv_estimator": estimator})
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("given", [{"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.5}, {"rollout_rs": []}])
+def test_single_values_are_checked_beside_another_bad_key(given: dict[str, object]) -> None:
+    """Then the values are checked as they were given."""
+    with pytest.raises(ConfigError) as caught:
+        run_config("grpo", given | {"veto_threshold": 2.0})
+    assert [problem.key for problem in caught.value.problems] == ["rollout_correction.veto_threshold"]

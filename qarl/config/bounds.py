@@ -97,6 +97,9 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
     "actor.ppo_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
+    "actor.old_log_probs_sample": Bounds(
+        0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found", ("actor.old_log_probs", "auto")
+    ),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"
@@ -105,6 +108,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
+    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH, "", ("actor.band_scaling", "length")),
     "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
     "actor.clip_ratio_low": Bounds(1e-6, 0.9, _CLIP, _CLIPPED),
     "actor.clip_ratio_high": Bounds(1e-6, 10.0, _CLIP, _CLIPPED),

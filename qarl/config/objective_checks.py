@@ -113,6 +113,17 @@ def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: 
     return None
 
 
+def old_log_probs_that_show_a_mismatch(
+    source: str, level: str | None, options: list[str] | str, ratio: str
+) -> Problem | None:
+    if source != "rollout" or (level is None and not (_items(options) and ratio == "corr")):
+        return None
+    reason = "the old log-probs are the rollout's, so r_corr is 1, and there is nothing to weight or to reject"
+    key = f"{_CORRECTION}.rollout_rs" if level is None else f"{_CORRECTION}.rollout_is"
+    fix = "remove it, or set actor.old_log_probs to recompute or auto"
+    return Problem(key, options if level is None else level, reason, fix)
+
+
 def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -122,6 +133,15 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
     (("algorithm.adv_estimator", "actor.loss", "actor.loss_agg_mode"), dr_grpo_does_not_normalise),
     (("actor.loss", f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.bypass_mode"), one_weight_for_the_mismatch),
     (("actor.loss", f"{_CORRECTION}.rollout_rs"), tbpo_takes_whole_responses),
+    (
+        (
+            "actor.old_log_probs",
+            f"{_CORRECTION}.rollout_is",
+            f"{_CORRECTION}.rollout_rs",
+            f"{_CORRECTION}.rollout_rs_ratio",
+        ),
+        old_log_probs_that_show_a_mismatch,
+    ),
     (
         (
             f"{_CORRECTION}.rollout_rs",

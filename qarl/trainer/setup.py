@@ -65,4 +65,6 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         enforce_eager=rollout.enforce_eager,
         return_routed_experts=routing,
         delta=config.publish.delta == "auto",
+        head_dtype=config.model.head_dtype,
+        dtype=config.model.dtype,
     )

@@ -32,6 +32,7 @@ from qarl.verl.optimizer import optim_keys
 from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
+from qarl.vllm_versions.head import FP32_HEAD
 
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
@@ -266,6 +267,8 @@ def actor_keys(config: Config) -> Keys:
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
+        **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
+        **same(f"+{root}.fsdp_config.quant", config.model, "head_dtype"),
     }
 
 
@@ -302,8 +305,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
-        overrides = {"quantization_config": scheme.quantization_config(list(config.quant.ignore))}
+        overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
+    if overrides:
         keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
     return keys
 
@@ -326,6 +331,8 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.project_name": "qarl",
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],
+        # verl's own trainer always recomputes the old log-probs, or never with its bypass_mode.
+        "trainer.v1.trainer_mode": "sync" if config.actor.old_log_probs == "recompute" else "qarl_sync",
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
         # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
         "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,

@@ -275,6 +275,8 @@ BY_TOKENS = [
         (["rollout.temperature=0.005"], "rollout.temperature", ["vLLM samples at 0.01", "0.01 or more"]),
         (["rollout.top_p=0.9", "backend=verl"], "rollout.top_p", ["whole vocabulary", "backend=local", "to 1"]),
         (["rollout.top_k=5", "backend=verl"], "rollout.top_k", ["whole vocabulary", "backend=local", "to -1"]),
+        (["rollout.top_p=0.9", "actor.old_log_probs=auto"], "actor.old_log_probs", ["top_p below 1", "to recompute"]),
+        (["rollout.top_k=5", "actor.old_log_probs=rollout"], "actor.old_log_probs", ["rollout.top_k", "to recompute"]),
         (["rollout.top_p=0.9", "quant.align=off"], "rollout.top_p", ["quant.align=off", "quant.align=model"]),
         (["rollout.top_k=5", "quant.align=linears"], "rollout.top_k", ["quant.align=linears", "quant.align=model"]),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from reach_objectives import OBJECTIVES, band, metric
+from reach_objectives import OBJECTIVES, OPEN, band, metric
 from reach_rows import (
     SIGN,
     STEPS,
@@ -19,6 +21,14 @@ from reach_rows import (
     tensors_close,
     updates,
 )
+
+
+def widened(value: Any, **given: Any) -> Row:
+    """Bands of 1e-4 leave many responses outside, and bands 1e4 times as wide at 16 tokens or fewer leave fewer."""
+    observe = each(metric("actor/inside_band_frac"), metric("actor/grad_norm"))
+    narrow = {key: 1e-4 for key in OPEN if key.startswith(("actor.seq", "actor.neg"))}
+    return Row(value, observe, lambda b, a: b[0] < a[0] and b[1] != a[1], OPEN | narrow | given)
+
 
 BY_TOKENS = {
     "actor.use_dynamic_bsz": True,
@@ -65,6 +75,8 @@ SHARED: Table = OBJECTIVES | {
         {"noise": 0.1},
     ),
     "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
+    "actor.band_scaling": widened("length", **{"actor.band_reference_length": 10**9}),
+    "actor.band_reference_length": widened(10**9, **{"actor.band_scaling": "length", "actor.band_reference_length": 1}),
     "optim.lr": Row(2e-2, lr_of_updates, lambda b, a: adopts(b, a, [1, 1], [2, 2]), SIGN),
     "optim.eps": Row(1e3, lr_of_updates, lambda b, a: min(b) > 0.5 and 0 < max(a) < 1e-2),
     "optim.weight_decay": Row(

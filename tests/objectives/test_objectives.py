@@ -9,7 +9,7 @@ from papers_losses import paper_loss, resolved_keys
 
 from qarl.config import ConfigError
 from qarl.config.objectives import LOSSES
-from qarl.objectives.metrics import reduce_metrics
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 from qarl.objectives.settings import NO_DUAL_CLIP, objective_settings
 
 pytestmark = pytest.mark.verl
@@ -90,6 +90,20 @@ def test_the_share_that_is_rejected_is_reported(rows):
     assert {name: found[name] for name in expected} == pytest.approx(
         {k: float(v) for k, v in expected.items()}, rel=1e-6
     )
+
+
+def test_all_losses_report_how_far_tokens_move_and_tbpo_all_that_is_its_own(rows):
+    from qarl import tbpo
+
+    for loss in LOSSES:
+        _, _, statistics = call(rows, run_config(loss, {}), parts(5))
+        found = after_first_metrics(statistics)
+        assert {name for name in found if name.startswith("tokens/")} and reduce_metrics(statistics)
+        if loss == "tbpo":
+            assert found == tbpo.after_first_metrics(statistics)
+            assert reduce_metrics(statistics) == tbpo.reduce_metrics(statistics)
+        elif loss != "reinforce":
+            assert "actor/pg_clipfrac_after_first" in found
 
 
 def test_losses_differ_from_each_other(rows):

@@ -1,9 +1,8 @@
 """The list of all checks of a run that need no weights. The cheapest checks come first.
 
-The local trainer and verl make all of them before a run starts (`check_run`). The doctor first reports by topic, in
-more detail. Then it makes these checks too, so its findings include everything that would stop a run.
+Both backends make these checks before a run starts (`check_run`). The doctor makes them after its own report.
 
-Parts that several checks need (tokenizer, prompts, reward function) are loaded when the first check asks for them.
+The tokenizer, the prompts and the reward function are loaded when a check first needs them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from qarl.rollout import vllm_plugin
 
 
 class RunInputs:
-    """The inputs that a run reads before its weights. A property raises `UserError` if its input is unusable."""
+    """The inputs of a run, except the weights. A property raises `UserError` if its input is unusable."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -12,9 +12,10 @@ from typing import Any
 
 from qarl.config.errors import Problem
 from qarl.config.ignore import is_ignored
+from qarl.config.objective_checks import CHECKS
 
 _Check = Callable[..., Problem | None]
-_CHECKS: list[tuple[tuple[str, ...], _Check]] = []
+_CHECKS: list[tuple[tuple[str, ...], _Check]] = [*CHECKS]
 _TRIED = 2000
 """`divisors` tries every number up to this one. This finds all divisors of numbers up to its square."""
 

@@ -26,8 +26,8 @@ class ModelConfig(Section):
     0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
+    """Recompute activations in the backward. This needs less memory but about a third more compute."""
 
     use_remove_padding: bool = True
-    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
-    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
+    """Pack the rows of a micro-batch into one sequence, without padding. With false, each row is padded to the longest
+    one, which costs time but does not change the log-probs. false is only for debugging."""

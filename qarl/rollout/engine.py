@@ -33,6 +33,7 @@ from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_loaded
 from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
@@ -82,7 +83,9 @@ class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
     experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
-    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros."""
+    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros. `sampled`: the
+    fingerprint of each response (`qarl.rollout.sampled`), by which a batch knows that nobody has changed it; None if it
+    does not come from an engine."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -92,6 +95,7 @@ class RolloutBatch:
     top_token_ids: list[list[int]] | None = None
     preemptions: int = 0
     routed_experts: list[torch.Tensor] | None = None
+    sampled: list[int] | None = None
 
 
 class EngineFailed(ReloadFailed):
@@ -196,7 +200,11 @@ class RolloutEngine:
         version = self.weight_version
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
-            raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
+            raise UserError(
+                "the rollout engine refuses to generate",
+                why=why,
+                fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
+            )
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -208,15 +216,17 @@ class RolloutEngine:
             if not all(map(math.isfinite, values)):
                 self.mark_stale(f"response {i} of the last call had a log-prob that is not finite", nan=True)
                 raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
+        tokens = [list(c.token_ids) for c in completions]
         return RolloutBatch(
             prompt_token_ids=[list(prompt) for prompt in prompts],
-            response_token_ids=[list(c.token_ids) for c in completions],
+            response_token_ids=tokens,
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=version,
             top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
             routed_experts=[_routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
+            sampled=[fingerprint(*row) for row in zip(prompts, tokens, log_probs, strict=True)],
         )
 
     def _preemptions(self) -> int:
@@ -380,6 +390,9 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
+        arguments["distributed_executor_backend"] = "external_launcher"
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     if config.return_routed_experts:

@@ -53,7 +53,8 @@ def check_finite(model: nn.Module, dtype: str) -> None:
 
 
 class Policy:
-    """`model`: the module that is trained. `scheme` and `ignore` say how to quantize it. `align`: the alignment level
+    """`model`: the module that is trained. `called`: what the forward calls, `model` or a wrapper such as DDP.
+    `scheme` and `ignore` say how to quantize it. `align`: the alignment level
     that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
     level is lower, the reason. `packed`: whether the rows of a forward are packed; otherwise they are padded."""
 
@@ -71,6 +72,7 @@ class Policy:
         """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay.
         `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 and lm_head is not plain."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
+        self.called = model
         quantized = align != "off" and scheme.quantized
         linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
         aligned = align_model(model, align)
@@ -210,15 +212,15 @@ class Policy:
             hidden = self.model.base_model(use_cache=False, **inputs).last_hidden_state
             return hidden.flatten(0, 1)[places], True
         if not self.packed:
-            return self.model(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
+            return self.called(use_cache=False, **inputs).logits.flatten(0, 1)[places], False
         kept = F.pad(places, (0, max(FEWEST_TOKENS - len(places), 0)))
-        return self.model(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
+        return self.called(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
         """Return whether to compute the logits of `positions` in blocks: lm_head allows it, and there are too many or
-        the forward of the model would round them to BF16."""
+        the forward of the model would round them to BF16. A wrapper such as DDP must see the whole forward."""
         too_many = positions * self.model.get_output_embeddings().out_features > LOGITS_AT_A_TIME
-        return self.plain_head and (too_many or self.fp32_head)
+        return self.plain_head and self.called is self.model and (too_many or self.fp32_head)
 
     @property
     def plain_head(self) -> bool:

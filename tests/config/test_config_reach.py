@@ -285,6 +285,7 @@ LOCAL: Table = SHARED | {
         Row(["tensorboard"], files("tensorboard"), ([], ["tensorboard"])),
         Row(["console"], says("step 1/1"), (False, True)),
     ],
+    "trainer.report": Row(False, files("*.html"), (["report.html"], [])),
     "trainer.plots": Row(True, lambda run: bool(run.files("plots/*.png")), (False, True)),
     "trainer.num_threads": Row(
         3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3"), {"trainer.num_threads": 1}

@@ -238,6 +238,7 @@ VERL: Table = SHARED | {
         Row(["tensorboard"], lambda run: "tensorboard" in run.ended["files"], (False, True)),
         Row(["console"], lambda run: "step 1/1" in run.ended["output"], (False, True)),
     ],
+    "trainer.report": Row(False, lambda run: "report.html" in run.ended["files"], (True, False)),
     "trainer.plots": Row(True, lambda run: "plots" in run.ended["files"], (False, True)),
     "trainer.num_threads": Row(3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3")),
     "trainer.save_final": Row(True, each(steps("save"), lambda run: run.ended["exports"]), ([[], 0], [[1], 1])),

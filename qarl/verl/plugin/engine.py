@@ -1,6 +1,6 @@
 """verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's method. Otherwise:
+Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method here only calls verl's. Otherwise:
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,12 +60,13 @@ from qarl.verl.plugin.first_mini_batch import DIFFERING, FirstMiniBatch, relies_
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
-from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.loss import MICRO_BATCH, OURS, MicroBatch
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
-from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.rows import row_inputs
+from qarl.verl.plugin.samples import log_samples
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -86,6 +88,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
+    _tokens: int = 1
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
@@ -248,7 +251,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        if self.quant is None and loss_mode(loss_function) != "tbpo":
+        if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
         # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
         last = tu.get(data, key="update_lr_scheduler", default=True)
@@ -258,7 +261,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return self._dropped(last)
         counts = count_mini_batch(_tokens_of(data), self.get_data_parallel_group())
         self._temperature = temperature_of(data)
-        self._responses = max(counts.responses, 1)
+        self._responses, self._tokens = max(counts.responses, 1), max(counts.tokens, 1)
         passes = self._log_prob_passes or self._first.relies
         if loss_mode(loss_function) == "tbpo" and counts.all_equal and not passes:
             raise UserError(
@@ -270,7 +273,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         if not self._updated and not self._first.relies:
             self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
-        self._statistics.begin_mini_batch()
+        if self._statistics.begin_mini_batch() == 1:
+            log_samples(self, data)
         try:
             outputs = super().train_batch(data, loss_function)
         finally:
@@ -332,13 +336,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         rows = _tokens_of(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
-        mine = MicroBatch(rollout, self._responses)
+        mine = MicroBatch(rollout, self._responses, self._tokens)
         token = MICRO_BATCH.set(mine)
         try:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             MICRO_BATCH.reset(token)
         self._statistics.add(mine.statistics)
+        self._statistics.add_text(_text_of(micro_batch), vocabulary=len(self.model_config.tokenizer))
         if rollout is not None and self._first is not None:
             old = self._first.see(output, rows, micro_batch)
             if old is not None:
@@ -348,11 +353,14 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        held = self._ask_servers()
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive). With other backends
+        # the servers wait for tensors already and answer no questions. The checkpoint engine says what they hold.
+        held = [self._ask_servers()] if base_sync_done else []
+        outbox = self._outbox if base_sync_done or self.rank == 0 else None  # only the first rank's stream is sent
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        run, outbox = run_identity(), self._outbox
-        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
+        stream = encode(self._wire_tensors(), version=version, run=run_identity(), outbox=outbox, held=held)
+        return guarded(stream) if base_sync_done else Publication(stream, ExitStack(), held), None
 
     def _ask_servers(self) -> str | None:
         """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
@@ -392,6 +400,12 @@ def _tokens_of(batch: Any) -> Any:
     """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
+
+
+def _text_of(batch: Any) -> Any:
+    """Return the tokens of the responses and what describes them, each padded to [B, T], or None if one is missing."""
+    names = ("responses", "rollout_log_probs", "advantages", "response_mask")
+    return batch.select(*names).to_padded_tensor() if all(name in batch for name in names) else None
 
 
 def flash_cross_entropy() -> bool:

@@ -158,7 +158,7 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (total[end] - total[start]) / (end - start)
 
 
-def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the timed phases in the order of a step, unknown phases last. Leave out those that are parts of `update`,
     because its time includes them."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
@@ -173,7 +173,7 @@ def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
     """Plot the seconds of each step, stacked by phase."""
-    phases, timed = _phases(entries), _timed(entries)
+    phases, timed = phases_of(entries), _timed(entries)
     if not phases:
         return None
     axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
@@ -186,7 +186,7 @@ def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | N
 
 def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
     """Plot one bar per run: the mean seconds of its steps, stacked by phase."""
-    phases = _phases([entry for entries in runs.values() for entry in entries])
+    phases = phases_of([entry for entries in runs.values() for entry in entries])
     if not phases:
         return None
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")

@@ -35,8 +35,10 @@ class Batch:
                                  and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
+    weights                      FP32 [B, R] or None; the weights of `rollout_correction.rollout_is`
     other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
                                  routers chose different experts for the token than the rollout
+    finish_reasons               why each response ended, in vLLM's words, or None
     """
 
     input_ids: torch.Tensor
@@ -52,6 +54,8 @@ class Batch:
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    finish_reasons: list[str | None] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with every tensor on `device`."""
@@ -115,6 +119,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
         weight_version=rollout.weight_version,
         rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
         routed_experts=None if routed is None else _pad(routed, total, -1, torch.int16),
+        finish_reasons=list(rollout.finish_reasons),
     )
 
 

@@ -132,6 +132,8 @@ def test_bands(length: int, band: float, status: str) -> None:
     assert finding.status == status
     (finding,) = topic_of("loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys])
     assert finding.where == "actor.seq_clip_ratio_low"
+    (finding,) = topic_of("loss", "actor.loss=grpo", *bands)
+    assert (finding.status, finding.what) == ("ok", "actor.loss=grpo has no bands")
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from qarl.config import OptimConfig
 from qarl.data import Prompt
 from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import Settings
+from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
-from qarl.tbpo import TBPOConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.optim import MasterOptimizer
@@ -56,7 +57,8 @@ class Tokenizer:
 def small_trainer(folder, master_dtype: str) -> LocalTrainer:
     model = AutoModelForCausalLM.from_pretrained(save_random_model(folder), dtype=torch.bfloat16)
     trainer = object.__new__(LocalTrainer)
-    trainer.config, trainer.tbpo, trainer.timer = _Config, TBPOConfig(), PhaseTimer()
+    trainer.config, trainer.objective, trainer.timer = _Config, Settings(), PhaseTimer()
+    trainer.source, trainer.loss_scale = SimpleNamespace(see=lambda *seen: None), LossScale(active=False)
     trainer.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
     settings = OptimConfig(lr=1e-2, master_dtype=master_dtype)
     trainer.optimizer = MasterOptimizer(model.named_parameters(), settings, total_training_steps=10, seed=0)

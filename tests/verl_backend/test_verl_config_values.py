@@ -165,6 +165,7 @@ ELSEWHERE = {
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
+    "trainer.report": "written from the run folder; an environment variable asks the workers for samples",
     "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "actor.loss_agg_mode": "has one value",

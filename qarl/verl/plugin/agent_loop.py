@@ -1,9 +1,9 @@
 """verl's single-turn loop for models whose tokenizer does not come from their model family.
 
-verl joins the turns of a conversation with a builder that it chooses by model type. The builder for Qwen refuses a
+verl joins the turns of a conversation with a builder, which it chooses by model type. The builder for Qwen refuses a
 tokenizer without `<|im_end|>` (verl/utils/tokenizer/continuous_token_wiring.py), but a small model of Qwen's
-architecture may lack that token. In that case this loop uses verl's builder for unknown models. This changes nothing
-else, because a single turn needs no joining.
+architecture may lack that token. In that case this loop uses verl's builder for unknown models. The result is the same,
+because a single turn needs no joining.
 
 The loop also checks that the tokens that it returns for training are those that the engine sampled.
 

@@ -1,4 +1,4 @@
-"""Statistics of TBPO and of the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
+"""Statistics of the objective and of the mismatch for one step, over all its mini-batches, micro-batches and ranks.
 
 verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
 responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
@@ -16,7 +16,7 @@ from verl.utils.device import get_device_id
 
 from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.tbpo import after_first_metrics, reduce_metrics
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ class StepStatistics:
     """Two counts: tokens that the actor's own routers sent to different experts than the rollout did, and all tokens
     whose experts in the rollout are known."""
 
-    def begin_mini_batch(self) -> None:
+    def begin_mini_batch(self) -> int:
+        """Begin a mini-batch, and return its number in the step, from 1."""
         self.tbpo.append([])
+        return len(self.tbpo)
 
     def add(self, statistics: dict[str, float]) -> None:
-        """Add TBPO's statistics of one micro-batch."""
+        """Add the objective's statistics of one micro-batch."""
         if statistics:
             self.tbpo[-1].append(statistics)
 

@@ -13,6 +13,7 @@ import torch
 
 from qarl import tbpo
 from qarl.tbpo.ratios import ratio_deviation, sequence_log_ratio
+from qarl.tbpo.tokens import token_metrics, token_statistics
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
 """verl's metrics of a call, which are means over its tokens, and the names of their sums."""
@@ -89,7 +90,7 @@ def loss_statistics(
         values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
         values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
         means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-    return _as_numbers(values | means)
+    return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
 
 def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -122,11 +123,14 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the `*_band_frac` and `pg_clipfrac*` metrics of `reduce_metrics`, with `_after_first` appended.
+    """Return the metrics of `reduce_metrics` about bands and clipping, with `_after_first` appended, and those of
+    `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
-    shares = ("_band_frac", "/pg_clipfrac", "/pg_clipfrac_lower")
-    return {f"{name}_after_first": value for name, value in reduce_metrics(statistics).items() if name.endswith(shares)}
+    later = list(statistics)
+    names = ("_band_frac", "/band_p95", "/band_factor_p95", "/pg_clipfrac", "/pg_clipfrac_lower")
+    found = {f"{name}_after_first": value for name, value in reduce_metrics(later).items() if name.endswith(names)}
+    return found | token_metrics(_combined(later))
 
 
 def _combined(statistics: list[dict[str, float]]) -> dict[str, float]:

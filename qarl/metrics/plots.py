@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qarl.errors import UserError
+from qarl.metrics.error_plots import plot_error_tokens
 from qarl.metrics.tracker import read_metrics
 
 if TYPE_CHECKING:
@@ -66,6 +67,24 @@ FIGURES = (
         {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
         limits=_FRACTION,
     ),
+    Figure(
+        "entropy",
+        "Entropy of the distributions that tokens are sampled from",
+        "mean of -log-prob of sampled tokens, nats",
+        {"rollout/entropy": ""},
+    ),
+    Figure(
+        "error_tokens",
+        "Responses with error tokens",
+        "fraction of responses of that sign",
+        {
+            "error_tokens/neg_repetitive_frac": "repetitive, A < 0",
+            "error_tokens/pos_repetitive_frac": "repetitive, A > 0",
+            "error_tokens/neg_garbled_frac": "garbled, A < 0",
+            "error_tokens/pos_garbled_frac": "garbled, A > 0",
+        },
+        limits=_FRACTION,
+    ),
 )
 
 
@@ -81,7 +100,8 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
     output = Path(output)
     written = [path for figure in FIGURES if (path := _plot_lines(figure, runs, output))]
     path = _plot_phases(next(iter(runs.values())), output) if len(runs) == 1 else _plot_mean_phases(runs, output)
-    return written + ([path] if path else [])
+    tokens = plot_error_tokens(next(iter(runs.values())), output, _new_axes, _save) if len(runs) == 1 else []
+    return written + tokens + ([path] if path else [])
 
 
 def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:

@@ -32,7 +32,7 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
-_OURS = ("actor/mismatch/", "actor/publish/")
+_OURS = tuple(f"actor/{group}/" for group in ("correction", "mismatch", "publish", "tokens", "error_tokens", "rollout"))
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 

@@ -87,7 +87,7 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     import torch
 
     from qarl.align.model import resolve_level
-    from qarl.checks.memory import estimate, readable
+    from qarl.checks.memory import OFFLOAD, estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
@@ -101,7 +101,16 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
     workers = config.rollout.tensor_model_parallel_size
     level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
-    found = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=level, kernels={})
+    found = estimate(
+        size,
+        config,
+        device=device,
+        gpu_memory_bytes=gpu_memory,
+        align=level,
+        kernels={},
+        offload=all(config.verl.get(key) for key in OFFLOAD),
+    )
     phase, needed = found.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
-    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table()]
+    host = [f"host memory, {line}" for line in found.host_lines()]
+    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table(), *host]

@@ -109,6 +109,8 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "actor.seq_tis_imp_ratio_cap": (3.0, {f"{POLICY_LOSS}.seq_tis_imp_ratio_cap": 3.0}),
     "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
     "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
+    "actor.band_scaling": ("length", {f"{POLICY_LOSS}.band_scaling": "length"}),
+    "actor.band_reference_length": (50, {f"{POLICY_LOSS}.band_reference_length": 50}),
     "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
     "optim.name": (
         "muon",

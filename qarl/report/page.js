@@ -173,7 +173,7 @@ function phaseChart(parent) {
     const above = below.map((base, i) => base + seconds[place][i]);
     const point = (values) => (step, i) => `${plot.x(step).toFixed(1)} ${axis.y(values[i]).toFixed(1)}`;
     const d = `M${steps.map(point(above)).join("L")}L${steps.map(point(below)).reverse().join("L")}Z`;
-    make(plot.svg, "path", { class: `area c${place % 6}`, d });
+    make(plot.svg, "path", { class: `area c${place % 7}`, d });
     below = above;
   });
   addCursor(plot, figure, steps, (readout, step) => {
@@ -181,7 +181,7 @@ function phaseChart(parent) {
     readout.textContent = `step ${step}  ${show(totals[i])} s`;
     named.forEach((phase, place) => {
       readout.append("  ");
-      make(readout, "span", { class: `key c${place % 6}` }, `${phase} ${show(seconds[place][i])}`);
+      make(readout, "span", { class: `key c${place % 7}` }, `${phase} ${show(seconds[place][i])}`);
     });
   });
 }

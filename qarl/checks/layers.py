@@ -134,8 +134,8 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"weights are grouped along the input dimension, whose size in these layers is "
-            f"{', '.join(map(str, sizes))}",
+            why="weights are grouped along the input dimension, and these layers have "
+            f"{', '.join(map(str, sizes))} inputs",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 

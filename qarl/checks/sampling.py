@@ -36,8 +36,8 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
         raise UserError(
             f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
-            why=f"quant.align={config.quant.align} fell back to {level}. There, the trainer's logits differ from "
-            "the engine's, so the trainer would keep different tokens",
+            why=f"quant.align={config.quant.align} fell back to {level}. At this level, the trainer's logits differ "
+            "from the engine's, so the trainer would keep different tokens",
             fix="set rollout.top_p=1 and rollout.top_k=-1",
         )
     responses = config.data.train_batch_size * config.rollout.n

@@ -1,8 +1,8 @@
 """Decide which Linear layers stay in high precision, in the same way for the trainer and the engine.
 
-An entry of `ignore` is either an exact module name, or `re:` and a regular expression. The expression must match the
-start of the name, but not all of it (`re.match`). So `re:.*mlp.gate` also matches `model.layers.0.mlp.gate_proj`. To
-match only the router, write `re:.*mlp[.]gate$`.
+An entry of `ignore` is either an exact module name, or `re:` and a regular expression. An expression matches a name if
+it matches its start (`re.match`). So `re:.*mlp.gate` also matches `model.layers.0.mlp.gate_proj`. To match only the
+router, write `re:.*mlp[.]gate$`.
 compressed-tensors (`match_name`) and vLLM (`should_ignore_layer`, for layers that are not fused) match names in the
 same way. compressed-tensors also matches class names such as `Linear`. vLLM and QaRL do not.
 

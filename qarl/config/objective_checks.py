@@ -1,8 +1,12 @@
-"""Find keys of the objective and its corrections that contradict each other. `qarl.config.checks` runs these checks."""
+"""Find keys of the objective and its corrections that contradict each other. `qarl.config.checks` runs these checks.
+
+If another key is invalid, the values come as they were given: a list may be a single value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from qarl.config.errors import Problem
 
@@ -51,16 +55,18 @@ def one_weight_for_the_mismatch(loss: str, level: str | None, bypass: bool) -> P
     return Problem(f"{_CORRECTION}.bypass_mode", bypass, reason, "set it to false")
 
 
-def tbpo_takes_whole_responses(loss: str, options: list[str]) -> Problem | None:
-    tokens = [option for option in options if option.startswith("token_")]
+def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem | None:
+    tokens = [option for option in _items(options) if option.startswith("token_")]
     if loss not in SEQUENCE_LOSSES or not tokens:
         return None
     reason = f"actor.loss={loss} takes a whole response as one action, so single tokens cannot be left out of its ratio"
     return Problem(f"{_CORRECTION}.rollout_rs", options, reason, "choose a rejection of whole responses: seq_*")
 
 
-def a_threshold_for_each_rejection(options: list[str], upper: list[float], lower: float | None) -> Problem | None:
-    key = f"{_CORRECTION}.rollout_rs_threshold"
+def a_threshold_for_each_rejection(
+    options: list[str] | str, upper: list[float] | float, lower: float | None
+) -> Problem | None:
+    key, options, upper = f"{_CORRECTION}.rollout_rs_threshold", _items(options), _items(upper)
     if len(set(options)) < len(options):
         return Problem(f"{_CORRECTION}.rollout_rs", options, "an entry is there twice", "list each entry once")
     if options and len(upper) not in (1, len(options)):
@@ -107,11 +113,35 @@ def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: 
     return None
 
 
+def old_log_probs_that_show_a_mismatch(
+    source: str, level: str | None, options: list[str] | str, ratio: str
+) -> Problem | None:
+    if source != "rollout" or (level is None and not (_items(options) and ratio == "corr")):
+        return None
+    reason = "the old log-probs are the rollout's, so r_corr is 1, and there is nothing to weight or to reject"
+    key = f"{_CORRECTION}.rollout_rs" if level is None else f"{_CORRECTION}.rollout_is"
+    fix = "remove it, or set actor.old_log_probs to recompute or auto"
+    return Problem(key, options if level is None else level, reason, fix)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
     (("actor.loss", "actor.loss_agg_mode"), averages_over_responses),
     (("algorithm.adv_estimator", "actor.loss", "actor.loss_agg_mode"), dr_grpo_does_not_normalise),
     (("actor.loss", f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.bypass_mode"), one_weight_for_the_mismatch),
     (("actor.loss", f"{_CORRECTION}.rollout_rs"), tbpo_takes_whole_responses),
+    (
+        (
+            "actor.old_log_probs",
+            f"{_CORRECTION}.rollout_is",
+            f"{_CORRECTION}.rollout_rs",
+            f"{_CORRECTION}.rollout_rs_ratio",
+        ),
+        old_log_probs_that_show_a_mismatch,
+    ),
     (
         (
             f"{_CORRECTION}.rollout_rs",

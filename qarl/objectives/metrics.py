@@ -7,15 +7,20 @@ are combined (as in `qarl.tbpo.loss`, whose statistics are combined by `qarl.tbp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from qarl import tbpo
+from qarl.tbpo.loss import combine
 from qarl.tbpo.ratios import ratio_deviation, sequence_log_ratio
+from qarl.tbpo.tokens import token_metrics, token_statistics
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
 """verl's metrics of a call, which are means over its tokens, and the names of their sums."""
+_IS_TBPO = "sum/pos_outside"
+"""A statistic that only TBPO has."""
 _MEANS = {
     "actor/pg_clipfrac": ("clipped", "kept_tokens"),
     "actor/pg_clipfrac_lower": ("clipped_lower", "kept_tokens"),
@@ -89,10 +94,10 @@ def loss_statistics(
         values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
         values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
         means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
-    return _as_numbers(values | means)
+    return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
 
 
-def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
+def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the metrics of a step from the statistics of all its calls (micro-batches and ranks).
 
     TBPO's metrics are those of `qarl.tbpo.reduce_metrics`. The others, over kept tokens or responses:
@@ -104,8 +109,8 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
             their effective sample size mean(w)^2 / mean(w^2)
     """
     statistics = list(statistics)
-    total = _combined(statistics)
-    metrics = tbpo.reduce_metrics(statistics) if "sum/pos_outside" in total else {}
+    total = combine(statistics)
+    metrics = tbpo.reduce_metrics(statistics) if _IS_TBPO in total else {}
     for name, (numerator, denominator) in _MEANS.items():
         if name not in metrics and f"sum/{numerator}" in total and total[f"sum/{denominator}"]:
             metrics[name] = total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
@@ -121,22 +126,16 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the `*_band_frac` and `pg_clipfrac*` metrics of `reduce_metrics`, with `_after_first` appended.
+def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return TBPO's metrics of that name or, for other losses, the `pg_clipfrac*` metrics of `reduce_metrics` with
+    `_after_first` appended, and those of `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
-    shares = ("_band_frac", "/pg_clipfrac", "/pg_clipfrac_lower")
-    return {f"{name}_after_first": value for name, value in reduce_metrics(statistics).items() if name.endswith(shares)}
-
-
-def _combined(statistics: list[dict[str, float]]) -> dict[str, float]:
-    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
-    collected: dict[str, list[float]] = {}
-    for one in statistics:
-        for key, value in one.items():
-            if key.partition("/")[0] in combine:  # TBPO has others, which it combines itself
-                collected.setdefault(key, []).append(value)
-    return {key: combine[key.partition("/")[0]](values) for key, values in collected.items()}
+    later = list(statistics)
+    if any(_IS_TBPO in one for one in later):
+        return tbpo.after_first_metrics(later)
+    clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
+    return {f"{name}_after_first": value for name, value in clipped.items()} | token_metrics(combine(later))
 
 
 def _as_numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:

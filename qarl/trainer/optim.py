@@ -201,8 +201,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
-        this run's config. Raise UserError if optimizer, master_dtype or set of parameters differ from the saved ones.
+        """Restore a `state_dict()`. If it has FP32 masters, the parameters are set from them, too. Learning rates come
+        from this run's config.
+
+        Raise UserError if the optimizer, `master_dtype` or the set of parameters is different in this run.
         """
         for key, ours in (
             ("name", self.config.name),

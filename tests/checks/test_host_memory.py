@@ -91,3 +91,21 @@ def test_dry_runs_show_it():
     both = memory_lines(paper(*(f"verl.{key}=true" for key in OFFLOAD)), on_cpu=False)
     assert any("host memory, masters and optimizer state, offloaded" in line for line in both)
     assert not [line for line in memory_lines(paper(), on_cpu=True) if line.startswith("host memory")]
+
+
+def test_the_docs_have_the_plans_figures() -> None:
+    """docs/configs.md, for a machine with 8 GPUs."""
+    figures = []
+    for name, model in (
+        ("qwen2_5_math_1_5b", "Qwen2.5-Math-1.5B"),
+        ("qwen2_5_math_7b", "Qwen2.5-Math-7B"),
+        ("qwen3_8b", "Qwen3-8B"),
+        ("qwen3_30b", "Qwen3-30B-A3B"),
+    ):
+        folder = MODEL.parent / model
+        config = load_config([f"config={ROOT / 'configs' / f'{name}_w4a16.yaml'}", f"model.path={folder}"])
+        size = ModelSize.from_config(hf_config_or_carried(str(folder), False)[0])
+        figures.append(estimate(size, config, device="cuda", gpu_memory_bytes=80 * 10**9).host_total / GIB)
+    *first, last = [f"{figure:.0f}" for figure in figures]
+    words = " ".join((ROOT / "docs" / "configs.md").read_text().split())
+    assert f"with 8 GPUs {', '.join(first)} and {last} GiB for the four models" in words

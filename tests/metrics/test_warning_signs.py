@@ -149,6 +149,14 @@ def test_single_steps_and_bad_values_do_not_matter(bad: Any) -> None:
     assert find(a_run(change)) == []
 
 
+def test_one_odd_step_does_not_hide_a_jump() -> None:
+    def change(now: int, metrics: Metrics) -> None:
+        metrics.clear()
+        metrics["actor/grad_norm"] = 1e6 if now == 30 else 0.25 if now < 50 else 2.0
+
+    assert [(one.sign, one.step) for one in find(a_run(change))] == [("grad_norm", 51)]
+
+
 def test_too_short_a_history_says_nothing() -> None:
     history = a_run(after(8, "actor/grad_norm", 100), steps=9)
     assert find(history) == []

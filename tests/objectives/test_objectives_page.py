@@ -91,3 +91,20 @@ def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, obj
     with pytest.raises(ConfigError) as caught:
         run_config(loss, correction, algorithm={"adv_estimator": estimator})
     assert all(problem.reason and problem.fix for problem in caught.value.problems)
+
+
+def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:
+    rejection = {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1.0}
+    for correction in ({"rollout_is": "token"}, rejection):
+        with pytest.raises(ConfigError, match="r_corr is 1"):
+            run_config("grpo", correction, old_log_probs="rollout")
+        assert run_config("grpo", correction, old_log_probs="auto")
+    assert run_config("grpo", rejection | {"rollout_rs_ratio": "ppo"}, old_log_probs="rollout")
+
+
+@pytest.mark.parametrize("given", [{"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.5}, {"rollout_rs": []}])
+def test_single_values_are_checked_beside_another_bad_key(given: dict[str, object]) -> None:
+    """Then the values are checked as they were given."""
+    with pytest.raises(ConfigError) as caught:
+        run_config("grpo", given | {"veto_threshold": 2.0})
+    assert [problem.key for problem in caught.value.problems] == ["rollout_correction.veto_threshold"]

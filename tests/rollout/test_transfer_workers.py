@@ -57,11 +57,13 @@ class OneWorker(gpu_worker.Worker):
 
 
 class Executor:
-    """vLLM's interface for weights, to several workers."""
+    """vLLM's interface for weights, to several workers. `left_over`: errors after the first one of a call, which vLLM's
+    executor would take for replies to the next call."""
 
     def __init__(self, workers: int) -> None:
         self.workers = [OneWorker(workers) for _ in range(workers)]
         self.told: dict[str, Any] = {}
+        self.left_over = 0
 
     def all(self, method: str, *arguments: Any) -> None:
         errors: list[Exception] = []
@@ -77,7 +79,7 @@ class Executor:
             one.start()
         for one in threads:
             one.join(30)
-        assert len(errors) < 2 or len(self.workers) == 1, "vLLM would take the second error for the next call's reply"
+        self.left_over += max(len(errors) - 1, 0)
         if errors:
             raise errors[0]
 
@@ -147,7 +149,7 @@ def test_a_failed_update_is_closed_in_all_workers(workers):
     for worker in executor.workers:
         worker.logits()
     send.send_weights()
-    assert send.outbox.tally.known
+    assert send.outbox.tally.known and executor.left_over == 0
     send.shutdown()
 
 

@@ -9,9 +9,15 @@ from reach_rows import OPEN, Observe, Refused, Row, Table, each
 from qarl.config.objectives import LossAggMode
 
 
+def last(run: Any, name: str) -> Any:
+    """A metric of the last step, or None. verl prefixes every metric of its actor, and QaRL takes that off again."""
+    metrics = run.metrics[-1]
+    return metrics.get(name, metrics.get(f"actor/{name}"))
+
+
 def metric(name: str) -> Observe:
     """At the last step."""
-    return lambda run: run.metrics[-1][name]
+    return lambda run: last(run, name)
 
 
 def band(key: str, value: Any = 1e-9, **given: Any) -> Row:
@@ -45,16 +51,16 @@ def other_gradient(before: float, after: float) -> bool:
 
 def weight(name: str) -> Observe:
     """A metric of the weights, to two digits: trainer and stand-in differ a little by themselves."""
-    return lambda run: round(run.metrics[-1][f"correction/weight_{name}"], 2)
+    return lambda run: round(last(run, f"correction/weight_{name}"), 2)
 
 
 def has(name: str) -> Observe:
-    return lambda run: name in run.metrics[-1]
+    return lambda run: last(run, name) is not None
 
 
 def rejected(run: Any) -> float:
     """The share of responses."""
-    return float(run.metrics[-1].get("correction/rejected_response_frac", 0.0))
+    return float(last(run, "correction/rejected_response_frac") or 0.0)
 
 
 _AVERAGES: list[Row | Refused] = [

@@ -105,10 +105,10 @@ def _padded(size: int) -> int:
 
 
 def _differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the positions of the words that differ (int64), or a bool for every word.
+    """Return the int64 positions of the words that differ, or, if many differ, a bool for every word.
 
-    Usually few words differ, so it is fast to compare groups of eight bytes first. If few groups differ, only their
-    words are compared, and positions are returned. Otherwise a bool for every word needs less memory.
+    Groups of eight bytes are compared first, because usually few words differ. Positions are returned only if few
+    groups differ, because each position needs eight bytes.
     """
     per_group = 8 // new.itemsize
     whole = new.numel() // per_group * per_group

@@ -3,8 +3,8 @@
 Sender and receiver both keep the tensors in host memory, in the published format. This costs one copy of all published
 tensors per receiver, and one per sender. If both are in one process, they share a copy.
 
-vLLM stores weights in a different layout, in which a single published word has no single place. So the receiver changes
-words of its kept tensors, and then writes whole tensors into vLLM.
+vLLM stores weights in a different layout, in which parts of one published word may be in several places. So the
+receiver changes words of its kept tensors, and then writes whole tensors into vLLM.
 
 A fingerprint identifies the kept tensors. It is a hash of the publish's version and the checksums of all tensors. A
 delta publish names the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, it refuses

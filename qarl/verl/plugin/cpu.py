@@ -1,5 +1,5 @@
-"""Prepares verl's processes on CPU when they import this module. verl does so when it reads a model's config, because
-`actor_rollout_ref.model.external_lib` names the module.
+"""Prepares verl's processes on CPU. They import this module when they read a model's config, because the key
+`actor_rollout_ref.model.external_lib` names it.
 
 - In a trainer, this module makes the process group, and verl then uses it. Otherwise verl would ask torch for a group
   over "cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU these are one device, and torch raises.

@@ -120,6 +120,7 @@ def with_spread(numbers: Sequence[float], form: str = "{:.1%}") -> str:
 
 
 COLUMNS = {
+    "before": ("accuracy_before", "{:.1%}"),
     "best": ("accuracy_best", "{:.1%}"),
     "reward at the end": ("reward_end", "{:.3f}"),
     "k3": ("k3", "{:.1e}"),

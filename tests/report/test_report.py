@@ -206,17 +206,10 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     from qarl.trainer.batch import make_batch
     from qarl.trainer.report import log_samples
 
-    rollout = SimpleNamespace(
-        prompt_token_ids=[[7, 8], [9]],
-        response_token_ids=[[1, 2, 3], [4]],
-        rollout_log_probs=[torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-0.5])],
-        top_token_ids=None,
-        routed_experts=None,
-        weight_version=0,
-        finish_reasons=["length", "stop"],
+    rollout = RolloutBatch(
+        [[7, 8], [9]], [[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-0.5]], ["length", "stop"], weight_version=0
     )
-    assert set(vars(rollout)) <= {*RolloutBatch.__dataclass_fields__}
-    batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)  # type: ignore[arg-type]
+    batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
     old = torch.tensor([[-1.0, -2.25, -3.0], [-0.25, 99.0, 99.0]])
     tokenizer = SimpleNamespace(decode=lambda ids: ",".join(map(str, ids)))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qarl.report.samples import read_samples
+from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
 from qarl.trainer.report import log_samples as log_local_samples
 from qarl.verl.plugin.samples import FOLDER, log_samples
@@ -47,15 +48,7 @@ def engine(finished_steps: int, rank: int = 0) -> SimpleNamespace:
 
 
 def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout: Any = SimpleNamespace(
-        prompt_token_ids=PROMPTS,
-        response_token_ids=RESPONSES,
-        rollout_log_probs=[torch.tensor(row) for row in ROLLOUT],
-        top_token_ids=None,
-        routed_experts=None,
-        weight_version=0,
-        finish_reasons=["stop", "stop"],
-    )
+    rollout = RolloutBatch(PROMPTS, RESPONSES, ROLLOUT, ["stop", "stop"], weight_version=0)
     batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
     trainer = SimpleNamespace(report=True, total_training_steps=33)
     local: Any = SimpleNamespace(trainer=trainer, run_dir=tmp_path / "local")

@@ -16,7 +16,14 @@ from bad_runs import CONFIG, EngineConstructed, row, write_rows
 from checkout import ROOT
 from random_models import save_random_model
 
-FOLDER_MARKS = {"bench": "long", "e2e": "vllm", "gpu": "gpu", "scripts": "long", "verl_backend": "verl"}
+FOLDER_MARKS = {
+    "bench": "long",
+    "e2e": "vllm",
+    "gpu": "gpu",
+    "scripts": "long",
+    "trl_backend": "long",
+    "verl_backend": "verl",
+}
 """Every test in these folders of tests/ has the mark."""
 NOT_FAST = {"slow", "long", "vllm", "verl", "compiles", "gpu"}
 """`make test-fast` leaves out what has one of these marks."""

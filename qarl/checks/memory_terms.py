@@ -12,8 +12,8 @@ full length, V the vocabulary and H the hidden size.
                   copies in a kernel's layout; and the dequantized weights of the backward.
     activations   what autograd saves for each token: everything in all blocks. With recomputation, H numbers of each
                   block and everything in one block.
-    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (18 with verl, which also wants
-                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 12 bytes per logit. If there are
+    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also wants
+                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, it needs 18 bytes for that many, and 4 for each weight of lm_head.
     engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
     kept          for delta publishes, in host memory: the published tensors of the whole model, once in the engine's
@@ -199,10 +199,10 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
         length = data.max_prompt_length + data.max_response_length
         tokens = [count // length * data.max_response_length for count in tokens]
     forward, backward = (count * size.vocab for count in tokens)
-    update = 12 * backward
+    update = 14 * backward
     if backward > LOGITS_AT_A_TIME:
         update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden
-    each = 18 if config.backend == "verl" else 10
+    each = 8 if config.backend == "verl" else 10
     return [
         Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
         Part("logits, update", update, ("update",)),

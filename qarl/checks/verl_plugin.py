@@ -27,7 +27,7 @@ def refuse_hidden_code(config: Config, tokenizer: Any, hf_config: Any) -> None:
     """Raise UserError if verl would run a model's code although the config forbids it.
 
     verl's reward workers always load the tokenizer with `trust_remote_code=True` (reward_loop.py of 0.9.1). So they
-    run code that a model folder names, even if transformers does not need it. Other processes do not run it.
+    run the code in a model folder even if transformers does not need it.
     """
     named = [getattr(hf_config, "auto_map", None), getattr(tokenizer, "init_kwargs", {}).get("auto_map")]
     if any(named) and not config.model.trust_remote_code:

@@ -46,6 +46,8 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if threads := worker_threads(config, on_cpu):
         variables["OMP_NUM_THREADS"] = threads
+    if config.trainer.report:
+        variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
     return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}
 
 

@@ -80,7 +80,7 @@ def test_ranks_that_do_not_split_into_engines_are_refused() -> None:
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 attention heads do not split"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "3 key-value heads do not split"),
         ({"vocab_size": 100, "num_attention_heads": 6, "num_key_value_heads": 3}, 3, "a vocabulary of 100"),
-        ({"intermediate_size": 514}, 4, "a width of 514 does not split in 3 layers"),
+        ({"intermediate_size": 514}, 4, "3 layers do not split evenly; the first has a width of 514"),
         ({"intermediate_size": 544}, 4, "does not support 2 of 6 layers"),  # 2 * 136 columns, not a multiple of 32
     ],
 )

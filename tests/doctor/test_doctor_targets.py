@@ -167,7 +167,7 @@ def test_kept_sets_that_do_not_fit() -> None:
     context = Context(config, this_machine())
     context.hf_config.load().vocab_size = 2**40
     topic = Topic("kernels")
-    with pytest.raises(UserError, match="GiB, but only 4 are allowed"):
+    with pytest.raises(UserError, match="GiB; the limit is 4 GiB"):
         kernels.check_sampling(context, topic)
 
 

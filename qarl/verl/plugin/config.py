@@ -16,6 +16,7 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.errors import UserError
+from qarl.objectives.settings import Correction, Settings
 from qarl.tbpo import TBPOConfig
 
 _TBPO = TBPOConfig()
@@ -39,8 +40,10 @@ _REASONS = {
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them.
 
+    `loss_mode` is `tbpo`, or `qarl` for any other objective; then `objective` is QaRL's `actor.loss`. `correction` is
+    QaRL's section `rollout_correction`. verl has `clip_ratio_*`, `tau_*` and `loss_scale_factor` in the actor's config.
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
 
@@ -52,12 +55,19 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
     seq_tis_imp_ratio_cap: float = _TBPO.seq_tis_imp_ratio_cap
     mismatch_outside_cap: str = _TBPO.mismatch_outside_cap
     positive_band: str = _TBPO.positive_band
+    band_scaling: str = _TBPO.band_scaling
+    band_reference_length: int = _TBPO.band_reference_length
+    objective: str = "tbpo"
+    mis_imp_ratio_cap: float = 2.0
+    correction: Any = field(default_factory=dict)
 
 
 @dataclass
 class QuantSettings(BaseConfig):
     """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
-    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
+    section `rollout`, `publish_delta` is `publish.delta`, `old_log_probs*` are from the section `actor` and need
+    `trainer.v1.trainer_mode=qarl_sync`, `head_dtype` is `model.head_dtype` (the engine needs it too, in its
+    `hf_overrides`), and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -67,6 +77,9 @@ class QuantSettings(BaseConfig):
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
     publish_delta: str = "auto"
+    head_dtype: str = "model"
+    old_log_probs: str = "recompute"
+    old_log_probs_sample: float = 0.125
 
 
 @dataclass
@@ -121,6 +134,26 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
             "and give each band as a positive distance from 1",
         ) from error
+
+
+def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
+    """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does."""
+    policy_loss = actor.policy_loss
+    correction = Correction(**dict(getattr(policy_loss, "correction", {})))
+    if policy_loss.loss_mode == "tbpo":
+        return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
+    return Settings(
+        loss=policy_loss.objective,
+        loss_agg_mode=loss_agg_mode,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        mis_imp_ratio_cap=policy_loss.mis_imp_ratio_cap,
+        loss_scale_factor=actor.loss_scale_factor or 1,
+        correction=correction,
+    )
 
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:

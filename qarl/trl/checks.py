@@ -1,0 +1,144 @@
+"""Refuses what QaRL's TRL trainer does not support, before a model is loaded or an engine started.
+
+TRL is pinned, because exact log-probs need an override of one of its private methods
+(`GRPOTrainer._get_per_token_logps_and_entropies`), and `rollout_func` is experimental in TRL.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from qarl.checks.run import RunInputs, checks_for
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.trl.config import QaRLConfig, in_trls_words
+
+TRL_VERSION = "1.16.0"
+TRL_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+LOSSES = ("tbpo", *TRL_LOSSES)
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+ABOUT_DATA = {"loggers", "reward function", "training prompts", "evaluation prompts", "reward of a row"}
+"""Checks of `qarl.checks.run` about inputs that TRL reads itself."""
+
+
+def check_version() -> None:
+    """Raise UserError unless the installed TRL is the one that QaRL was written for."""
+    installed = importlib.metadata.version("trl")
+    if installed != TRL_VERSION:
+        raise UserError(
+            f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed",
+            where="the Python environment",
+            why="it overrides a private method of TRL, which other versions may call differently",
+            fix=f"pip install trl=={TRL_VERSION}",
+        )
+
+
+def check_args(args: Any) -> None:
+    """Raise UserError for the first setting of `args` that QaRL does not support."""
+    if not isinstance(args, QaRLConfig):
+        raise UserError(
+            f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}",
+            where="args",
+            why="QaRL's settings have no place in another config",
+            fix="from qarl.trl import QaRLConfig, and pass args=QaRLConfig(...)",
+        )
+    rounding = "the forward must round as the engine does, and this changes its arithmetic"
+    tokens = "the engine would sample from other probabilities than those that the trainer computes"
+    neutral: list[tuple[str, object, str]] = [
+        ("bf16", False, f"{rounding}: autocast on a BF16 model"),
+        ("fp16", False, rounding),
+        ("use_liger_kernel", False, rounding),
+        ("cast_lm_head_to_fp32", False, f"{rounding}: the engine's logits are BF16"),
+        ("torch_compile", False, rounding),
+        ("deepspeed", None, "DeepSpeed keeps weights in its own flat buffers, which QaRL cannot quantize"),
+        ("use_vllm", False, "QaRL starts its own vLLM and publishes quantized weights to it"),
+        ("use_transformers_continuous_batching", False, "QaRL's vLLM samples the rollouts"),
+        ("top_p", 1.0, tokens),
+        ("min_p", None, tokens),
+        ("repetition_penalty", 1.0, tokens),
+        ("generation_kwargs", None, "QaRL's vLLM takes only temperature and max_completion_length"),
+        ("vllm_tensor_parallel_size", 1, "each process has an engine of one worker"),
+        ("neftune_noise_alpha", None, "the trainer's embeddings would differ from the engine's"),
+    ]
+    for name, wanted, why in neutral:
+        value = getattr(args, name)
+        if value != wanted and not (wanted is None and not value):
+            raise UserError(
+                f"QaRLTrainer does not support {name}={value!r}", where=name, why=why, fix=f"set {name}={wanted}"
+            )
+    if args.top_k not in (0, -1):
+        raise UserError(
+            f"QaRLTrainer does not support top_k={args.top_k}", where="top_k", why=tokens, fix="set top_k=0"
+        )
+    _check_choices(args)
+    _check_saves(args)
+
+
+def _check_choices(args: QaRLConfig) -> None:
+    for name, value, allowed in (
+        ("loss_type", args.loss_type, LOSSES),
+        ("optim", getattr(args.optim, "value", args.optim), OPTIMIZERS),
+    ):
+        if value not in allowed:
+            raise UserError(
+                f"QaRLTrainer does not support {name}={value!r}", where=name, fix=f"use one of {', '.join(allowed)}"
+            )
+    if args.max_completion_length is None:
+        raise UserError(
+            "max_completion_length is not set",
+            where="max_completion_length",
+            why="the engine needs a limit on the response",
+            fix="set it to a number of tokens",
+        )
+
+
+def _check_saves(args: QaRLConfig) -> None:
+    """A checkpoint between two optimizer steps on the same rollouts could not resume: TRL does not save rollouts."""
+    assert args.steps_per_generation is not None  # TRL has set it
+    steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    saves = getattr(args.save_strategy, "value", args.save_strategy) == "steps"
+    if saves and steps > 1 and (args.save_steps < 1 or args.save_steps % steps):
+        raise UserError(
+            f"save_steps={args.save_steps:g} would write checkpoints that resume differently",
+            where="save_steps",
+            why=f"rollouts serve {steps:g} optimizer steps, and TRL's checkpoints do not contain them",
+            fix=f"make save_steps a multiple of {steps:g}",
+        )
+
+
+def check_arguments(given: dict[str, Any]) -> None:
+    """Raise UserError for arguments of `GRPOTrainer` that QaRL's trainer sets itself or cannot honour.
+
+    `given`: argument's name -> value."""
+    reasons = {
+        "peft_config": "the engine is sent whole weights, and adapters are not merged",
+        "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
+        "rollout_func": "QaRL's own rollout_func calls the quantized engine",
+        "tools": "QaRL's engine makes one response to each prompt",
+        "environment_factory": "QaRL's engine makes one response to each prompt",
+    }
+    for name, why in reasons.items():
+        if given.get(name):
+            raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
+    if given.get("optimizers", (None, None))[0] is not None:
+        raise UserError(
+            "QaRLTrainer does not support another optimizer",
+            where="optimizers",
+            why="its own AdamW keeps FP32 copies of the BF16 weights; otherwise small updates would be lost",
+            fix="pass optimizers=(None, scheduler), or leave it out",
+        )
+
+
+def check_inputs(config: Config) -> RunInputs:
+    """Make QaRL's checks of model, machine and layers (`qarl.checks.run`). Return the tokenizer and model config."""
+    run = RunInputs(config)
+
+    def make() -> None:
+        for check in checks_for("local"):
+            if check.name not in ABOUT_DATA:
+                check.make(run)
+
+    in_trls_words(make)
+    return run

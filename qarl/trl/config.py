@@ -1,0 +1,108 @@
+"""`QaRLConfig`: TRL's `GRPOConfig` with QaRL's keys, and the run config of QaRL that it stands for.
+
+QaRL's keys keep their names. Keys of the section `quant` get the prefix `quant_`, keys of the engine the prefix `vllm_`
+(TRL has several of these already), and keys of the loss none. The values are checked by QaRL's own config, so a value
+means the same and is refused with the same reason as in `python -m qarl.train`.
+
+Three of TRL's defaults differ here. `loss_type` is `tbpo`. `bf16` is False: the model already is BF16, and autocast
+would round differently from the engine. `weight_decay` and everything else are TRL's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from qarl.config import Config, build_config
+from qarl.errors import UserError
+from qarl.tbpo import TBPOConfig
+
+_BANDS: dict[str, Any] = {key: value for key, value in asdict(TBPOConfig()).items() if key != "loss_agg_mode"}
+
+RUN_KEYS = {
+    "model.trust_remote_code": "trust_remote_code",
+    "data.max_response_length": "max_completion_length",
+    "rollout.n": "num_generations",
+    "rollout.temperature": "temperature",
+    "rollout.max_num_seqs": "vllm_max_num_seqs",
+    "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "rollout.cpu_kvcache_space_gib": "vllm_cpu_kvcache_space_gib",
+    "rollout.enforce_eager": "vllm_enforce_eager",
+    "quant.scheme": "quant_scheme",
+    "quant.group_size": "quant_group_size",
+    "quant.ignore": "quant_ignore",
+    "quant.align": "quant_align",
+    "quant.mismatch_limit": "quant_mismatch_limit",
+    "publish.delta": "publish_delta",
+    "optim.lr": "learning_rate",
+    "optim.weight_decay": "weight_decay",
+    "optim.master_dtype": "master_dtype",
+    **{f"actor.{name}": name for name in _BANDS},
+    "seed": "seed",
+}
+"""QaRL's key -> the field of `QaRLConfig` that holds its value."""
+
+
+@dataclass
+class QaRLConfig(GRPOConfig):
+    """Settings of a `QaRLTrainer`. docs/configuration.md describes QaRL's keys; `RUN_KEYS` says which is which."""
+
+    loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
+    bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
+    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8 or bf16."})
+    quant_group_size: int = field(default=128, metadata={"help": "Weights that share a scale in w4a16."})
+    quant_ignore: list[str] = field(default_factory=lambda: ["lm_head"], metadata={"help": "Modules that stay BF16."})
+    quant_align: str = field(default="model", metadata={"help": "off, linears, model or exact."})
+    quant_mismatch_limit: float | None = field(default=None, metadata={"help": "Largest mean |delta| in nats."})
+    publish_delta: str = field(default="off", metadata={"help": "auto or off; trainer and engine share a process."})
+    master_dtype: str = field(default="fp32", metadata={"help": "Dtype of the weights that AdamW updates."})
+    vllm_max_num_seqs: int = field(default=256, metadata={"help": "Sequences that vLLM decodes at once."})
+    vllm_enforce_eager: bool = field(default=True, metadata={"help": "Run vLLM without CUDA graphs."})
+    vllm_cpu_kvcache_space_gib: float = field(default=1.0, metadata={"help": "KV cache in GiB, on a CPU."})
+    seq_clip_ratio_high: float = _BANDS["seq_clip_ratio_high"]
+    seq_clip_ratio_low: float = _BANDS["seq_clip_ratio_low"]
+    neg_seq_clip_ratio_low: float = _BANDS["neg_seq_clip_ratio_low"]
+    neg_seq_clip_ratio_high: float = _BANDS["neg_seq_clip_ratio_high"]
+    seq_tis_imp_ratio_cap: float = _BANDS["seq_tis_imp_ratio_cap"]
+    mismatch_outside_cap: str = _BANDS["mismatch_outside_cap"]
+    positive_band: str = _BANDS["positive_band"]
+
+    def tbpo(self) -> TBPOConfig:
+        return TBPOConfig(**{name: getattr(self, name) for name in _BANDS})
+
+
+def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
+    """Return QaRL's config of the run that `args` describes. Raise UserError, with TRL's names, for a bad value.
+
+    `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders."""
+    values: dict[str, Any] = {
+        "name": "trl",
+        "model": {"path": model},
+        "data": {"train_files": ["dataset"], "train_batch_size": 1, "max_prompt_length": max_prompt_length},
+        "rollout": {},
+        "actor": {
+            "ppo_mini_batch_size": 1,
+            "ppo_micro_batch_size_per_gpu": 1,
+            "log_prob_micro_batch_size_per_gpu": 1,
+        },
+        "trainer": {"total_training_steps": 1, "val_before_train": False},
+    }
+    for key, name in RUN_KEYS.items():
+        section, _, leaf = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[leaf] = getattr(args, name)
+    return in_trls_words(lambda: build_config(values))
+
+
+def in_trls_words(call: Any) -> Any:
+    """Return `call()`. If it raises UserError, raise one that names the fields of `QaRLConfig` and not QaRL's keys."""
+    try:
+        return call()
+    except UserError as error:
+        texts = [error.what, error.where, error.why, error.fix]
+        for key, name in RUN_KEYS.items():
+            if "." in key:
+                texts = [text and text.replace(key, name) for text in texts]
+        what, where, why, fix = texts
+        raise UserError(what or "", where=where, why=why, fix=fix) from error

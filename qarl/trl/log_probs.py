@@ -1,0 +1,70 @@
+"""The trainer's log-probs of TRL's batches, computed as QaRL's policy computes them.
+
+TRL pads prompts on the left and responses on the right, passes no positions, and multiplies by lm_head in its own
+fused function. Each of these changes the bits. So QaRL cuts the rows out of the padding and packs them
+(`qarl.trainer.packing`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qarl.kernels.logprob import chosen_log_probs, log_probs_and_entropies, log_probs_of_logits
+from qarl.trainer.batch import Batch
+from qarl.trainer.packing import lay_out
+from qarl.trainer.policy import Policy
+
+
+def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_width: int) -> Batch:
+    """Return QaRL's batch of TRL's rows: prompts padded on the left, then responses padded on the right.
+
+    Args:
+        input_ids, attention_mask: [B, T].
+        response_width: number of columns, at the end, that belong to responses.
+    """
+    prompt_lengths = attention_mask[:, :-response_width].sum(1)
+    padding = input_ids.shape[1] - response_width - prompt_lengths
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)[None, :] + padding[:, None]
+    shifted = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
+    empty = torch.zeros(len(input_ids), device=input_ids.device)
+    mask = attention_mask[:, -response_width:].bool()
+    return Batch(
+        input_ids=shifted,
+        prompt_lengths=prompt_lengths,
+        responses=input_ids[:, -response_width:],
+        response_mask=mask,
+        rollout_log_probs=torch.zeros(mask.shape, device=mask.device),
+        rewards=empty,
+        advantages=empty,
+        weight_version=0,
+    )
+
+
+def log_probs_of_rows(
+    policy: Policy, batch: Batch, rows: slice, *, temperature: float, entropies: bool, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probs and, if asked for, entropies in nats: FP32 [rows, response_width], 0 on padding."""
+    mask = batch.response_mask[rows]
+    tokens = batch.responses[rows][mask]
+    layout = lay_out(batch, rows, packed=policy.packed)
+    with policy.routing(batch, rows, layout):
+        states, in_blocks = policy.before_tokens(batch, rows, layout)
+    entropy = None
+    if in_blocks:
+        weight = policy.model.get_output_embeddings().weight
+        log_probs, _ = chosen_log_probs(states, weight, tokens, temperature=temperature)
+        if entropies:
+            entropy = log_probs_and_entropies(states, weight, tokens, temperature=temperature)[1]
+    else:
+        log_probs, _ = log_probs_of_logits(states, tokens, temperature=temperature)
+        if entropies:
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                entropy = entropies_of_logits(states, temperature=temperature)
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    return zeros.masked_scatter(mask, log_probs), None if entropy is None else zeros.masked_scatter(mask, entropy)
+
+
+def entropies_of_logits(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return the entropy in nats of each row's softmax, FP32 [T], from logits [T, V]."""
+    every = (logits.float() / temperature).log_softmax(-1)
+    return -(every.exp() * every).sum(-1)

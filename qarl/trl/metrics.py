@@ -1,0 +1,86 @@
+"""Mismatch and TBPO's statistics in TRL's logs, and the mismatch guard.
+
+TRL averages each metric over the micro-batches between two logs. For maxima and shares that is wrong, so QaRL collects
+the statistics of all micro-batches and processes, and reduces them once for each log.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from qarl.config import Config
+from qarl.metrics.guard import check_mismatch
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.tbpo import reduce_metrics
+
+
+class StepMetrics:
+    """Collects what `QaRLTrainer` measures between two logs. `level`: the alignment level that was applied."""
+
+    def __init__(self, config: Config, level: str) -> None:
+        self.config, self.level = config, level
+        self._statistics: list[dict[str, float]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, statistics: dict[str, float]) -> None:
+        self._statistics.append(statistics)
+
+    def compare(
+        self, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, accelerator: Any, *, trained: bool
+    ) -> None:
+        """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
+
+        Raises:
+            MismatchError: the mismatch of all processes' micro-batches is over its limit, before the first update.
+        """
+        mask = mask.bool()
+        old, rollout = old.detach().float().cpu(), rollout.float().cpu()
+        self._pairs.append((old, rollout, mask.cpu()))
+        if trained:
+            return
+        delta = (old - rollout)[mask.cpu()].abs().double()
+        sums = torch.tensor([float(delta.sum()), delta.numel(), len(mask)], dtype=torch.float64)
+        total, tokens, rows = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+        self._check(total / max(tokens, 1), tokens / max(rows, 1), before_first_update=True)
+
+    def take(self, accelerator: Any, report: PublishReport | None) -> dict[str, float]:
+        """Return the metrics since the last call, of all processes."""
+        pairs = gather_object([_stacked(self._pairs)]) if self._pairs else []
+        statistics = gather_object(self._statistics) if self._statistics else []
+        self._pairs, self._statistics = [], []
+        metrics: dict[str, float] = dict(reduce_metrics(statistics)) if statistics else {}
+        if pairs:
+            old, rollout = (torch.cat([one[i] for one in pairs])[None] for i in range(2))
+            mean_length = sum(len(one[0]) for one in pairs) / max(sum(one[2] for one in pairs), 1)
+            metrics |= mismatch_metrics(old, rollout, torch.ones_like(old, dtype=torch.bool))
+            del metrics["mismatch/ppl_ratio"]  # it needs the responses one by one
+            warning = self._check(metrics["mismatch/abs_mean"], mean_length, before_first_update=False)
+            metrics["mismatch/over_limit"] = float(warning is not None)
+            if warning and accelerator.is_main_process:
+                warnings.warn(warning, stacklevel=2)
+        if report is not None:
+            metrics |= {"publish/mbytes": report.sent_bytes / 1e6, "publish/delta": float(report.is_delta)}
+            metrics |= {f"publish/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+        return metrics
+
+    def _check(self, abs_mean: float, length: float, *, before_first_update: bool) -> str | None:
+        return check_mismatch(
+            abs_mean,
+            limit=self.config.quant.mismatch_limit,
+            level=self.level,
+            before_first_update=before_first_update,
+            response_length=length,
+            temperature=self.config.rollout.temperature,
+        )
+
+
+def _stacked(pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the two log-probs of all valid tokens, each [tokens], and the number of responses."""
+    old = torch.cat([one[mask] for one, _, mask in pairs])
+    rollout = torch.cat([other[mask] for _, other, mask in pairs])
+    return old, rollout, sum(int(mask.any(1).sum()) for _, _, mask in pairs)

@@ -1,0 +1,60 @@
+"""AdamW for TRL's trainer: FP32 copies of BF16 weights, in the optimizer's own state.
+
+The copies are part of `state_dict`, so TRL's own checkpoints contain them and a run resumes bit for bit. With
+`master_dtype=bf16` there are no copies, and updates are rounded stochastically (`qarl.optim`).
+
+Autograd adds the gradients of all micro-batches in FP32 (`Tensor.grad_dtype`). With several processes that is not
+possible, because DistributedDataParallel reduces gradients in the dtype of the weights. Then they are summed in BF16,
+as they are in TRL for any BF16 model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from qarl.optim.optimizer import MuonAdamW, write
+
+
+class MasterAdamW(MuonAdamW):
+    """AdamW on FP32 copies of BF16 parameters. After a step, a parameter is its copy rounded to nearest.
+
+    Parameters whose names are not in `decayed` have no weight decay, as in transformers."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        decayed: Iterable[str],
+        keep_masters: bool = True,
+        sum_in_fp32: bool = True,
+        **settings: Any,
+    ) -> None:
+        """`settings`: lr, betas, eps, weight_decay and seed of `MuonAdamW`."""
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        super().__init__(named, **settings)
+        self._keep_masters = keep_masters
+        names = set(decayed)
+        (group,) = self.param_groups
+        plain = [p for name, p in named if name not in names]
+        group["params"] = [p for name, p in named if name in names]
+        if plain:
+            shared = {key: value for key, value in group.items() if key != "params"}
+            self.add_param_group({**shared, "params": plain, "weight_decay": 0.0})
+        if sum_in_fp32:
+            for _, parameter in named:
+                parameter.grad_dtype = torch.float32
+
+    def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self._keep_masters:
+            super()._apply(parameter, update, group)
+            return
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        if "master" not in state:
+            state["master"] = parameter.detach().float()
+        master: torch.Tensor = state["master"]
+        master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        write(parameter, master.to(parameter.dtype))

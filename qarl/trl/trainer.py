@@ -1,0 +1,266 @@
+"""`QaRLTrainer`: TRL's `GRPOTrainer` on quantized rollouts, with QaRL's forward, publish, loss and checks.
+
+    rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`)
+    log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`), instead of TRL's fused lm_head. This is
+                  the one private method of TRL that is overridden, so TRL's version is pinned (`qarl.trl.checks`)
+    loss          TBPO through `compute_loss`, or any of TRL's losses
+    optimizer     AdamW with FP32 copies of the weights, through `create_optimizer`, so that TRL's own rule decides
+                  which parameters have weight decay
+
+Data, rewards, advantages, logs, checkpoints and `accelerate launch` are TRL's. TRL divides rewards by their standard
+deviation plus 1e-4, QaRL's local backend by that plus 1e-6.
+"""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from qarl.checks.model import report_level
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.process import keep_freed_memory
+from qarl.quant.scheme import get_scheme
+from qarl.quant.stacks import stacked_experts
+from qarl.rollout.engine import RolloutEngine
+from qarl.tbpo import tbpo_loss
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import engine_config
+from qarl.trl.checks import check_args, check_arguments, check_inputs, check_version
+from qarl.trl.config import QaRLConfig, run_config
+from qarl.trl.log_probs import as_batch, log_probs_of_rows
+from qarl.trl.metrics import StepMetrics
+from qarl.trl.optimizer import MasterAdamW
+from qarl.trl.prompts import longest_prompt
+from qarl.trl.rollouts import Rollouts
+
+
+class QaRLTrainer(GRPOTrainer):
+    """`policy`: the quantized model. `engine`: the rollout engine. `run`: QaRL's config of this run."""
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: QaRLConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **given: Any,
+    ) -> None:
+        """Take the arguments of `GRPOTrainer`. `model`: a folder or name, or a causal LM loaded from one.
+
+        Raises:
+            UserError: a setting, the model or this machine is not supported. No engine has been started.
+        """
+        check_version()
+        check_args(args)
+        assert args is not None
+        check_arguments(given)
+        folder = model_folder(model)
+        inputs = check_inputs(run_config(args, folder, max_prompt_length=1))
+        tokenizer = processing_class or inputs.tokenizer
+        length = longest_prompt(args, tokenizer, train_dataset, eval_dataset)
+        self.run = run_config(args, folder, max_prompt_length=length)
+        inputs = check_inputs(self.run)
+        self.policy = load_policy(model, self.run)
+        self.reference: Policy | None = None
+        self.tbpo = args.tbpo()
+        self._step_metrics = StepMetrics(self.run, self.policy.align)
+        super().__init__(
+            self.policy.model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            tokenizer,
+            rollout_func=self._roll_out,
+            **given,
+        )
+        if self.aux_loss_enabled:
+            raise UserError(
+                "QaRLTrainer does not add the routers' auxiliary loss",
+                where="router_aux_loss_coef",
+                why="it needs the routers' logits, which QaRL's forward does not return",
+                fix="set router_aux_loss_coef=0",
+            )
+        if self.ref_model is not None:
+            self.reference = quantized(self.ref_model, self.run)
+        if self.policy.device.type == "cpu":
+            keep_freed_memory()
+        print(self.policy.report)
+        report_level(self.run, inputs.hf_config)
+        self.engine = RolloutEngine(engine_config(self.run))
+        atexit.register(self.engine.close)
+        self.rollouts = Rollouts(self.policy, self.engine)
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a training step and not an evaluation."""
+        return bool(self.policy.model.training)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            trained = self.policy.model
+            self.optimizer = MasterAdamW(
+                trained.named_parameters(),
+                decayed=self.get_decay_parameter_names(trained),
+                keep_masters=self.run.optim.master_dtype == "fp32",
+                sum_in_fp32=self.accelerator.num_processes == 1,
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                weight_decay=self.args.weight_decay,
+                seed=self.args.seed,
+            )
+        return self.optimizer
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if self.loss_type == "tbpo":
+            loss = self._tbpo_loss(model, inputs)
+        else:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.training:
+            old, mask = inputs.get("old_per_token_logps"), inputs["completion_mask"]
+            old = self._log_probs if old is None else old
+            self._step_metrics.compare(
+                old, inputs["sampling_per_token_logps"], mask, self.accelerator, trained=self.state.global_step > 0
+            )
+        return loss
+
+    def _tbpo_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return TBPO's loss of a micro-batch. The losses of all micro-batches and processes of an optimizer step add
+        up to a mean over its responses, because accelerate sums over micro-batches and averages over processes."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        mask = inputs["completion_mask"]
+        log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, ids, attention_mask, mask.shape[1], compute_entropy=True
+        )
+        old = inputs.get("old_per_token_logps")
+        steps = self.current_gradient_accumulation_steps if self.training else 1
+        loss, statistics = tbpo_loss(
+            log_probs,
+            log_probs.detach() if old is None else old,
+            inputs["sampling_per_token_logps"],
+            inputs["advantages"],
+            mask,
+            self.tbpo,
+            global_batch_size=len(ids) * steps,
+        )
+        if self.training:
+            self._step_metrics.add(statistics)
+        assert entropies is not None
+        entropy = (entropies * mask).sum() / mask.sum().clamp(min=1)
+        mode = "train" if self.training else "eval"
+        self._metrics[mode]["entropy"].append(self.accelerator.gather(entropy.detach()).nanmean().item())
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """Return what TRL's method returns, from QaRL's forward.
+
+        `model`: the policy's model, DDP's wrapper around it, or the reference model."""
+        is_reference = self.reference is not None and model is self.ref_model
+        policy = self.reference if is_reference else self.policy
+        assert policy is not None
+        policy.called = model
+        batch = as_batch(input_ids, attention_mask, logits_to_keep)
+        found = [
+            log_probs_of_rows(
+                policy,
+                batch,
+                rows,
+                temperature=self.temperature,
+                entropies=compute_entropy,
+                entropy_gradient=self._entropy_bonus_enabled,
+            )
+            for rows in batch.micro_batches(batch_size or len(batch))
+        ]
+        log_probs = torch.cat([one for one, _ in found])
+        if not is_reference:
+            self._log_probs = log_probs.detach()
+        entropies = torch.cat([one for _, one in found if one is not None]) if compute_entropy else None
+        return log_probs, entropies, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.training:
+            report, self.rollouts.report = self.rollouts.report, None
+            for name, value in self._step_metrics.take(self.accelerator, report).items():
+                self._metrics["train"][name] = [value]
+        super().log(logs, start_time)
+
+    def save_quantized(self, folder: str) -> None:
+        """Write the model in compressed-tensors format, for vLLM to load. Call it in one process."""
+        self.policy.save(Path(folder), self.processing_class)
+
+    def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return self.rollouts(prompts, trainer)
+
+
+def model_folder(model: Any) -> str:
+    """Return the folder or name from which the engine reads config and tokenizer."""
+    if isinstance(model, str):
+        return model
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"model must be a name or a transformers model, got {type(model).__name__}",
+            where="model",
+            fix="pass the folder of a checkpoint",
+        )
+    folder = getattr(model.config, "_name_or_path", "")
+    if not folder:
+        raise UserError(
+            "the model was not loaded from a checkpoint",
+            where="model",
+            why="vLLM reads the model's config and tokenizer from a folder",
+            fix="save model and tokenizer to a folder, and pass that folder",
+        )
+    return str(folder)
+
+
+def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
+    """Return the quantized policy. A model that is already loaded is quantized in place.
+
+    Raises:
+        UserError: a loaded model is not BF16.
+    """
+    if isinstance(model, str):
+        return Policy.load(config)
+    if model.dtype != torch.bfloat16:
+        raise UserError(
+            f"the model is {model.dtype}, but QaRL trains BF16 models",
+            where="model",
+            why="vLLM computes in BF16, and the trainer must round alike",
+            fix="load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies",
+        )
+    return quantized(model, config)
+
+
+def quantized(model: Any, config: Config) -> Policy:
+    """Quantize and align a loaded model in place, as `Policy.load` does."""
+    model.set_attn_implementation("sdpa")
+    model.config.attention_dropout = 0.0
+    quant = config.quant
+    return Policy(
+        model,
+        get_scheme(quant.scheme, group_size=quant.group_size),
+        tuple(quant.ignore),
+        align=quant.align,
+        router_replay="off" if stacked_experts(model) else "auto",
+    )

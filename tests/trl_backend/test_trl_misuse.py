@@ -1,0 +1,158 @@
+"""Ways of misusing `QaRLTrainer`: each gives one clear error, and no engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset, IterableDataset
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+from qarl.errors import UserError
+from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
+from qarl.trl.config import RUN_KEYS
+
+
+class EngineStarted(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise EngineStarted
+
+    monkeypatch.setattr(trainer, "RolloutEngine", start)
+
+
+PROMPTS = ["t3 t4", "t5 t6 t7"]
+DATA = Dataset.from_dict({"prompt": PROMPTS})
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def build(model: Any, folder: Path, data: Any = DATA, arguments: dict[str, Any] | None = None, **settings: Any) -> Any:
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16}
+    kv_cache = {"quant_group_size": 32, "vllm_cpu_kvcache_space_gib": 0.25}
+    given = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "max_steps": 1, **sizes, **kv_cache}
+    return QaRLTrainer(
+        model=model if isinstance(model, (torch.nn.Module, int)) else str(model),
+        reward_funcs=reward,
+        args=QaRLConfig(**given | settings),
+        train_dataset=data,
+        **(arguments or {}),
+    )
+
+
+def test_what_is_used_rightly_comes_as_far_as_the_engine(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineStarted):
+        build(model, tmp_path)
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": True}, "bf16=True"),
+    ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+    ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+    ({"torch_compile": True}, "torch_compile=True"),
+    ({"use_vllm": True}, "use_vllm=True"),
+    ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
+    ({"top_p": 0.9}, "top_p=0.9"),
+    ({"top_k": 20}, "top_k=20"),
+    ({"min_p": 0.1}, "min_p=0.1"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+    ({"generation_kwargs": {"stop": ["x"]}}, "generation_kwargs"),
+    ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"loss_type": "ppo"}, "loss_type='ppo'"),
+    ({"optim": "adafactor"}, "optim='adafactor'"),
+    ({"max_completion_length": None}, "max_completion_length"),
+    ({"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}, "multiple of 4"),
+    ({"quant_scheme": "int3"}, "quant_scheme"),
+    ({"quant_scheme": "w4a8"}, "w4a8"),
+    ({"quant_align": "bits"}, "quant_align"),
+    ({"quant_group_size": 48}, "48"),
+    ({"quant_ignore": ["re:.*"]}, "no layer is left to quantize"),
+    ({"seq_clip_ratio_high": -1.0}, "seq_clip_ratio_high"),
+    ({"max_completion_length": 4096}, "positions"),
+    ({"vllm_max_model_length": 18}, "vllm_max_model_length=18"),
+    ({"vllm_cpu_kvcache_space_gib": 1e-5}, "vllm_cpu_kvcache_space_gib"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[str(settings) for settings, _ in SETTINGS])
+def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(model, tmp_path, **settings)
+    text = str(caught.value)
+    assert words in text
+    # The error speaks of the fields of QaRLConfig, not of the config of `qarl train`.
+    assert not [key for key in RUN_KEYS if "." in key and key in text]
+
+
+@pytest.mark.parametrize("name", ["peft_config", "quantization_config", "rollout_func", "environment_factory", "tools"])
+def test_an_argument_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=name):
+        build(model, tmp_path, arguments={name: [object()]})
+
+
+def test_another_optimizer_is_refused(model: Path, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(UserError, match="FP32 copies"):
+        build(model, tmp_path, arguments={"optimizers": (optimizer, None)})
+
+
+def test_trls_own_config_is_refused(model: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8)
+    with pytest.raises(UserError, match="needs a QaRLConfig, got GRPOConfig"):
+        QaRLTrainer(str(model), reward, args, DATA)
+
+
+def test_another_version_of_trl_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.metadata, "version", lambda _: "1.17.0")
+    with pytest.raises(UserError, match=r"needs trl==1\.16\.0, but 1\.17\.0"):
+        build(model, tmp_path)
+
+
+def test_data_without_prompts_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column 'prompt'"):
+        build(model, tmp_path, data=Dataset.from_dict({"question": PROMPTS}))
+
+
+def test_a_stream_needs_the_largest_length(model: Path, tmp_path: Path) -> None:
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": text} for text in PROMPTS]))
+    with pytest.raises(UserError, match="streamed"):
+        build(model, tmp_path, data=stream)
+    with pytest.raises(EngineStarted):
+        build(model, tmp_path, data=stream, vllm_max_model_length=64)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("fp32", "torch.float32"),
+        ("from a config", "not loaded from a checkpoint"),
+        ("a number", "got int"),
+        ("missing", "nowhere"),
+    ],
+)
+def test_a_model_is_refused(model: Path, tmp_path: Path, broken: str, words: str) -> None:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if broken == "fp32" else "bfloat16")
+    if broken == "from a config":
+        loaded.config._name_or_path = ""
+    given = {"a number": 3, "missing": tmp_path / "nowhere"}.get(broken, loaded)
+    with pytest.raises(UserError, match=words):
+        build(given, tmp_path)

@@ -163,6 +163,11 @@ def test_verl_is_imported_only_by_its_backend() -> None:
     assert offenders("qarl/objectives/library.py", ("verl",))
 
 
+def test_trl_is_imported_only_by_its_package() -> None:
+    assert offenders("qarl/", ("trl",), besides=("qarl/trl/",)) == {}
+    assert offenders("qarl/trl/", ("trl",))
+
+
 def test_verl_is_not_imported_with_the_modules_of_the_local_backend() -> None:
     tree = ast.parse(MODULES["qarl/objectives/library.py"].read_text(encoding="utf-8"))
     at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -22,7 +22,7 @@ from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
 from qarl.checks.tensor_parallel import check_tensor_parallel
-from qarl.checks.verl_plugin import check_plugin_installed, refuse_hidden_code
+from qarl.checks.verl_plugin import check_no_new_trl, check_plugin_installed, refuse_hidden_code
 from qarl.checks.weight_files import check_weight_files
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
@@ -84,6 +84,7 @@ CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
+    Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),

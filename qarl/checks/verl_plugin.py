@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
@@ -20,6 +23,26 @@ def check_plugin_installed() -> None:
         why="QaRL is not installed, or the metadata of an older installation is found first (for example in a folder "
         "qarl.egg-info in the working directory)",
         fix="pip install -e . (or make setup) in the checkout; delete an old qarl.egg-info",
+    )
+
+
+def check_no_new_trl() -> None:
+    """Raise UserError if TRL is installed without the class that verl takes from it.
+
+    verl 0.9.1 (`apply_monkey_patch` in verl/models/transformers/monkey_patch.py) imports it whenever TRL is installed.
+    """
+    found = importlib.util.find_spec("trl")
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    if not folders or any((folder / "experimental" / "ppo").is_dir() for folder in folders):
+        return
+    version = importlib.metadata.version("trl")
+    if int(version.partition(".")[0]) < 1:  # the class is at the top of the package
+        return
+    raise UserError(
+        f"verl 0.9.1 does not run beside TRL {version}",
+        where=f"the Python environment {sys.prefix}",
+        why="verl imports AutoModelForCausalLMWithValueHead from TRL if it is installed, and this TRL lacks it",
+        fix="uninstall trl, or use one environment for verl and another for TRL",
     )
 
 

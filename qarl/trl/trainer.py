@@ -105,9 +105,10 @@ class QaRLTrainer(GRPOTrainer):
         return bool(self.policy.model.training)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        if optimizer is None:
             trained = self.policy.model
-            self.optimizer = MasterAdamW(
+            optimizer = self.optimizer = MasterAdamW(
                 trained.named_parameters(),
                 decayed=self.get_decay_parameter_names(trained),
                 keep_masters=self.run.optim.master_dtype == "fp32",
@@ -118,7 +119,7 @@ class QaRLTrainer(GRPOTrainer):
                 weight_decay=self.args.weight_decay,
                 seed=self.args.seed,
             )
-        return self.optimizer
+        return optimizer
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -57,6 +57,7 @@ def configs(args: argparse.Namespace, scheme: str, folder: str) -> dict[str, Con
             f"quant.align={level}",
             f"actor.old_log_probs={source}",
             "trainer.val_before_train=false",
+            "actor.loss=grpo",  # with TBPO the rollout's log-probs are refused
             *(random_keys(Path(folder) / "model") if args.random else ()),
             *args.set,
         ]

@@ -55,8 +55,20 @@ def one_weight_for_the_mismatch(loss: str, level: str | None, bypass: bool) -> P
     return Problem(f"{_CORRECTION}.bypass_mode", bypass, reason, "set it to false")
 
 
+<<<<<<< HEAD
 def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem | None:
     tokens = [option for option in _items(options) if option.startswith("token_")]
+=======
+def rollouts_log_probs_hide_the_mismatch(source: str, loss: str) -> Problem | None:
+    if source != "rollout" or loss not in ("tbpo", "mis_gspo"):
+        return None
+    reason = f"actor.loss={loss} weights each response by the mismatch, and that weight would always be 1"
+    return Problem("actor.old_log_probs", source, reason, "set it to auto or recompute, or choose another actor.loss")
+
+
+def tbpo_takes_whole_responses(loss: str, options: list[str]) -> Problem | None:
+    tokens = [option for option in options if option.startswith("token_")]
+>>>>>>> a17
     if loss not in SEQUENCE_LOSSES or not tokens:
         return None
     reason = f"actor.loss={loss} takes a whole response as one action, so single tokens cannot be left out of its ratio"
@@ -133,6 +145,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
     (("algorithm.adv_estimator", "actor.loss", "actor.loss_agg_mode"), dr_grpo_does_not_normalise),
     (("actor.loss", f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.bypass_mode"), one_weight_for_the_mismatch),
     (("actor.loss", f"{_CORRECTION}.rollout_rs"), tbpo_takes_whole_responses),
+    (("actor.old_log_probs", "actor.loss"), rollouts_log_probs_hide_the_mismatch),
     (
         (
             "actor.old_log_probs",

@@ -250,7 +250,9 @@ LOCAL: Table = SHARED | {
         W4A16,
     ),
     "quant.mismatch_limit": Row(0.05, lambda run: run.code, (0, 2), stub={"noise": 0.1}),
-    "actor.old_log_probs": Row("rollout", forwards("old_log_prob"), ([4, 4] * 2, [4, 4]), {STEPS: 2}),
+    "actor.old_log_probs": Row(
+        "rollout", forwards("old_log_prob"), ([4, 4] * 2, [4, 4]), {STEPS: 2, "actor.loss": "grpo"}
+    ),
     "actor.old_log_probs_sample": Row(
         0.5, lambda run: run.trainer.source.fraction, (0.125, 0.5), {"actor.old_log_probs": "auto"}
     ),

@@ -211,7 +211,7 @@ VERL: Table = SHARED | {
         "auto",
         lambda run: [type(run.trainer).__name__, run.trainer._quant["old_log_probs"]],
         (["QaRLTrainerSync", "rollout"], ["QaRLTrainerSync", "auto"]),
-        {"actor.old_log_probs": "rollout"},
+        {"actor.old_log_probs": "rollout", "actor.loss": "grpo"},
     ),
     "actor.old_log_probs_sample": Row(
         0.5, lambda run: run.trainer._quant["old_log_probs_sample"], (0.125, 0.5), {"actor.old_log_probs": "auto"}

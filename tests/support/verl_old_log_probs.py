@@ -20,6 +20,7 @@ from reach_rows import STEPS, make_files
 from reach_verl import Actor, Verl, nested
 
 AUTO = {"actor.old_log_probs": "auto", "quant.mismatch_limit": 5.0}
+ROLLOUT = {"actor.old_log_probs": "rollout", "actor.loss": "grpo"}
 COUNT = 5
 SCENARIOS: dict[str, dict[str, Any]] = {
     # Eight rows; the first mini-batch has the first four. `spoil`: step -> rows.
@@ -30,9 +31,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "first_mini_batch": {"keys": AUTO | {"actor.old_log_probs_sample": 0.25}, "spoil": {1: [3]}},
     "first_mini_batch_recomputed": {"keys": {"actor.old_log_probs": "recompute"}, "spoil": {1: [3]}},
     "one_mini_batch": {"keys": AUTO | {"actor.ppo_mini_batch_size": 4}, "spoil": {1: [6]}},
-    "rollout": {"keys": {"actor.old_log_probs": "rollout"}, "spoil": {1: [0, 7]}},
+    "rollout": {"keys": ROLLOUT, "spoil": {1: [0, 7]}},
     "two_epochs": {"keys": AUTO | {"actor.ppo_epochs": 2}},
-    "over_the_limit": {"keys": {"actor.old_log_probs": "rollout", "quant.mismatch_limit": 1e-9}, "spoil": {0: [1]}},
+    "over_the_limit": {"keys": ROLLOUT | {"quant.mismatch_limit": 1e-9}, "spoil": {0: [1]}},
 }
 
 

@@ -13,11 +13,11 @@ from random_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import objective_settings
 from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.rollout.publish.manifest import PublishReport
-from qarl.tbpo import TBPOConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.old_log_probs import (
@@ -36,7 +36,7 @@ PROMPTS, N = 4, 2  # two mini-batches of four rows: rows 4 to 7 are outside the 
 KEYS = (
     f"data.train_batch_size={PROMPTS}", f"rollout.n={N}", "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_gpu=2", "actor.log_prob_micro_batch_size_per_gpu=8", "quant.align=linears",
-    "quant.mismatch_limit=5",
+    "quant.mismatch_limit=5", "trainer.report=false",
 )  # fmt: skip
 
 
@@ -103,11 +103,11 @@ class Steps(LocalTrainer):
 
     def __init__(self, folder: Any, settings: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self.config, self.tbpo, self.timer = settings, TBPOConfig(), PhaseTimer()
+        self.config, self.objective, self.timer = settings, objective_settings(settings), PhaseTimer()
         self.source, self.step, self.rebuilds, self.updated, self.warnings = OldLogProbs(settings), 0, 0, False, []
         self.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
         self.optimizer = MasterOptimizer(model.named_parameters(), settings.optim, total_training_steps=10, seed=0)
-        self.loss_scale = LossScale(active=False)
+        self.loss_scale, self.tokenizer = LossScale(active=False), None
         self.spoil: dict[int, list[int]] = {}
         """Step -> rows whose first rollout log-prob is the next larger FP32 number."""
         self.passes: list[int] = []
@@ -256,7 +256,8 @@ def test_the_sample_finds_a_planted_row_as_often_as_stated(tmp_path):
 
 def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path):
     spoil = {step: [0, 7] for step in range(3)}
-    trainer, metrics, _ = run(folder, tmp_path, "actor.old_log_probs=rollout", steps=3, spoil=spoil)
+    keys = ("actor.old_log_probs=rollout", "actor.loss=grpo")
+    trainer, metrics, _ = run(folder, tmp_path, *keys, steps=3, spoil=spoil)
     assert trainer.passes == [8] and column(metrics, "recomputed") == [1, 0, 0]
     assert column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
     assert all(one["mismatch/abs_max"] > 0 for one in metrics)

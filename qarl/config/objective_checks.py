@@ -55,10 +55,6 @@ def one_weight_for_the_mismatch(loss: str, level: str | None, bypass: bool) -> P
     return Problem(f"{_CORRECTION}.bypass_mode", bypass, reason, "set it to false")
 
 
-<<<<<<< HEAD
-def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem | None:
-    tokens = [option for option in _items(options) if option.startswith("token_")]
-=======
 def rollouts_log_probs_hide_the_mismatch(source: str, loss: str) -> Problem | None:
     if source != "rollout" or loss not in ("tbpo", "mis_gspo"):
         return None
@@ -66,9 +62,8 @@ def rollouts_log_probs_hide_the_mismatch(source: str, loss: str) -> Problem | No
     return Problem("actor.old_log_probs", source, reason, "set it to auto or recompute, or choose another actor.loss")
 
 
-def tbpo_takes_whole_responses(loss: str, options: list[str]) -> Problem | None:
-    tokens = [option for option in options if option.startswith("token_")]
->>>>>>> a17
+def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem | None:
+    tokens = [option for option in _items(options) if option.startswith("token_")]
     if loss not in SEQUENCE_LOSSES or not tokens:
         return None
     reason = f"actor.loss={loss} takes a whole response as one action, so single tokens cannot be left out of its ratio"

@@ -17,11 +17,7 @@ from qarl.checkpoint.folder import Checkpoint
 from qarl.config import ConfigError
 from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer
-<<<<<<< HEAD
-from qarl.objectives.settings import Settings
-=======
 from qarl.objectives.settings import objective_settings
->>>>>>> a17
 from qarl.optim.loss_scale import FIRST, INTERVAL, LARGEST, LossScale
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import Batch, make_batch
@@ -78,12 +74,7 @@ def trainer_for(folder: Path, tmp_path: Path) -> LocalTrainer:
         "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2", "optim.lr=1e-3", "actor.grad_clip=1e9",
     )  # fmt: skip
     trainer = object.__new__(LocalTrainer)
-<<<<<<< HEAD
-    trainer.objective = Settings()
-    trainer.config, trainer.tbpo, trainer.timer = settings, TBPOConfig(), PhaseTimer()
-=======
     trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
->>>>>>> a17
     trainer.policy, trainer.loss_scale = Policy.load(settings), LossScale(active=True)
     trainer.source = SimpleNamespace(see=lambda *seen: None)
     trainer.optimizer = MasterOptimizer(

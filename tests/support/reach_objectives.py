@@ -111,7 +111,15 @@ OBJECTIVES: Table = {
             NOISE,
         ),
         Row("mask", weight("zero_frac"), lambda b, a: b == 0 and 0.3 < a < 0.7, BOUNDED, NOISE),
-        Row("icepop", weight("zero_frac"), (0.0, 1.0), BOUNDED, NOISE),
+        # Without any weight above 0, verl's own metrics divide by 0.
+        Row(
+            "icepop",
+            weight("zero_frac"),
+            lambda b, a: b == 0 and 0.3 < a < 0.7,
+            BOUNDED,
+            NOISE,
+            also={f"{SECTION}.rollout_is_threshold_lower": 0.5},
+        ),
     ],
     f"{SECTION}.rollout_is_threshold": Row(1.05, weight("max"), lambda b, a: b > 1.08 and a == 1.05, WEIGHT, NOISE),
     f"{SECTION}.rollout_is_threshold_lower": Row(0.95, weight("min"), lambda b, a: b < 0.93 and a == 0.95, CLIP, NOISE),

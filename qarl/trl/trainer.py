@@ -43,6 +43,8 @@ from qarl.trl.rollouts import Rollouts
 class QaRLTrainer(GRPOTrainer):
     """`policy`: the quantized model. `engine`: the rollout engine. `run`: QaRL's config of this run."""
 
+    optimizer: Any
+
     def __init__(
         self,
         model: str | PreTrainedModel,

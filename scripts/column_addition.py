@@ -44,14 +44,3 @@ def draw_pairs(count: int, rng: random.Random, exclude: set[OperandPair] | froze
         if exclude.isdisjoint({(a, b), (b, a)}) and (b, a) not in pairs:
             pairs[a, b] = None
     return list(pairs)
-
-
-def to_row(pair: OperandPair, split: str, index: int) -> dict[str, object]:
-    """One row in verl's schema for rule-scored tasks."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": prompt_text(pair)}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(sum(pair))},
-        "extra_info": {"split": split, "index": index},
-    }

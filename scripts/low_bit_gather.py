@@ -6,18 +6,20 @@ For dense layers and for experts, in each scheme, with the FP32 masters sharded 
 
     equal   1 to 4 ranks, the same rows on each: digest of the logits, gradients beside those of one rank, and the bytes
             that the quantized weights take on the wire beside BF16's. The wire is FSDP2's all-gather itself
-    train   30 steps of AdamW on fixed rows that 1, 2 or 4 ranks share: digests of what would be published, and the
-            share of codes and scales that differ from those of one rank
     cost    2 ranks and larger layers: one forward for log-probs and two micro-batches forward and backward, then the
-            optimizer. Peak memory is over the rank's memory before the model was built, as the kernel counts it
+            optimizer. Peak memory is over the rank's memory before the model was built, as the kernel counts it. `cpu`
+            and its parts `quantize` and `prepare` (conversions of layout) are seconds of CPU time, so they hold on a
+            busy machine, too; `step` and `gather` are seconds of the clock. The median of three steps after the first
 
-`--former` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The file keeps
-what it has of other parts, kinds and schemes, so they can be measured one by one.
+`--former COMMIT` measures `cost` with a version of the package that gathers BF16; put its folder in PYTHONPATH. The
+file keeps what it has of other parts, kinds and schemes, so they can be measured one by one. steps_on_ranks.py trains
+on 1, 2 and 4 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import hashlib
 import json
@@ -29,18 +31,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from qarl.metrics.tracker import write_versions
 
 SCHEMES = ("w4a16", "w8a8", "fp8")
 KINDS = ("dense", "experts")
 GROUP = 64
 VOCABULARY = 256
 IGNORE = ("lm_head",)
-STEPS, TRAIN_ROWS = 30, 4
-COST_ROUNDS = 2
+COST_ROUNDS = 3
 SIZES: dict[tuple[str, bool], dict[str, int]] = {
     ("dense", False): {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2},
     ("dense", True): {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3},
@@ -152,59 +156,20 @@ def equal(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
     return found | {"gradient_apart": max(apart)}
 
 
-def published(model: Any, scheme: str) -> dict[str, torch.Tensor]:
-    from qarl.quant import get_scheme
-    from qarl.quant.fsdp import sharded_wire_tensors
-
-    def gather(entry: Any) -> torch.Tensor:
-        whole: torch.Tensor = entry.full_tensor()
-        return whole.bfloat16()
-
-    with torch.no_grad():
-        stream = sharded_wire_tensors(model, gather, scheme=get_scheme(scheme, GROUP), ignore=IGNORE)
-        return {name: tensor.clone() for name, tensor in stream if re.search("packed|scale|_proj.weight$", name)}
-
-
-def train(kind: str, scheme: str, folder: Path) -> dict[str, Any]:
-    model, _ = build(kind, scheme, large=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    digests, losses = {}, []
-    for step in range(STEPS):
-        mine = rows(TRAIN_ROWS, 24)[rank::world]
-        make_ready(model, former=False)
-        total = torch.zeros(())
-        for row in mine:
-            loss = loss_of(model, row[None]) / len(mine)
-            loss.backward()
-            total += loss.detach() / world
-        dist.all_reduce(total)
-        losses.append(float(total))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step in (0, STEPS - 1):
-            made = published(model, scheme)
-            digests[step + 1] = digest(list(made.values()))
-    file = folder / f"train_{kind}_{scheme}.pt"
-    if world == 1:
-        torch.save(made, file)
-    numbers = changed = 0
-    for name, tensor in torch.load(file).items():
-        a, b = (one.contiguous().view(torch.uint8) for one in (tensor, made[name]))
-        differs = (a ^ b).flatten()
-        if "packed" in name:  # two codes in a byte
-            changed += int((differs & 0xF > 0).sum() + (differs >> 4 > 0).sum())
-            numbers += 2 * differs.numel()
-        else:
-            changed += int(differs.view(-1, tensor.element_size()).any(1).sum())
-            numbers += tensor.numel()
-    return {"digests": digests, "first_loss": losses[0], "last_loss": losses[-1], "differing": changed / numbers}
-
-
 def memory(field: str) -> int:
     """Return `field` of this process's status file, in bytes."""
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]  # Linux has it
+
+
+def count_in_cpu_time() -> None:
+    """Make the phases of quantization count CPU time, and count each expert's conversion, made where it is used."""
+    from qarl.kernels.cpu import experts
+    from qarl.quant import phases as module
+
+    phases: Any = module
+    phases.time = SimpleNamespace(perf_counter=time.thread_time)
+    if prepare := getattr(experts, "prepare_gathered", None):
+        experts.prepare_gathered = phases.phase("prepare")(prepare)
 
 
 def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
@@ -215,6 +180,7 @@ def cost(kind: str, scheme: str, *, former: bool) -> dict[str, Any]:
     from qarl.quant.phases import measure_phases
 
     cpu_ops_missing("cpu_gemm_wna16")  # imports vLLM, if it is installed
+    count_in_cpu_time()
     gc.collect()
     before = memory("VmRSS")
     model, wire = build(kind, scheme, large=True)
@@ -256,10 +222,7 @@ def child(rank: int, world: int, port: int, jobs: list[tuple[str, str, str]], fo
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo")
     for what, kind, scheme in jobs:
-        if what == "cost":
-            made = cost(kind, scheme, former=former)
-        else:
-            made = {"equal": equal, "train": train}[what](kind, scheme, Path(folder))
+        made = cost(kind, scheme, former=former) if what == "cost" else equal(kind, scheme, Path(folder))
         if rank == 0:
             Path(folder, f"{what}_{kind}_{scheme}_{world}.json").write_text(json.dumps(made))
         dist.barrier()
@@ -273,28 +236,38 @@ def run(world: int, jobs: list[tuple[str, str, str]], folder: str, former: bool)
     torch.multiprocessing.spawn(child, (world, port, jobs, folder, former), nprocs=world)
 
 
+def measured_with(folder: str, former: str | None) -> dict[str, Any]:
+    """Return the date and what `write_versions` knows; `former`: the commit of the package in PYTHONPATH."""
+    versions = json.loads(write_versions(folder).read_text())
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": date, **versions, **({"git_commit": former} if former else {})}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", nargs="+", default=["equal", "train", "cost"])
+    parser.add_argument("--what", nargs="+", default=["equal", "cost"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
-    parser.add_argument("--former", action="store_true")
+    parser.add_argument("--former", metavar="COMMIT")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
-    worlds = {"equal": (1, 2, 3, 4), "train": (1, 2, 4), "cost": (2,)}
+    worlds = {"equal": (1, 2, 3, 4), "cost": (2,)}
     found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
+        versions = measured_with(folder, args.former)
         for world in (1, 2, 3, 4):
             jobs = [(w, k, s) for w in args.what if world in worlds[w] for k in args.kinds for s in args.schemes]
             # Memory is measured in processes of its own.
             together = [job for job in jobs if job[0] != "cost"]
             for some in (together, *([job] for job in jobs if job[0] == "cost")):
                 if some:
-                    run(world, some, folder, args.former)
+                    run(world, some, folder, args.former is not None)
             for what, kind, scheme in jobs:
                 made = json.loads(Path(folder, f"{what}_{kind}_{scheme}_{world}.json").read_text())
-                part = found.setdefault("former" if args.former else what, {})
+                name = "former" if args.former else what
+                found.setdefault("measured", {}).setdefault(name, {})[f"{kind} {scheme}"] = versions
+                part = found.setdefault(name, {})
                 part.setdefault(f"{kind} {scheme}", {})[str(world)] = made
                 print(what, kind, scheme, world, made, flush=True)
     if args.json:

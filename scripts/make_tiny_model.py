@@ -2,6 +2,7 @@
 
     python scripts/make_tiny_model.py               # about a minute on one CPU core; a second call returns at once
     python scripts/make_tiny_model.py --experts 8   # a Qwen3-MoE, two of eight experts a token, models/tiny-qwen3-moe
+    python scripts/make_tiny_model.py --task letter_sorting    # another task (scripts/tiny_tasks.py): a few minutes
 
 It writes an ordinary Hugging Face folder (`--output`) and `train.parquet` / `test.parquet` in verl's schema (`--data`).
 The warm start is supervised learning on the answers only, stopped when a check on separate problems reaches
@@ -37,7 +38,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from column_addition import OperandPair, draw_pairs, prompt_text, response_text, to_row
+from tiny_tasks import TASKS, Problem, Task
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -52,6 +53,7 @@ from qarl.errors import UserError
 
 RECORD = "made_with.json"
 IGNORE_INDEX = -100
+QUICKSTART = TASKS["column_addition"]
 Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 BATCH_SIZE = 24
 WARMUP_STEPS = 20
@@ -75,22 +77,24 @@ class Settings:
 
     seed: int = 0
     experts: int = 0
-    steps: int = 400
-    target: float = 0.40
+    steps: int = QUICKSTART.steps
+    target: float = QUICKSTART.target
     train_size: int = 4000
     test_size: int = 512
+    task: str = QUICKSTART.name
 
     def key(self) -> str:
         return _key(asdict(self))
 
     def data_key(self) -> str:
         """Models of any kind share the data."""
-        return _key({name: getattr(self, name) for name in ("seed", "train_size", "test_size")})
+        return _key({name: getattr(self, name) for name in ("seed", "train_size", "test_size", "task")})
 
 
 def _key(settings: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for source in (Path(__file__), Path(__file__).with_name("column_addition.py")):
+    here = Path(__file__)
+    for source in (here, here.with_name("tiny_tasks.py"), TASKS[settings["task"]].source):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -137,20 +141,22 @@ def make_model(tokenizer: PreTrainedTokenizerFast, experts: int = 0) -> Model:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerFast, pair: OperandPair) -> str:
-    messages = [{"role": "user", "content": prompt_text(pair)}]
+def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem, task: Task = QUICKSTART) -> str:
+    messages = [{"role": "user", "content": task.prompt_text(problem)}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert isinstance(rendered, str)
     return rendered
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and next-token labels, both int64 [len(pairs), T], padded on the right; labels cover responses only."""
-    prompts = tokenizer([render_prompt(tokenizer, pair) for pair in pairs])["input_ids"]
-    responses = tokenizer([response_text(pair) + tokenizer.eos_token for pair in pairs])["input_ids"]
+def make_batch(
+    tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], task: Task = QUICKSTART
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and next-token labels, both int64 [len(problems), T], padded on the right; labels cover responses only."""
+    prompts = tokenizer([render_prompt(tokenizer, problem, task) for problem in problems])["input_ids"]
+    responses = tokenizer([task.response_text(problem) + tokenizer.eos_token for problem in problems])["input_ids"]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    tokens = torch.full((len(pairs), width), tokenizer.pad_token_id)
-    labels = torch.full((len(pairs), width), IGNORE_INDEX)
+    tokens = torch.full((len(problems), width), tokenizer.pad_token_id)
+    labels = torch.full((len(problems), width), IGNORE_INDEX)
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         end = len(prompt) + len(response)
         tokens[i, :end] = torch.tensor(prompt + response)
@@ -172,29 +178,38 @@ def check_accuracy(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> fl
 
 @torch.no_grad()
 def generate_accuracy(
-    model: Model, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[OperandPair], temperature: float
+    model: Model,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    temperature: float,
+    task: Task = QUICKSTART,
 ) -> float:
-    """Share of `pairs` whose generated answer the `arithmetic` reward accepts; temperature 0 is greedy."""
-    from qarl.data.rewards import arithmetic
-
+    """Share of `problems` whose generated answer the task's reward accepts; temperature 0 is greedy."""
     prompts = tokenizer(
-        [render_prompt(tokenizer, pair) for pair in pairs], padding=True, padding_side="left", return_tensors="pt"
+        [render_prompt(tokenizer, problem, task) for problem in problems],
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
     )
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     tokens = cast(Any, model).generate(
-        input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], max_new_tokens=64, **sampling
+        input_ids=prompts["input_ids"],
+        attention_mask=prompts["attention_mask"],
+        max_new_tokens=task.max_new_tokens,
+        **sampling,
     )
     texts = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(arithmetic("", text, str(sum(pair))) for text, pair in zip(texts, pairs, strict=True)) / len(pairs)
+    scores = [task.reward("", text, task.answer(problem)) for text, problem in zip(texts, problems, strict=True)]
+    return sum(scores) / len(problems)
 
 
-def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[OperandPair]) -> int:
+def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Settings, exclude: set[Problem]) -> int:
     """Trains `model` in place until the check reaches `settings.target`; returns the steps taken."""
-    rng = random.Random(settings.seed)
-    check_pairs = draw_pairs(CHECK_SIZE, rng, exclude)
-    check, exclude = make_batch(tokenizer, check_pairs), exclude | set(check_pairs)
+    rng, task = random.Random(settings.seed), TASKS[settings.task]
+    checked = task.draw(CHECK_SIZE, rng, exclude)
+    check, exclude = make_batch(tokenizer, checked, task), exclude | set(checked)
     in_blocks = {id(p) for p in model.model.layers.parameters() if p.ndim >= 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     others = [p for p in model.parameters() if id(p) not in in_blocks]
@@ -211,7 +226,7 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Setti
     for step in range(1, settings.steps + 1):
         for optimizer, lr in optimizers:
             optimizer.param_groups[0]["lr"] = lr * slow * min(1.0, step / WARMUP_STEPS)
-        tokens, labels = make_batch(tokenizer, draw_pairs(BATCH_SIZE, rng, exclude))
+        tokens, labels = make_batch(tokenizer, task.draw(BATCH_SIZE, rng, exclude), task)
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
@@ -231,11 +246,11 @@ def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, settings: Setti
     return settings.steps
 
 
-def write_data(folder: Path, train: Sequence[OperandPair], test: Sequence[OperandPair]) -> None:
+def write_data(folder: Path, task: Task, train: Sequence[Problem], test: Sequence[Problem]) -> None:
     from datasets import Dataset
 
-    for split, pairs in (("train", train), ("test", test)):
-        rows = [to_row(pair, split, i) for i, pair in enumerate(pairs)]
+    for split, problems in (("train", train), ("test", test)):
+        rows = [task.to_row(problem, split, i) for i, problem in enumerate(problems)]
         Dataset.from_list(rows).to_parquet(str(folder / f"{split}.parquet"))
 
 
@@ -272,11 +287,12 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, settings.experts)
-    pairs = draw_pairs(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
-    train, test = pairs[: settings.train_size], pairs[settings.train_size :]
+    task = TASKS[settings.task]
+    problems = task.draw(settings.train_size + settings.test_size, random.Random(f"data-{settings.seed}"), set())
+    train, test = problems[: settings.train_size], problems[settings.train_size :]
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"warm start: {num_parameters} parameters, to {settings.target:.0%} in {settings.steps} steps at most")
-    steps = warm_start(model, tokenizer, settings, exclude=set(pairs))
+    steps = warm_start(model, tokenizer, settings, exclude=set(problems))
 
     model = model.bfloat16().eval()
     with torch.no_grad():
@@ -284,7 +300,7 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
-    greedy, sampled = (generate_accuracy(model, tokenizer, test, temperature) for temperature in (0.0, 1.0))
+    greedy, sampled = (generate_accuracy(model, tokenizer, test, temperature, task) for temperature in (0.0, 1.0))
     print(f"accuracy on {len(test)} test problems, BF16 weights: greedy {greedy:.1%}, sampled {sampled:.1%}")
     record = {
         "settings": asdict(settings),
@@ -301,7 +317,7 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
                 model.save_pretrained(staging)
                 tokenizer.save_pretrained(staging)
             else:
-                write_data(staging, train, test)
+                write_data(staging, task, train, test)
             files = sorted(path.name for path in staging.iterdir())
             (staging / RECORD).write_text(json.dumps(record | {"key": key, "files": files}, indent=2) + "\n")
             replace_folder(staging, target)
@@ -313,26 +329,31 @@ def make(settings: Settings, output: Path, data: Path) -> dict[str, Any]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the tiny model and its data.")
     default = Settings()
-    parser.add_argument("--output", type=Path, help="the model's folder; models/tiny-qwen3, or -moe, by default")
-    parser.add_argument(
-        "--data", type=Path, default=Path("data/column_addition"), help="the folder of the parquet files"
-    )
+    parser.add_argument("--task", choices=list(TASKS), default=default.task, help="the task that the model learns")
+    parser.add_argument("--output", type=Path, help="the model's folder (models/tiny-qwen3, then -moe and the task)")
+    parser.add_argument("--data", type=Path, help="the folder of the parquet files; data/TASK by default")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--experts", type=int, default=default.experts, help="of a mixture; 0 for a dense model")
-    parser.add_argument("--steps", type=int, default=default.steps, help="most warm-start steps; a few for a test")
-    parser.add_argument("--target", type=float, default=default.target, help="greedy accuracy at which to stop")
+    parser.add_argument("--steps", type=int, help="most warm-start steps; a few for a test")
+    parser.add_argument("--target", type=float, help="greedy accuracy at which to stop")
     parser.add_argument("--train-size", type=int, default=default.train_size, help="rows of train.parquet")
     parser.add_argument("--test-size", type=int, default=default.test_size, help="rows of test.parquet")
     parser.add_argument("--force", action="store_true", help="make both again even if they are there")
     args = parser.parse_args(argv)
-    args.output = args.output or Path("models/tiny-qwen3-moe" if args.experts else "models/tiny-qwen3")
+    task = TASKS[args.task]
+    name = (
+        f"tiny-qwen3{'-moe' if args.experts else ''}{'' if task is QUICKSTART else '-' + task.name.replace('_', '-')}"
+    )
+    args.output, args.data = args.output or Path("models") / name, args.data or Path("data") / task.name
+    args.steps = task.steps if args.steps is None else args.steps
+    args.target = task.target if args.target is None else args.target
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes what is missing or was made with other settings; returns the process exit code."""
     args = parse_arguments(argv)
-    settings = Settings(args.seed, args.experts, args.steps, args.target, args.train_size, args.test_size)
+    settings = Settings(args.seed, args.experts, args.steps, args.target, args.train_size, args.test_size, args.task)
     output, data = args.output.resolve(), args.data.resolve()
     try:
         if not args.force and is_made(output, settings.key()) and is_made(data, settings.data_key()):

@@ -3,10 +3,14 @@
     OMP_NUM_THREADS=1 python scripts/rounding_displacement.py --output result.json
 
 Each row trains one small random model for 200 steps on the same responses, on two gloo ranks: with FP32 masters, with
-BF16 masters and stochastic rounding, and with BF16 masters rounded to nearest. The last is verl's own AdamW on a BF16
-model; Muon without stochastic rounding exists only here. A displacement d is the final weights minus the first ones.
-`projection` is <d, d32> / <d32, d32> with d32 the displacement of the FP32 masters: 1 means that BF16 weights learn as
-much as FP32 weights, 0 that they stand still. `cosine` and `moved` (share of the weights that changed) say how.
+BF16 masters and stochastic rounding, and with BF16 masters rounded to nearest. The ranks run QaRL's engine class for
+verl through verl's `train_batch` and `optimizer_step`, without Ray and without a rollout. To nearest is verl's own
+AdamW on a BF16 model, and QaRL's Muon with its rounding replaced. Muon's rate is 1e-6 * sqrt(128), so that an element
+moves about as far as with AdamW at 1e-6; docs/configs.md says why.
+
+A displacement d is the final weights minus the first ones. `projection` is <d, d32> / <d32, d32> with d32 the
+displacement of the FP32 masters: 1 means that BF16 weights learn as much as FP32 weights, 0 that they stand still.
+`cosine` and `moved` (share of the weights that changed) say how.
 """
 
 # The rank programs of the tests are imported from their folder.
@@ -35,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from qarl.checkpoint.json_file import write_json
 from qarl.metrics.tracker import write_versions
 
-RANKS, LR = 2, 1e-6
+RANKS, LR, SECONDS = 2, 1e-6, 3000
 OURS = {"optimizer_impl": "qarl.optim.optimizer", "optimizer": "MuonAdamW"}
 WIDE = {"seq_clip_ratio_high": 10.0, "neg_seq_clip_ratio_low": 1.0, "neg_seq_clip_ratio_high": 10.0}
 
@@ -44,14 +48,14 @@ def jobs(name: str, steps: int) -> dict[str, dict[str, Any]]:
     """The runs of one optimizer. Bands are wide, because a run whose responses leave them stops learning."""
     # Muon's rate moves an element of these matrices of 128 inputs about as far as AdamW's.
     muon = {"muon_lr": LR * 128**0.5, "muon_momentum": 0.95} if name == "muon" else {}
-    ours = {"optim": OURS | {"override_optimizer_config": {"seed": 1, **muon}}}
+    ours: dict[str, Any] = {"optim": OURS | {"override_optimizer_config": {"seed": 1, **muon}}}
     torchs: dict[str, Any] = {"optim": {}}
     runs = {
         "fp32": ours | {"engine": {"model_dtype": "fp32"}},
         "bf16, stochastic": ours | {"engine": {"model_dtype": "bf16"}},
     }
-    if name == "adamw":
-        runs["bf16, to nearest"] = torchs | {"engine": {"model_dtype": "bf16"}}
+    nearest: dict[str, Any] = torchs if name == "adamw" else ours | {"to_nearest": True}
+    runs["bf16, to nearest"] = nearest | {"engine": {"model_dtype": "bf16"}}
     same = {"quant": QUANT, "bands": BANDS | WIDE, "lr": LR, "micro": 4, "steps": steps}
     return {kind: same | run for kind, run in runs.items()}
 
@@ -68,26 +72,15 @@ def compare(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
     }
 
 
-def to_nearest(start: dict[str, torch.Tensor], steps: int, moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """BF16 weights after `steps` equal parts of a displacement, each added and rounded to nearest."""
-    found = {name: tensor.bfloat16() for name, tensor in start.items()}
-    for _ in range(steps):
-        for name, tensor in found.items():
-            tensor.copy_((tensor.float() + moved[name] / steps).bfloat16())
-    return found
-
-
 def measure(name: str, family: str, steps: int, folder: Path) -> list[dict[str, Any]]:
     model = str(save_random_model(folder, family))
     start = {
         n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters()
     }
     runs = jobs(name, steps)
-    results = dict(zip(runs, run_engine(folder, RANKS, model, make_rows(model), list(runs.values())), strict=True))
+    found = run_engine(folder, RANKS, model, make_rows(model), list(runs.values()), timeout=SECONDS)
+    results = dict(zip(runs, found, strict=True))
     ends = {kind: {n: tensor.float() for n, tensor in found["masters"].items()} for kind, found in results.items()}
-    if name == "muon":
-        moved = {n: ends["fp32"][n] - tensor for n, tensor in start.items()}
-        ends["bf16, to nearest"] = to_nearest(start, steps, moved)
     # Routers and biases of these models are larger than real ones; the matrices are as transformers initialises them.
     names = [n for n in start if n.endswith("proj.weight") or ".experts." in n]
     exact = displacement(start, ends["fp32"], names)

@@ -68,7 +68,7 @@ def train(settings: dict[str, Any], output: Path) -> None:
     kill_at, resume = settings.pop("kill_at", None), settings.pop("resume", None)
     found: dict[str, Any] = {"digests": {}}
 
-    class Record(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    class Record(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             found["digests"][state.global_step] = digest(trainer.policy.quantize())
             if state.global_step == kill_at:
@@ -83,7 +83,7 @@ def train(settings: dict[str, Any], output: Path) -> None:
     found["level"] = trainer.policy.align
     found["masters"] = digest(
         (str(i), value)
-        for i, state in enumerate(trainer.optimizer.state.values())
+        for i, state in enumerate(trainer.create_optimizer().state.values())
         for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
     )
     found["history"] = [one for one in trainer.state.log_history if "loss" in one]

@@ -15,7 +15,7 @@ from checkout import ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-BESIDES = {"e2e", "gpu", "scripts", "support", "verl_backend"}
+BESIDES = {"e2e", "gpu", "scripts", "support", "trl_backend", "verl_backend"}
 """Folders that no package of qarl has: whole runs, what needs a GPU, scripts/, what tests share, and qarl/verl, whose
 name is that of verl itself."""
 

@@ -155,10 +155,11 @@ def _read_record(file: Path) -> Mapping[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
     raise UserError(
-        "the checksums of a rank cannot be read",
+        "QaRL's record of the checksums of this checkpoint cannot be read",
         where=str(file),
-        why=why,
-        fix="export a different step, or delete the file to read the weights unchecked",
+        why=f"{why}; without it, damaged weights would go unnoticed",
+        fix="copy the file again from the machine that wrote the checkpoint, or export a different step. To read the "
+        f"weights without the check, move {file.name} out of the folder",
     )
 
 

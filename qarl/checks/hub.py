@@ -1,8 +1,7 @@
-"""Finds out with one request whether the Hugging Face Hub can be reached. If not, only its local cache is used.
+"""Asks the Hugging Face Hub once whether it can be reached. If it cannot, only the local cache of the Hub is used.
 
-huggingface_hub tries six times with pauses of 1, 2, 4, 8 and 8 seconds before it gives up (`http_backoff` in version
-1.33), and only then uses its cache. On a machine without network, such as a compute node, this happens again for every
-name. Here a single request without repetition decides for the whole process.
+Without a network, huggingface_hub tries a request six times, with pauses of 1, 2, 4, 8 and 8 seconds, before it uses
+its cache (`http_backoff` in version 1.33). It does this for every name. Here one request decides for the whole process.
 
 Importing this module imports neither transformers nor huggingface_hub.
 """
@@ -17,22 +16,21 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3.0
-"""Seconds that the Hub has to answer, including the name lookup."""
+"""Time limit for the Hub's answer in seconds, including the name lookup."""
 CARRIED = Path(__file__).resolve().parents[1] / "bench" / "models"
 """Folder with the config of some public models, NAME/config.json. The benchmarks read layer shapes from these files."""
 _SAME_SIZES = {
     "Qwen/Qwen3-8B-Base": ("Qwen3-8B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
     "Qwen/Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {"max_position_embeddings": 32768, "eos_token_id": 151643}),
 }
-"""Models whose config differs from a config in `CARRIED` only in these numbers."""
+"""Models without a folder in `CARRIED`: name -> (folder of a similar model, the config keys that differ)."""
 
 
 @functools.cache
 def why_unreachable() -> str | None:
     """Return why this machine cannot reach the Hub, or None if the Hub answers. The request is made once per process.
 
-    If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, no request is made. Proxies and HF_ENDPOINT are used as
-    huggingface_hub uses them.
+    If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, no request is made. Proxies and HF_ENDPOINT are respected.
     """
     from huggingface_hub import constants, get_session
 
@@ -56,14 +54,14 @@ def why_unreachable() -> str | None:
 
 
 def loading_options(path: str) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` for `path`. They allow only the cache if the Hub cannot be reached."""
+    """Return keyword arguments for `from_pretrained(path)`. If the Hub cannot be reached, they allow only the cache."""
     if Path(path).is_dir() or not why_unreachable():
         return {}
     return {"local_files_only": True}
 
 
 def carried_config(path: str) -> tuple[str, dict[str, Any]] | None:
-    """Return this package's copy of a public model's config as (name, mapping), or None if it has no copy of `path`."""
+    """Return this package's copy of the config of the Hub model `path` as (name, mapping), or None without a copy."""
     owner, _, name = path.partition("/")
     carried, changes = _SAME_SIZES.get(path, (name, {}))
     file = CARRIED / carried / "config.json"

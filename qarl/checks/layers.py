@@ -1,7 +1,6 @@
-"""Refuses layers that the engine could not run. The checks need only the model's config and run before any loading.
+"""Refuses layers that the engine could not run. The checks need only the model's config, no weights.
 
-vLLM itself refuses CPUs and layer sizes that its kernel does not support, and fused layers of which only a part is
-quantized. But its errors come late, with a traceback, and do not name our keys.
+vLLM refuses most of these layers too, but later, with a traceback, and without naming our config keys.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ W4A16_CPU_MULTIPLE = 32
 FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 Shapes = dict[str, tuple[int, int]]
-"""Maps each linear's name to [N, K], its numbers of output and input features. Linears of all experts are included."""
+"""Name of each linear -> [N, K], its numbers of output and input features. The linears of experts are included."""
 
 
 def check_linears(config: Config, hf_config: Any) -> None:
-    """Raise UserError if the scheme or the engine does not support a layer that `quant` selects. Load no weights."""
+    """Raise UserError if the scheme or the engine does not support a layer that would be quantized."""
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     if not scheme.quantized:
         return
@@ -52,8 +51,8 @@ def select_shapes(shapes: Shapes, scheme: Scheme, ignore: Sequence[str]) -> Shap
         raise UserError(
             f"quant.scheme={scheme.name}, but no layer is left to quantize",
             where="quant.ignore",
-            why=f"it covers all {len(shapes)} linears of the model",
-            fix="name fewer layers, or set quant.scheme=bf16",
+            why=f"quant.ignore matches all {len(shapes)} linears of the model",
+            fix="list fewer layers in quant.ignore, or set quant.scheme=bf16",
         )
     return selected
 
@@ -77,15 +76,15 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError if only a part of a layer that the engine fuses, or only some experts, would be quantized."""
+    """Raise UserError if `ignore` matches only some linears of a fused layer, or only some experts of a layer."""
     names = list(names)
     for entry in ignore:
         owner, _, leaf = entry.rpartition(".")
         if leaf in FUSED_LAYERS and not entry.startswith("re:"):
             raise UserError(
-                f"{entry} is vLLM's name; the checkpoint has no such layer",
+                f"{entry} is vLLM's name for a fused layer, which the checkpoint does not have",
                 where="quant.ignore",
-                why="vLLM would keep this fused layer in BF16, but the trainer would quantize its parts",
+                why="vLLM would keep this layer in BF16, but the trainer would quantize its separate layers",
                 fix=f"name {', '.join(f'{owner}.{part}' for part in FUSED_LAYERS[leaf])}",
             )
     split: dict[str, list[str]] = {"ignored": [], "quantized": []}
@@ -98,8 +97,8 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
         raise UserError(
             "quant.ignore splits layers that the engine fuses into one",
             where=f"ignored: {name_layers(split['ignored'])}; quantized: {name_layers(split['quantized'])}",
-            why="vLLM loads q_proj, k_proj and v_proj as one layer, and gate_proj and up_proj as one layer. A fused "
-            "layer is quantized whole or not at all",
+            why="vLLM fuses q_proj, k_proj and v_proj into one layer, and gate_proj and up_proj into another. It "
+            "quantizes a fused layer whole or not at all",
             fix="name either all layers of a fused group in quant.ignore or none of them",
         )
     resolved = resolve_ignored(names, ignore)
@@ -107,7 +106,7 @@ def check_fused_layers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raise UserError unless `ignore` covers all routers of experts. vLLM would quantize routers outside `ignore`."""
+    """Raise UserError if `ignore` does not match all routers of experts, because vLLM would quantize the others."""
     routers = dict.fromkeys(f"{name.partition('.experts.')[0]}.gate" for name in names if ".experts." in name)
     if quantized := [name for name in routers if not is_ignored(name, ignore)]:
         raise UserError(
@@ -119,7 +118,7 @@ def check_routers(names: Iterable[str], ignore: Sequence[str]) -> None:
 
 
 def fused_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group `names` by engine layer. Return a dict from each engine layer's name to the names of its parts."""
+    """Return a dict: name of each layer in the engine -> those of `names` that the engine fuses into this layer."""
     fused_name = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -135,7 +134,8 @@ def check_group_size(shapes: Shapes, scheme: Scheme) -> None:
         raise UserError(
             f"quant.group_size={scheme.group_size} does not divide {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"weights are grouped along the input dimension; these layers have {', '.join(map(str, sizes))} inputs",
+            why="weights are grouped along the input dimension, and these layers have "
+            f"{', '.join(map(str, sizes))} inputs",
             fix="choose a quant.group_size that divides every input size, or add these layers to quant.ignore",
         )
 
@@ -147,8 +147,8 @@ def check_engine_shapes(shapes: Shapes) -> None:
         raise UserError(
             f"vLLM's W4A16 kernel for CPUs does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. vLLM adds up the output sizes of "
-            f"q_proj, k_proj and v_proj, and of gate_proj and up_proj. These weights are {found}",
+            why=f"input and output sizes must be multiples of {W4A16_CPU_MULTIPLE}. In a fused layer (q, k and v, or "
+            f"gate and up), this applies to the sum of the output sizes. These weights are {found}",
             fix="add these layers to quant.ignore, or use another model or quant.scheme=bf16",
         )
 
@@ -156,19 +156,19 @@ def check_engine_shapes(shapes: Shapes) -> None:
 def check_tile_shapes(shapes: Shapes) -> None:
     """Raise UserError for int8 layers that vLLM's AMX kernel would refuse.
 
-    vLLM uses that kernel if N is a multiple of 16, but the kernel itself needs a multiple of 32.
+    vLLM uses that kernel if N is a multiple of 16, but the kernel requires a multiple of 32.
     """
     if bad := _refused(shapes, lambda n, k: n % 32 == 16 and k % 32 == 0):
         raise UserError(
             f"vLLM's int8 kernel for CPUs with AMX does not support {len(bad)} of {len(shapes)} layers",
             where=name_layers(bad),
-            why="after vLLM has fused them, the output size of each layer is a multiple of 16, but not of 32",
+            why="the output size of each layer, after vLLM has fused layers, is a multiple of 16 but not of 32",
             fix="add these layers to quant.ignore, or use another model or quant.scheme",
         )
 
 
 def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
-    """Return the names of the linears in those layers of vLLM, fused or not, whose [N, K] `refuses` rejects."""
+    """Return the names of all linears in layers that `refuses` rejects. It is called with [N, K] after fusing."""
     bad: list[str] = []
     for members in fused_groups(shapes).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
@@ -179,7 +179,7 @@ def _refused(shapes: Shapes, refuses: Callable[[int, int], bool]) -> list[str]:
 
 def name_layers(names: Iterable[str]) -> str:
     """Return `names` as text. Names that differ only in the layer number are joined: `model.layers.0-27.mlp.down_proj`.
-    `*` stands for the number of an expert."""
+    `*` replaces the number of an expert."""
     numbers: dict[str, list[int]] = {}
     for name in dict.fromkeys(re.sub(r"[.]experts[.][0-9]+[.]", ".experts.*.", name) for name in names):
         match = re.search(r"(?<=[.])\d+(?=[.])", name)

@@ -19,7 +19,7 @@ KV_BLOCK = 128
 def check_kv_cache(config: Config, hf_config: Any) -> None:
     """Raise UserError if vLLM's KV cache on a CPU is too small for one sequence of full length.
 
-    In this case vLLM would not start. Its own message names gpu_memory_utilization, which has no effect on a CPU.
+    vLLM would not start, and its error would name gpu_memory_utilization, which has no effect on a CPU.
     """
     if not runs_on_cpu(config.backend):
         return
@@ -33,12 +33,12 @@ def check_kv_cache(config: Config, hf_config: Any) -> None:
     given = config.rollout.cpu_kvcache_space_gib
     if int(given * GIB) < needed:
         raise UserError(
-            f"rollout.cpu_kvcache_space_gib={given:g} does not hold one sequence of {length} tokens",
+            f"rollout.cpu_kvcache_space_gib={given:g} is too small for one sequence of {length} tokens",
             where="rollout.cpu_kvcache_space_gib",
-            why=f"max_prompt_length + max_response_length take {readable(needed)} of vLLM's KV cache: {blocks} blocks "
-            f"of {KV_BLOCK} tokens, one of which vLLM keeps free",
-            fix=f"set it to {math.ceil(needed / GIB * 1000) / 1000:g} or more for each sequence that vLLM decodes at "
-            "the same time",
+            why=f"max_prompt_length + max_response_length need {readable(needed)} of vLLM's KV cache: {blocks} blocks "
+            f"of {KV_BLOCK} tokens, including one that vLLM keeps free",
+            fix=f"set it to at least {math.ceil(needed / GIB * 1000) / 1000:g} for each sequence that vLLM should "
+            "decode at the same time",
         )
 
 

@@ -17,7 +17,7 @@ CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
-"""Maps each scheme that only some CPUs can run to the instruction sets that it needs, and the reason."""
+"""Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
 
 
 def check_engine_installed() -> None:
@@ -30,7 +30,7 @@ def check_engine_installed() -> None:
 
 
 def cpu_flags() -> set[str]:
-    """Return this CPU's instruction sets in Linux's spelling, or an empty set on ARM or systems other than Linux."""
+    """Return the instruction sets of this CPU, as Linux names them. The set is empty on ARM and without Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -39,7 +39,7 @@ def cpu_flags() -> set[str]:
 
 
 def check_cpu(config: Config) -> None:
-    """Raise UserError if the run uses the CPU and this CPU cannot make rollouts with `quant.scheme`."""
+    """Raise UserError if the rollouts of this run would be on a CPU that cannot make them with `quant.scheme`."""
     scheme = config.quant.scheme
     if not runs_on_cpu(config.backend):
         return
@@ -47,7 +47,7 @@ def check_cpu(config: Config) -> None:
         raise UserError(
             "vLLM does not run w4a8 on a CPU",
             where="quant.scheme",
-            why="it would accept the weights but run its W4A16 kernel with BF16 activations, without a warning",
+            why="vLLM would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
             fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
         )
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
@@ -55,7 +55,7 @@ def check_cpu(config: Config) -> None:
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",
             where="quant.scheme=w4a16",
             why="vLLM would round the activations to int8 and multiply integers, but the trainer would not",
-            fix="unset VLLM_CPU_INT4_W4A8; QaRL itself then sets it to 0",
+            fix="unset VLLM_CPU_INT4_W4A8, so that QaRL sets it to 0",
         )
     needed, why = CPU_FLAGS.get(scheme, ((), ""))
     if missing := [flag for flag in needed if flag not in (flags := cpu_flags())]:
@@ -63,5 +63,5 @@ def check_cpu(config: Config) -> None:
             f"this CPU cannot run quant.scheme={scheme}: it lacks {' and '.join(missing)}",
             where="quant.scheme",
             why=why + ("" if flags else "; /proc/cpuinfo lists no flags here, perhaps because the CPU is not x86"),
-            fix="set quant.scheme=bf16, or use a CPU that has them (Intel since Ice Lake, AMD since Zen 4) or a GPU",
+            fix="set quant.scheme=bf16, or use a GPU or a newer CPU (Intel since Ice Lake, AMD since Zen 4)",
         )

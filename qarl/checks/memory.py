@@ -28,16 +28,36 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 3 * GIB // 2
 """A rough allowance for a process's libraries, CUDA context and communication buffers."""
+OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
+"""verl's keys that move masters and optimizer state to host memory while they are not used."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per GPU (on CPU per rank) of each part, the engine's weights, the KV cache, and one token in that cache."""
+    """Bytes per GPU (on CPU per rank) of each part, the engine's weights, the KV cache, and one token in that cache.
+
+    `host`: what a GPU's processes keep in host memory besides. On a CPU this is among `parts`. `processes`: the number
+    of GPUs on one machine."""
 
     parts: tuple[Part, ...]
     engine_weights: int
     kv_cache: int
     kv_bytes_per_token: int
+    host: tuple[Part, ...] = ()
+    processes: int = 1
+
+    @property
+    def host_total(self) -> int:
+        """Bytes of `host` on one machine."""
+        return self.processes * sum(part.bytes for part in self.host)
+
+    def host_lines(self) -> list[str]:
+        """Return one line for each part in host memory, and their sum on one machine. Empty if there are none."""
+        if not self.host:
+            return []
+        lines = [f"{part.name}: {readable(part.bytes)} for each GPU" for part in self.host]
+        many = f", {self.processes} GPUs" if self.processes > 1 else ""
+        return [*lines, f"together on one machine{many}: {readable(self.host_total)}"]
 
     def total(self, phase: str) -> int:
         return sum(part.bytes for part in self.parts if phase in part.phases)
@@ -97,12 +117,20 @@ def estimate(
         *terms.activations(size, config, align),
         *terms.logits(size, config),
         *engine,
-        *terms.kept(size, config, device),
+        *(terms.kept(size, config) if device == "cpu" else ()),
         Part("libraries and runtime (allowance)", RUNTIME_BYTES),
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    return MemoryEstimate(found, engine_weights, kv_cache, size.kv_bytes_per_token(parallel))
+    on_host = [*terms.kept(size, config), *terms.offloaded(size, config, offload)] if device == "cuda" else []
+    return MemoryEstimate(
+        found,
+        engine_weights,
+        kv_cache,
+        size.kv_bytes_per_token(parallel),
+        tuple(part for part in on_host if part.bytes),
+        config.trainer.n_gpus_per_node if config.backend == "verl" else 1,
+    )
 
 
 def checkpoint_bytes(size: ModelSize, config: Config) -> dict[str, int]:

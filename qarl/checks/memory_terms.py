@@ -12,10 +12,13 @@ full length, V the vocabulary and H the hidden size.
                   copies in a kernel's layout; and the dequantized weights of the backward.
     activations   what autograd saves for each token: everything in all blocks. With recomputation, H numbers of each
                   block and everything in one block.
-    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (18 with verl, which also wants
-                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 12 bytes per logit. If there are
+    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also wants
+                  entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, it needs 18 bytes for that many, and 4 for each weight of lm_head.
     engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
+    kept          for delta publishes, in host memory: the published tensors of the whole model, once in the engine's
+                  worker and with verl once more in the trainer's process.
+    offloaded     in host memory, if verl offloads: masters and moments divided by R.
 """
 
 from __future__ import annotations
@@ -196,24 +199,31 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
         length = data.max_prompt_length + data.max_response_length
         tokens = [count // length * data.max_response_length for count in tokens]
     forward, backward = (count * size.vocab for count in tokens)
-    update = 12 * backward
+    update = 14 * backward
     if backward > LOGITS_AT_A_TIME:
         update = 18 * LOGITS_AT_A_TIME + 4 * size.vocab * size.hidden
-    each = 18 if config.backend == "verl" else 10
+    each = 8 if config.backend == "verl" else 10
     return [
         Part("logits, log-probs", each * min(forward, LOGITS_AT_A_TIME), ("old_log_prob",)),
         Part("logits, update", update, ("update",)),
     ]
 
 
-def kept(size: ModelSize, config: Config, device: str) -> list[Part]:
-    """Return the published tensors that both sides keep for delta publishes. They are in host memory, so they count
-    only on a CPU. The local trainer keeps none, because it compares new tensors with those that the engine keeps."""
-    if device != "cpu" or config.publish.delta == "off":
+def kept(size: ModelSize, config: Config) -> list[Part]:
+    """Return the published tensors that both sides keep in host memory for delta publishes: a trainer process, and the
+    engine's worker beside it. The local trainer keeps none, because it compares with those that the engine keeps."""
+    if config.publish.delta == "off":
         return []
     one = sum(published(size, config).values())
     ours = [Part("kept for delta publishes: trainer", one)] if config.backend == "verl" else []
     return [*ours, Part("kept for delta publishes: engine", one)]
+
+
+def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
+    """Return the part in host memory for masters and moments while they are not used."""
+    masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
+    both = (masters + optimizer_state(size, config)) // ranks(config)
+    return [Part("masters and optimizer state, offloaded", both if offload else 0)]
 
 
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:

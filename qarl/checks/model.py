@@ -1,4 +1,4 @@
-"""Checks that trainer and engine build the same model from a config, before anything is loaded.
+"""Checks that trainer and engine build the same model from a config. No weights are loaded.
 
 The local trainer, verl's launcher and the doctor all call the same function.
 """
@@ -25,13 +25,13 @@ _WHERE = "model.path: config.json"
 
 def check_model(hf_config: Any) -> None:
     """Raise UserError if the engine cannot serve the model, if engine and trainer read its config differently, or if
-    the model's family is not among those tested. The error names the family, architecture, layer or key, and why."""
+    its family is not tested."""
     check_served(hf_config)
     check_family(hf_config)
 
 
 def check_served(hf_config: Any) -> None:
-    """Make all checks of `check_model` except `check_family`. Any family passes whose layers QaRL can publish."""
+    """Make all checks of `check_model` except `check_family`, so that untested families pass, too."""
     check_architecture(hf_config)
     check_config_keys(hf_config)
     check_outputs(hf_config)
@@ -41,7 +41,8 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family, and a note if `quant.align` falls back."""
+    """Print a note with the measured mismatch of the model's family. Print another if the applied level is lower than
+    `quant.align`."""
     if lower := lower_level(config, hf_config):
         note(lower)
     if shown := shown_mismatch(hf_config):
@@ -49,7 +50,7 @@ def report_level(config: Config, hf_config: Any) -> None:
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:
-    """Return a sentence that says why the applied level is below `quant.align`, or None if it is not."""
+    """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
     device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
     level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
     if level == config.quant.align:
@@ -58,14 +59,14 @@ def lower_level(config: Config, hf_config: Any) -> str | None:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Raise UserError unless vLLM has its own class for the model, and trainer and engine load the same model."""
+    """Raise UserError if vLLM has no native class for the model, or if the two sides would load different ones."""
     name = trainer_class(hf_config)
     named = list(getattr(hf_config, "architectures", None) or [])
     if named and named[0] != name:
         raise UserError(
             f"the engine would run {named[0]}, but the trainer would run {name}",
             where=f"{_WHERE}: architectures, model_type={hf_config.model_type!r}",
-            why="vLLM picks its class by architectures, transformers by model_type",
+            why="vLLM chooses a class by the key architectures, but transformers by the key model_type",
             fix=f"correct the wrong key; {name} belongs to model_type {hf_config.model_type!r}",
         )
     if hf_config.model_type in FAMILIES or vllm_missing():
@@ -75,14 +76,14 @@ def check_architecture(hf_config: Any) -> None:
         raise UserError(
             f"vLLM has no class for {name}, so it cannot make the rollouts",
             where=_WHERE,
-            fix=f"train a model that vLLM serves; those of {', '.join(FAMILIES)} are tested",
+            fix=f"train a model that vLLM serves; the tested families are {', '.join(FAMILIES)}",
         )
     if module.rpartition(".")[2] == "transformers" or ".transformers." in module:
         raise UserError(
             f"vLLM serves {name} only through transformers, so it is refused",
             where=_WHERE,
-            why="vLLM's class for transformers models names layers differently, and publishing to it is not tested",
-            fix=f"train a model that vLLM has a class for; those of {', '.join(FAMILIES)} are tested",
+            why="vLLM's transformers backend names layers differently, and publishing to it is not tested",
+            fix=f"train a model that vLLM has a class for; the tested families are {', '.join(FAMILIES)}",
         )
 
 
@@ -107,7 +108,7 @@ def trainer_class(hf_config: Any) -> str:
 
 
 def check_outputs(hf_config: Any) -> None:
-    """Raise UserError for config keys that make transformers' model return something that the trainer cannot read."""
+    """Raise UserError for config keys that make transformers return outputs that the trainer cannot read."""
     for key, default, why in (
         ("return_dict", True, "the trainer reads `logits` by name from the model's output"),
         ("output_attentions", False, "the trainer does not compute attention weights"),
@@ -118,20 +119,19 @@ def check_outputs(hf_config: Any) -> None:
             f"{key}={getattr(hf_config, key)!r} in the model's config is refused",
             where=_WHERE,
             why=why,
-            fix="delete the key from config.json: it changes what a model returns, not what it computes",
+            fix="delete the key from config.json; the model then computes the same logits",
         )
 
 
 def check_checkpoint_layers(model: nn.Module, model_type: str) -> None:
-    """Raise UserError if the checkpoint itself holds fused layers, because QaRL publishes their parts one by one."""
+    """Raise UserError if the checkpoint has fused layers. QaRL publishes q_proj, k_proj and so on separately."""
     fused = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} & set(FUSED_LAYERS))
     if fused:
         raise UserError(
-            f"models of the family {model_type} are refused: their checkpoints hold {' and '.join(fused)} as one layer",
+            f"models of the family {model_type} are refused: their checkpoints have fused layers ({', '.join(fused)})",
             where=_WHERE,
-            why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as separate layers, and "
-            "vLLM fuses them",
-            fix=f"train a model of a different family; those of {', '.join(FAMILIES)} are tested",
+            why="QaRL quantizes and publishes q_proj, k_proj, v_proj, gate_proj and up_proj as separate layers",
+            fix=f"train a model of a different family; the tested families are {', '.join(FAMILIES)}",
         )
 
 
@@ -144,6 +144,6 @@ def check_not_quantized(config: Config, hf_config: Any) -> None:
     raise UserError(
         f"the model in {config.model.path!r} is already quantized ({found.get('quant_method', 'unknown method')})",
         where="model.path: quantization_config in its config.json",
-        why="training updates BF16 master weights and quantizes them itself, but this model has only quantized weights",
+        why="training updates BF16 master weights and quantizes them itself",
         fix="give the original BF16 checkpoint; quant.scheme says how training quantizes it",
     )

@@ -10,14 +10,14 @@ from qarl.checks import hub
 from qarl.errors import UserError
 
 MOST = {"num_hidden_layers": 10_000, "num_labels": 1_000_000}
-"""Largest plausible values of some keys of config.json. transformers builds a list of that length for each of them."""
+"""Largest plausible values of some keys of config.json. For each key, transformers builds a list of that length."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Return the tokenizer and the Hugging Face config of a model folder or Hub name.
 
-    Code in the folder runs only if `trust_remote_code` is true. transformers' own default is to ask on standard input.
+    Code in the folder runs only if `trust_remote_code` is true.
     """
     from transformers import AutoTokenizer
 
@@ -34,7 +34,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[Any, Any
 
 
 def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
-    """Return only the Hugging Face config, which needs neither tokenizer nor weights."""
+    """Return the Hugging Face config of a model folder or Hub name. This reads neither tokenizer nor weights."""
     from transformers import AutoConfig
 
     check_model_folder(path)
@@ -48,9 +48,9 @@ def load_hf_config(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def hf_config_or_carried(path: str, trust_remote_code: bool = False) -> tuple[Any, UserError | None]:
-    """Return the model's config and None, or, if the Hub cannot be reached, QaRL's copy and the error from loading.
+    """Return the model's config and None. If the Hub cannot be reached, return QaRL's copy of the config and the error.
 
-    The copy is sufficient to compute sizes and to make checks, but not to train.
+    The copy is enough for sizes and checks, but not for training.
     """
     from transformers import AutoConfig
 
@@ -108,7 +108,7 @@ def _unreadable(path: str, error: Exception) -> UserError:
             f"the model in {path!r} contains Python code, which is not run",
             where="model.trust_remote_code=false",
             why="its config.json or tokenizer_config.json names Python files (auto_map), and transformers has no class "
-            "for it; such code runs with all your rights",
+            "for this model. Such code would run with all your rights",
             fix="give a model that transformers knows; or read the code, and set model.trust_remote_code=true",
         )
     if not Path(path).is_dir() and (unreachable := hub.why_unreachable()):

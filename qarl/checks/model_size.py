@@ -1,6 +1,4 @@
-"""Sizes of a model, from its config alone: shapes of the linears, numbers of weights, and bytes of one weight in the
-layouts that travel and that kernels read. Pure arithmetic without torch.
-"""
+"""Computes the sizes of a model from its config: shapes, numbers of weights and bytes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a Llama-like or Qwen3-MoE model, as its config gives them. `sparse_layers`: layers with experts."""
+    """Sizes of a Llama-like or Qwen3-MoE model, as in its config. `sparse_layers`: indices of layers with experts."""
 
     layers: int
     hidden: int
@@ -70,7 +68,7 @@ class ModelSize:
         return self.kv_heads * self.head_dim
 
     def block_linears(self, layer: int) -> dict[str, Shape]:
-        """Return name -> [N, K] for all linears of a decoder block, including those of experts, except the router."""
+        """Return name -> [N, K] for all linears of a decoder block. Experts are included, the router is not."""
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": self.query_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
         linears = {f"{prefix}self_attn.{name}": (n, self.hidden) for name, n in attention.items()}
@@ -87,7 +85,7 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of weights in the input and output embeddings, which are counted once if they are tied."""
+        """Number of weights in the input and output embeddings. Tied embeddings count once."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property

@@ -1,9 +1,8 @@
 """The list of all checks of a run that need no weights. The cheapest checks come first.
 
-The local trainer and verl make all of them before a run starts (`check_run`). The doctor first reports by topic, in
-more detail. Then it makes these checks too, so its findings include everything that would stop a run.
+Both backends make these checks before a run starts (`check_run`). The doctor makes them after its own report.
 
-Parts that several checks need (tokenizer, prompts, reward function) are loaded when the first check asks for them.
+The tokenizer, the prompts and the reward function are loaded when a check first needs them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
+from qarl.checks.head import check_head
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
@@ -22,7 +22,7 @@ from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
 from qarl.checks.tensor_parallel import check_tensor_parallel
-from qarl.checks.verl_plugin import check_plugin_installed, refuse_hidden_code
+from qarl.checks.verl_plugin import check_no_new_trl, check_plugin_installed, refuse_hidden_code
 from qarl.checks.weight_files import check_weight_files
 from qarl.config import Config
 from qarl.data.prompts import PromptDataset, PromptSampler, check_vocabulary
@@ -34,7 +34,7 @@ from qarl.rollout import vllm_plugin
 
 
 class RunInputs:
-    """The inputs that a run reads before its weights. A property raises `UserError` if its input is unusable."""
+    """The inputs of a run, except the weights. A property raises `UserError` if its input is unusable."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -84,10 +84,12 @@ CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
+    Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),
+    Check("lm_head", lambda run: check_head(run.config, run.hf_config)),
     Check("rows", lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding)),
     Check("experts", lambda run: _check_experts(run)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),

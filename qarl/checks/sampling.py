@@ -1,4 +1,4 @@
-"""Settings for sampling responses, and a check that the trainer's log-probs match that sampling."""
+"""Sampling settings of training responses, and a check that the trainer can compute log-probs for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qarl.kernels.kept import Truncation, packed_width
 from qarl.rollout.engine import SamplingConfig, sampling_params
 
 KEPT_GIB = 4.0
-"""Limit, in GiB, on the memory for one batch's masks of the tokens that top-p or top-k keep."""
+"""Memory limit in GiB for the masks of one batch. A mask says which tokens top-p or top-k keep."""
 
 
 def sampling_config(config: Config, *, top_tokens: bool = False) -> SamplingConfig:
@@ -24,7 +24,7 @@ def truncation(config: Config) -> Truncation:
 
 
 def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
-    """Raise UserError if the trainer's log-probs would not describe how the engine samples.
+    """Raise UserError if the trainer cannot compute log-probs for the engine's sampling, or needs too much memory.
 
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
     """
@@ -34,20 +34,20 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
     where = f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k}"
     if level not in ("model", "exact"):
         raise UserError(
-            "the trainer cannot follow the engine's top-p or top-k here",
+            f"the trainer cannot apply the engine's top-p or top-k at alignment level {level}",
             where=where,
-            why=f"quant.align={config.quant.align} fell back to {level}, whose logits differ from the engine's, so the "
-            "trainer would keep different tokens",
+            why=f"quant.align={config.quant.align} fell back to {level}. At this level, the trainer's logits differ "
+            "from the engine's, so the trainer would keep different tokens",
             fix="set rollout.top_p=1 and rollout.top_k=-1",
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30
     if gib > KEPT_GIB:
         raise UserError(
-            f"the sets of tokens that top-p or top-k keep may take {gib:.1f} GiB, but only {KEPT_GIB:.0f} are allowed",
+            f"the sets of tokens that top-p or top-k keep may need {gib:.1f} GiB; the limit is {KEPT_GIB:.0f} GiB",
             where=where,
-            why=f"each of up to {config.data.max_response_length} tokens in {responses} responses needs one bit for "
-            f"each of {vocabulary} tokens of the vocabulary, because the sets stay fixed for the whole update",
+            why=f"there are {responses} responses of up to {config.data.max_response_length} tokens, and each token "
+            f"needs a set of {vocabulary} bits (one per vocabulary entry) until the update is finished",
             fix="set rollout.top_p=1 and rollout.top_k=-1, or lower data.train_batch_size, rollout.n or "
             "data.max_response_length",
         )

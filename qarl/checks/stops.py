@@ -1,9 +1,8 @@
 """Checks whether tokenizer and model agree about the tokens at which vLLM ends a response.
 
 vLLM stops at the tokenizer's EOS and at every `eos_token_id` of generation_config.json. If that file is missing, it
-uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). The trainer learns
-from all tokens that the engine returned, including the last one, so its masks always fit the responses. But if an id
-belongs to a different tokenizer, responses may end at the wrong place, or may never end.
+uses the ids of config.json instead (`SamplingParams.update_from_generation_config` in vLLM 0.29). If one of these ids
+belongs to a different tokenizer, responses may end too early or never.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def check_stops(path: str, tokenizer: Any, hf_config: Any) -> list[str]:
         for token in unused:
             _check_token(token, tokenizer, "config.json")
         warnings.append(
-            f"eos_token_id of config.json, {_names(tokenizer, unused)}, ends no response, because vLLM reads "
+            f"no response ends at {_names(tokenizer, unused)}, the eos_token_id of config.json, because vLLM reads "
             f"{_GENERATION} instead"
         )
     return warnings
@@ -107,5 +106,5 @@ def _unreadable(path: str, error: Exception) -> UserError:
         f"{_GENERATION} of {path!r} cannot be read",
         where="model.path",
         why=" ".join(f"{type(error).__name__}: {error}".split())[:400],
-        fix="write it again, or delete it: config.json then says where responses end",
+        fix="write the file again, or delete it; without it, config.json says where responses end",
     )

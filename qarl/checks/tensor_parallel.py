@@ -1,9 +1,13 @@
 """Refuses models that vLLM could not split over the workers of an engine, and quantization groups that it would cut.
 
-vLLM splits q, k, v, gate and up along N, and o and down along K. All weights along K that share a scale must be on one
-worker. Key and value heads are split if there are enough and repeated otherwise (vllm: QKVParallelLinear). The
-vocabulary is padded to a multiple of 64 and then split. vLLM refuses the same sizes itself, but only in a worker, after
-the weights of the trainer were loaded, and its message does not name our keys.
+vLLM splits a model as follows:
+
+- q, k, v, gate and up are split along N. If there are fewer key-value heads than workers, these heads are repeated
+  (vllm: QKVParallelLinear).
+- o and down are split along K. Weights along K that share a scale must be on one worker.
+- The vocabulary is padded to a multiple of 64 and then split.
+
+vLLM refuses the same sizes, but only after the trainer has loaded its weights, and without naming our config keys.
 """
 
 from __future__ import annotations
@@ -21,15 +25,15 @@ KEY = "rollout.tensor_model_parallel_size"
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 """Linears that are split along K; all other linears of a block are split along N. The last two are Falcon's."""
 REPLICATED = (".gate", ".shared_expert_gate")
-"""Routers, which every worker holds whole."""
+"""Routers. They are not split, so every worker has a full copy."""
 VOCABULARY_PADDING = 64
 SIZES = (1, 2, 3, 4, 6, 8, 16)
 """Numbers of workers that an error may suggest."""
 
 
 class SplitModel(NamedTuple):
-    """The parts of a model that matter for splitting it. `linears`: [N, K] of all linears of the decoder layers.
-    `quantized`: those that are quantized with `scheme`. `on_cpu`: whether the engine runs on CPUs."""
+    """The sizes of a model that matter for splitting it. `linears`: [N, K] of all linears of the decoder layers.
+    `quantized`: the linears that are quantized with `scheme`. `on_cpu`: whether the engine runs on CPUs."""
 
     heads: int
     kv_heads: int
@@ -40,7 +44,7 @@ class SplitModel(NamedTuple):
     on_cpu: bool
 
     def problems(self, workers: int) -> list[UserError]:
-        """Return one error for each reason why vLLM cannot split the model over so many workers."""
+        """Return one error for each reason why vLLM cannot split the model over `workers` workers."""
         if workers == 1:
             return []
         found = [*self._heads(workers), *self._vocabulary(workers), *self._widths(workers), *self._groups(workers)]
@@ -49,7 +53,7 @@ class SplitModel(NamedTuple):
         return [UserError(f"{KEY}={workers}: {what}", where=where, why=why, fix=fix) for what, where, why in found]
 
     def parts(self, workers: int) -> Shapes:
-        """Return [N, K] of the part of each quantized linear that a worker has, if the model can be split."""
+        """Return [N, K] of each quantized linear on one worker. Call this only if the model can be split."""
         found: Shapes = {}
         for name, (n, k) in self.quantized.items():
             if name.endswith(ROW_PARALLEL):
@@ -62,31 +66,31 @@ class SplitModel(NamedTuple):
     def _heads(self, workers: int) -> list[Problem]:
         found = []
         if self.heads % workers:
-            where, why = "num_attention_heads", "a worker of the engine holds whole heads"
-            found.append((f"{self.heads} attention heads do not split", where, why))
+            where, why = "num_attention_heads", "each worker of the engine needs the same number of whole heads"
+            found.append((f"{self.heads} attention heads do not split evenly", where, why))
         if self.kv_heads % workers and workers % self.kv_heads:
-            why = "vLLM gives each worker whole kv heads, or repeats each on the same number of workers"
-            found.append((f"{self.kv_heads} key-value heads do not split", "num_key_value_heads", why))
+            why = "vLLM gives each worker the same number of whole heads, or repeats each head on equally many workers"
+            found.append((f"{self.kv_heads} key-value heads do not split evenly", "num_key_value_heads", why))
         return found
 
     def _vocabulary(self, workers: int) -> list[Problem]:
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         if padded % workers == 0:
             return []
-        why = f"vLLM pads it to a multiple of {VOCABULARY_PADDING}, then splits it into equal parts"
-        return [(f"a vocabulary of {self.vocabulary} (padded: {padded}) does not split", "vocab_size", why)]
+        why = f"vLLM pads the vocabulary to a multiple of {VOCABULARY_PADDING}, then splits it into equal parts"
+        return [(f"a vocabulary of {self.vocabulary} (padded: {padded}) does not split evenly", "vocab_size", why)]
 
     def _widths(self, workers: int) -> list[Problem]:
-        """Sizes that cannot be split, except those of attention, which `_heads` checks."""
+        """Return a problem for each width that cannot be split. `_heads` checks those of attention."""
         split = {name: k if name.endswith(ROW_PARALLEL) else n for name, (n, k) in self.linears.items()}
         bad = [name for name, size in split.items() if ".self_attn." not in name and size % workers]
         if not bad:
             return []
-        what = f"a width of {split[bad[0]]} does not split in {len(bad)} layers"
-        return [(what, layers.name_layers(bad), "every worker holds an equal part")]
+        what = f"{len(bad)} layers do not split evenly; the first has a width of {split[bad[0]]}"
+        return [(what, layers.name_layers(bad), "every worker needs an equal part")]
 
     def _groups(self, workers: int) -> list[Problem]:
-        """Layers that are split along K into parts that are not multiples of the group size."""
+        """Return a problem if splitting layers along K would cut quantization groups."""
         group = self.scheme.group_size
         if not group:
             return []
@@ -123,14 +127,13 @@ Problem = tuple[str, str, str]
 
 
 def check_tensor_parallel(config: Config, hf_config: Any) -> None:
-    """Raise UserError if vLLM cannot split the model over `rollout.tensor_model_parallel_size` workers. Needs no
-    weights."""
+    """Raise UserError if vLLM cannot split the model over `rollout.tensor_model_parallel_size` workers."""
     workers, ranks = config.rollout.tensor_model_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if ranks % workers:
         raise UserError(
-            f"{KEY}={workers}: {ranks} ranks do not split into engines of {workers} workers",
+            f"{KEY}={workers}: {ranks} ranks cannot be divided into engines of {workers} workers",
             where="trainer.nnodes * trainer.n_gpus_per_node",
-            why="verl gives each engine as many ranks as it has workers",
+            why="in verl, each worker of an engine needs one rank",
             fix=f"choose a divisor of {ranks}",
         )
     if workers > 1:

@@ -1,6 +1,6 @@
-"""Checks the weight files of a local model folder. It reads only their headers and loads no weights.
+"""Checks the weight files of a local model folder. Only their headers are read.
 
-`Policy.load` raises the same errors if it finds these faults later, while it loads the weights.
+`Policy.load` raises the same errors for faults that it finds while it loads the weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def has_weights(path: str) -> bool:
 
 
 def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> int | None:
-    """Compare the stored tensors with the model that config.json describes, and return how many were compared.
+    """Compare the stored tensors with the model that config.json describes. Return the number of compared tensors.
 
-    If the files hold fewer than half of the model's tensor names, compare nothing and return None. Otherwise, raise
-    UserError if a tensor of the model is missing or has a different shape.
+    If more than half of the model's tensor names are missing, compare nothing and return None. Otherwise, raise
+    UserError if a tensor is missing or has a different shape.
     """
     model = meta_model(hf_config, trust_remote_code=trust_remote_code)
     tied = tied_names(model)
@@ -72,7 +72,7 @@ def check_stored_tensors(path: str, hf_config: Any, *, trust_remote_code: bool =
 
 
 def check_weight_files(path: str) -> None:
-    """Raise UserError if a safetensors file of a local model cannot be opened. Read only headers, not weights."""
+    """Raise UserError if a safetensors file of a local model cannot be opened."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

@@ -58,6 +58,10 @@ _BAND = "the band is so wide that it does not limit how far an update moves a se
 _NARROW = "the band is narrower than rounding errors, so almost every response is outside after the first update"
 _STEPS = "the run would not end"
 _MACHINES = "no run uses that many machines"
+_CLIP = "the ratio is hardly limited, so a few tokens could outweigh the rest of the batch"
+_CLIPPED = "almost every token is clipped after the first update"
+_WEIGHT = "a single token or response could outweigh the rest of the batch"
+_BOUNDED = "even tokens without a mismatch are out of bounds"
 _INT4 = ("quant.scheme", "w4a16", "w4a8")
 _MUON = ("optim.name", "muon")
 _MEMORY = "no micro-batch of that size fits into memory"
@@ -93,6 +97,9 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
     "actor.ppo_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
+    "actor.old_log_probs_sample": Bounds(
+        0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found", ("actor.old_log_probs", "auto")
+    ),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
         1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"
@@ -101,7 +108,19 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
     "actor.neg_seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW),
     "actor.neg_seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
+    "actor.band_reference_length": Bounds(1, 2**20, _LENGTH, "", ("actor.band_scaling", "length")),
     "actor.seq_tis_imp_ratio_cap": Bounds(1, 100, "a single sequence could outweigh the rest of the batch"),
+    "actor.clip_ratio_low": Bounds(1e-6, 0.9, _CLIP, _CLIPPED),
+    "actor.clip_ratio_high": Bounds(1e-6, 10.0, _CLIP, _CLIPPED),
+    "actor.clip_ratio_c": Bounds(1.01, 100.0, _CLIP, "tokens with a negative advantage teach almost nothing"),
+    "actor.tau_pos": Bounds(0.01, 100.0, "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"),
+    "actor.tau_neg": Bounds(0.01, 100.0, "only ratios of almost exactly 1 have a gradient", "nothing limits the ratio"),
+    "actor.mis_imp_ratio_cap": Bounds(1.0, 100.0, _WEIGHT, "even responses without a mismatch are left out"),
+    "rollout_correction.rollout_is_threshold": Bounds(1.0, 100.0, _WEIGHT, _BOUNDED),
+    "rollout_correction.rollout_is_threshold_lower": Bounds(1e-6, 1.0, _BOUNDED, "no weight is so small"),
+    "rollout_correction.rollout_rs_threshold": Exempt("correction/rejected_* say what it rejects"),
+    "rollout_correction.rollout_rs_threshold_lower": Exempt("as the upper threshold"),
+    "rollout_correction.veto_threshold": Bounds(1e-30, 0.1, "most responses have such a token", "no token is so rare"),
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),
     "optim.betas[1]": Bounds(
@@ -181,6 +200,16 @@ def _responses_of_a_step(config: Config) -> Unusual | None:
     return Unusual("data.train_batch_size, rollout.n", what, _BATCH, "lower one of the two")
 
 
+def _reinforce_on_old_responses(config: Config) -> Unusual | None:
+    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    if config.actor.loss != "reinforce" or updates == 1:
+        return None
+    what = f"actor.loss=reinforce makes {updates} updates per step"
+    why = "it has no ratio to the policy that sampled, so every update after the first is biased"
+    fix = f"set actor.ppo_mini_batch_size={config.data.train_batch_size} and actor.ppo_epochs=1"
+    return Unusual("actor.loss", what, why, fix)
+
+
 def _one_token_to_sample(config: Config) -> Unusual | None:
     if config.rollout.top_k != 1:
         return None
@@ -193,4 +222,5 @@ _TOGETHER: tuple[Callable[[Config], Unusual | None], ...] = (
     _warm_up_without_end,
     _responses_of_a_step,
     _one_token_to_sample,
+    _reinforce_on_old_responses,
 )

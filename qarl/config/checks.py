@@ -12,9 +12,10 @@ from typing import Any
 
 from qarl.config.errors import Problem
 from qarl.config.ignore import is_ignored
+from qarl.config.objective_checks import CHECKS
 
 _Check = Callable[..., Problem | None]
-_CHECKS: list[tuple[tuple[str, ...], _Check]] = []
+_CHECKS: list[tuple[tuple[str, ...], _Check]] = [*CHECKS]
 _TRIED = 2000
 """`divisors` tries every number up to this one. This finds all divisors of numbers up to its square."""
 
@@ -211,6 +212,31 @@ def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top
         return None
     reason += f"a trainer at quant.align={align} are too inexact to tell which tokens these are"
     return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
+
+
+@_between("model.dtype", "quant.scheme", "backend", "optim.master_dtype")
+def _fp16_is_unquantized(dtype: str, scheme: str, backend: str, masters: str) -> Problem | None:
+    if dtype != "fp16":
+        return None
+    fix = "set it to bf16, or set "
+    if scheme != "bf16":
+        reason = f"the quantizer and the layers of {scheme} take BF16 weights and activations"
+        return Problem("model.dtype", dtype, reason, fix + "quant.scheme=bf16 (no quantization)")
+    if backend == "verl":
+        return Problem("model.dtype", dtype, "backend=verl trains in BF16", fix + "backend=local")
+    if masters != "fp32":
+        reason = "stochastic rounding of masters is from FP32 to BF16"
+        return Problem("model.dtype", dtype, reason, fix + "optim.master_dtype=fp32")
+    return None
+
+
+@_between("actor.old_log_probs", "rollout.top_p", "rollout.top_k")
+def _kept_tokens_come_from_the_pass(source: str, top_p: float, top_k: int) -> Problem | None:
+    if source == "recompute" or (top_p == 1 and top_k <= 0):
+        return None
+    key = "rollout.top_p below 1" if top_p < 1 else "rollout.top_k"
+    reason = f"with {key}, the pass that recomputes the old log-probs also finds the tokens that both sides keep"
+    return Problem("actor.old_log_probs", source, reason, "set it to recompute")
 
 
 MIN_TEMPERATURE = 0.01

@@ -1,4 +1,4 @@
-"""Errors of the config reader: all problems at once, each with key, value, reason and fix.
+"""The error of the config reader. It lists all problems, each with key, value, reason and fix.
 
 Pydantic finds all invalid keys in one pass, but says only what a value should be. This module converts each of its
 errors to a `Problem` that also says where the value came from, what the key means and what to write instead.
@@ -29,9 +29,9 @@ NOT_GIVEN = _NotGiven()
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with the input.
+    """One problem in the configuration.
 
-    `key` is the dotted path, or the whole argument if it has no path. `value` is the given value or `NOT_GIVEN`.
+    `key` is the dotted key, or the whole argument if it has no key. `value` is the given value or `NOT_GIVEN`.
     `source` is `file:line` or `command line`, if known. `about` says what the key means.
     """
 
@@ -76,8 +76,8 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
     """Return the known dotted key that was most likely meant by `key`, or None.
 
-    The first choice is a key with exactly this name in a different section, then a similar name in the given section,
-    then a similar name elsewhere. Whole paths are not compared, because all paths of one section look similar.
+    The candidates are, in this order: a key with exactly this name in a different section, a similar name in the same
+    section, and a similar name in any section.
     """
     section, _, leaf = key.rpartition(".")
     by_leaf: dict[str, str] = {}
@@ -116,9 +116,9 @@ _EXPECTED = {
 
 
 def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources: Mapping[str, str]) -> Problem:
-    """Convert one of pydantic's errors to a `Problem`. The keys of `descriptions` and `sources` are dotted.
+    """Convert one of pydantic's errors to a `Problem`.
 
-    `descriptions`: the meaning of every key and section. `sources`: the place where a value was written."""
+    `descriptions`: dotted key or section -> its meaning. `sources`: dotted key -> the place where it was written."""
     key, value, kind = key_of(error["loc"]), error["input"], error["type"]
     plain_key = key.partition("[")[0]
     context = error.get("ctx", {})
@@ -131,8 +131,8 @@ def from_pydantic(error: ErrorDetails, descriptions: Mapping[str, str], sources:
         reason, fix = _unknown(key, descriptions)
     elif kind == "model_type":
         first = next(path for path in descriptions if path.startswith(f"{key}."))
-        reason = "this is a section, which holds keys and has no value"
-        fix = f"set its keys one by one ({first} and so on), or leave {key} out for their defaults"
+        reason = "this is a section, which contains keys and has no value"
+        fix = f"set its keys one by one ({first} and so on), or leave {key} out to use their defaults"
     elif kind == "literal_error":
         options = [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")]
         guess = nearest(str(value), options, cutoff=0.5)

@@ -23,7 +23,7 @@ from qarl.config.types import Unit, good_patterns, possible_path, reward_name
 from qarl.errors import UserError
 
 WIDTH = 100
-"""The largest width of help, in characters. A narrower terminal gets narrower lines."""
+"""Longest line of the help, in characters. On a narrower terminal, lines are shorter."""
 _NUMBERS = {int: "integer", float: "number"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _PLURALS = {"path": "paths"}
@@ -31,7 +31,7 @@ _PLURALS = {"path": "paths"}
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config. `values`: its type and bounds. `unit` and `default` are empty if the key has none."""
+    """A key of the config. `values`: its type and bounds. `unit` and `default` are "" if the key has none."""
 
     name: str
     meaning: str
@@ -71,11 +71,10 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def config_help(about: str, topics: Sequence[str]) -> str:
-    """Return the help of a command that takes a config or, if there are `topics`, only the full text of these sections
-    and dotted keys.
+    """Return the help text of a command that reads a config.
 
-    The help begins with `about`, the command's own text. Raises UserError if a topic is neither a section nor a key;
-    the error suggests the most similar one."""
+    Without `topics`, return `about` and a list of configs, sections and keys. With `topics` (names of sections or
+    dotted keys), return only their full descriptions. Raise UserError if a topic is neither a section nor a key."""
     if topics:
         return "\n\n".join(_topic(topic) for topic in topics)
     lines = [about.strip(), "", "configs:", *columns(dict(shipped()))]
@@ -136,7 +135,7 @@ def _key(name: str, info: FieldInfo) -> Key:
 
 
 def _values(annotation: Any, metadata: Sequence[Any]) -> str:
-    """Return the values that a key takes, in words. `metadata` holds the bounds that pydantic checks."""
+    """Describe the possible values of a key in words. `metadata` contains the bounds that pydantic checks."""
     metadata = [one for item in metadata for one in (item.metadata if isinstance(item, FieldInfo) else [item])]
     if get_origin(annotation) in (Union, UnionType):
         (kind,) = (one for one in get_args(annotation) if one is not NoneType)

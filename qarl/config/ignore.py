@@ -1,14 +1,13 @@
 """Decide which Linear layers stay in high precision, in the same way for the trainer and the engine.
 
-An entry of `ignore` is either an exact module name, or `re:` and a regular expression. The expression must match from
-the start of the name but need not reach its end (`re.match`). So the entry `model.layers.0.mlp.gate` does not match
-`model.layers.0.mlp.gate_proj`, but `re:.*mlp.gate` does; write `re:.*mlp[.]gate$` to avoid that.
-`compressed_tensors.utils.match_name` works in the same way, and so does vLLM's `should_ignore_layer` for a layer that
-is not fused. compressed-tensors also compares entries with class names, so there, `Linear` ignores every linear.
-vLLM and QaRL do not compare class names, and QaRL reports such an entry as unmatched.
+An entry of `ignore` is either an exact module name, or `re:` and a regular expression. An expression matches a name if
+it matches its start (`re.match`). So `re:.*mlp.gate` also matches `model.layers.0.mlp.gate_proj`. To match only the
+router, write `re:.*mlp[.]gate$`.
+compressed-tensors (`match_name`) and vLLM (`should_ignore_layer`, for layers that are not fused) match names in the
+same way. compressed-tensors also matches class names such as `Linear`. vLLM and QaRL do not.
 
-Python's `re` tries all ways in which a pattern can match, one after another, without a time limit. `re:(a+)+$` would
-practically never finish on a long name, here or in the engine. So a pattern with too many ways to match is refused.
+Python's `re` may try every way in which a pattern can match a name, without a time limit. With `re:(a+)+$` and a long
+name this would practically never end. So a pattern with too many ways to match is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from qarl.errors import UserError
 
 REGEX_PREFIX = "re:"
 WAYS_OF_A_STAR = 40
-"""Each `.*` counts as this number of ways to match. The product is about right for four or five `.*` and a name of 100
+"""Estimated number of ways in which one `.*` can match. It suits patterns with four or five `.*` and names of 100
 letters."""
 MOST_WAYS = 1e7
-"""Patterns with more ways to match are refused. In the worst case, matching one name takes milliseconds with four `.*`
-in the pattern, a tenth of a second with five, and years with a nested repetition."""
+"""Patterns with more ways to match are refused. In the worst case, matching one name takes milliseconds with four `.*`,
+a tenth of a second with five, and years with a nested repetition."""
 
 _parser: Any = importlib.import_module("re._parser")
 """The private parser of `re`. A different parser could miss syntax that `re` supports, such as verbose mode."""
 
 
 class ResolvedIgnore(NamedTuple):
-    """The layers to quantize, the layers left alone, and the entries of `ignore` that matched no layer at all."""
+    """The layers to quantize, the layers that stay in high precision, and the entries of `ignore` without a match."""
 
     quantized: list[str]
     ignored: list[str]
@@ -61,7 +60,7 @@ def resolve_ignored(linear_names: Iterable[str], ignore: Sequence[str]) -> Resol
 
 @lru_cache(maxsize=256)
 def pattern_problem(entry: str) -> tuple[str, str] | None:
-    """Return the fault of an `ignore` entry and its fix; None if the entry is a plain name or a good pattern."""
+    """Return (problem, fix) of an `ignore` entry, or None if the entry is a plain name or a good pattern."""
     if not entry.startswith(REGEX_PREFIX):
         return None
     pattern = entry.removeprefix(REGEX_PREFIX)
@@ -69,7 +68,7 @@ def pattern_problem(entry: str) -> tuple[str, str] | None:
         re.compile(pattern)
         ways = _log_ways(_parser.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        fix = "correct the pattern; without re: it is taken as an exact module name"
+        fix = "correct the pattern, or remove re: to use it as an exact module name"
         return f"{entry} is not a regular expression: {error}", fix
     if ways <= math.log(MOST_WAYS):
         return None

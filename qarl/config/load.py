@@ -33,7 +33,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Write `config.resolved_yaml()` to `path` and make missing folders. Raise `UserError` if writing fails."""
+    """Write `config.resolved_yaml()` to `path`. Create missing folders. Raise `UserError` if writing fails."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qarl.config.checks import check
 from qarl.config.errors import ConfigError
+from qarl.config.model import ModelConfig
+from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
     Above,
@@ -37,41 +40,14 @@ from qarl.config.types import (
     Text,
     Unit,
     as_list,
-    held_integer,
 )
-from qarl.tbpo.config import MismatchOutsideCap, PositiveBand, TBPOConfig
+from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
 SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)
 ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
 """Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
-
-
-class Section(BaseModel):
-    """Base of every section. It is immutable, refuses unknown keys, NaN and Inf, and does not convert types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    _integers_fit = field_validator("*", mode="before")(held_integer)
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    path: PathText
-    """Folder of a Hugging Face checkpoint (config, weights, tokenizer), or its name on the Hub."""
-
-    trust_remote_code: bool = False
-    """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward. This takes less memory but about a third more compute."""
-
-    use_remove_padding: bool = True
-    """Pack the rows of a micro-batch one after the other, without padding. false is only for debugging: rows are padded
-    to the longest one, and padding costs as much as tokens. The log-probs do not change."""
 
 
 class DataConfig(Section):
@@ -85,7 +61,7 @@ class DataConfig(Section):
     """Files of evaluation prompts (same formats and schema). The list may be empty only if nothing is evaluated."""
 
     train_batch_size: Annotated[int, Unit("prompts")] = Field(ge=1)
-    """Prompts per training step; each is answered rollout.n times."""
+    """Prompts per training step. Each gets rollout.n responses."""
 
     max_prompt_length: Annotated[int, Unit("tokens")] = Field(ge=1)
     """Largest number of tokens in a prompt, including the chat template."""
@@ -97,7 +73,7 @@ class DataConfig(Section):
     """Shuffle the training prompts, with `seed`."""
 
     prompt_key: Text = "prompt"
-    """Column that holds the prompt."""
+    """Name of the column with the prompt."""
 
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length. If false, such a prompt is an error."""
@@ -123,10 +99,10 @@ class RolloutConfig(Section):
     """Sampling temperature in training. It cannot be 0, because greedy responses to a prompt would all be equal."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass that nucleus sampling keeps. Below 1 it needs backend=local and quant.align=model or exact."""
+    """Probability mass that nucleus sampling keeps. Less than 1 needs backend=local and quant.align=model or exact."""
 
     top_k: Annotated[int, Unit("tokens")] = Field(default=-1, ge=-1)
-    """Sample only from the top_k likeliest tokens; -1 or 0 means all. A different value needs backend=local and
+    """Sample only from the top_k likeliest tokens; -1 or 0 means all. Values above 0 need backend=local and
     quant.align=model or exact."""
 
     val_temperature: float = Field(default=0.0, ge=0)
@@ -140,7 +116,7 @@ class RolloutConfig(Section):
     """Maximum number of tokens in one vLLM step. Must be at least max_num_seqs; null means vLLM's default."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the GPU's memory that vLLM may take, including its weights. The trainer needs the rest. CUDA only."""
+    """Fraction of the GPU's memory that vLLM may use, including its weights. The trainer needs the rest. CUDA only."""
 
     cpu_kvcache_space_gib: Annotated[float, Unit("GiB")] = Field(default=1.0, gt=0, le=2**20)
     """Size of vLLM's KV cache in GiB. CPU only."""
@@ -149,16 +125,16 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs and compilation. It starts faster but decodes more slowly."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
-    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. Above 1,
+    """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. If it is above 1,
     quant.align is at most linears, because each GPU rounds its part of a sum."""
 
     router_replay: Literal["auto", "on", "off"] = "auto"
     """In a mixture of experts, send each token of the trainer's forward to the experts that it had in the rollout (R3,
-    arXiv 2510.11370). `auto` does so at quant.align=off and linears, but not at model and exact, because there trainer
-    and engine choose the same experts. Dense models have no router."""
+    arXiv 2510.11370). `auto`: on at quant.align=off and linears. At model and exact it is off, because trainer and
+    engine choose the same experts anyway."""
 
     rebuild_on_failure: bool = False
-    """If vLLM fails or dies, start a new engine and continue. Only for backend=local, because verl restarts nothing."""
+    """If vLLM fails or dies, start a new engine and continue. Only for backend=local."""
 
 
 class QuantConfig(Section):
@@ -182,20 +158,20 @@ class QuantConfig(Section):
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
-    update, the run stops; later, the run only warns. null means the default of the level (qarl/metrics/guard.py)."""
+    update, the run stops. Later, the run only warns. null means the default for quant.align (qarl/metrics/guard.py)."""
 
 
 class PublishConfig(Section):
     """How new weights reach the rollout engine (docs/publish.md)."""
 
     delta: Literal["auto", "off"] = "auto"
-    """`auto`: send only the words and scales that changed since the last complete publish, if that is smaller than the
-    tensor. The engine keeps a copy of the published tensors in host memory; with backend=verl each trainer process
-    keeps another. In doubt, all tensors are sent. `off`: always send all tensors, and count no changed words."""
+    """`auto`: send only the weights and scales that changed since the last complete publish, if this is smaller. The
+    engine keeps a copy of the published tensors in host memory for this. With backend=verl, each trainer process keeps
+    one, too. `off`: always send all tensors, and do not count changes."""
 
 
-class ActorConfig(Section):
-    """The policy update: batch splits and the TBPO loss.
+class ActorConfig(ObjectiveKeys):
+    """The policy update: the objective, batch splits and TBPO's bands.
 
     The paper's bands suit responses of up to 16384 tokens. A sequence ratio is a geometric mean over tokens, and its
     spread is proportional to 1/sqrt(tokens). So short responses need wider bands. Otherwise most short responses are
@@ -206,33 +182,40 @@ class ActorConfig(Section):
     """Prompts per optimizer step, as in verl, with rollout.n responses each. Must divide data.train_batch_size."""
 
     use_dynamic_bsz: bool = False
-    """How a batch is split into micro-batches. false: by responses (ppo_micro_batch_size_per_gpu). true: by tokens
-    (ppo_max_token_len_per_gpu), so that micro-batches of short responses have more of them. TBPO's loss is the same."""
+    """How a batch is split into micro-batches. false: by number of responses (ppo_micro_batch_size_per_gpu). true: by
+    number of tokens (ppo_max_token_len_per_gpu), so that a micro-batch of short responses contains more responses."""
 
     ppo_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
-    """Responses per forward and backward. It limits memory and changes the gradient only by rounding. Must divide a
-    mini-batch, which has ppo_mini_batch_size * rollout.n responses. Required if use_dynamic_bsz is false."""
+    """Responses per forward and backward. This limits memory, and changes the gradient only by rounding. Must divide
+    ppo_mini_batch_size * rollout.n. Required if use_dynamic_bsz is false."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[int | None, Unit("responses")] = Field(default=None, ge=1)
-    """Responses per forward when the old log-probs are computed. It only limits memory. Required if use_dynamic_bsz is
-    false."""
+    """Responses per forward when the old log-probs are computed. This only limits memory. Required if use_dynamic_bsz
+    is false."""
 
     ppo_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """Maximum number of tokens (prompts and responses) per forward and backward, if use_dynamic_bsz is true. At least
-    data.max_prompt_length + data.max_response_length. It limits memory and changes the gradient only by rounding."""
+    """Maximum number of tokens (prompts and responses) per forward and backward, if use_dynamic_bsz is true. Must be at
+    least data.max_prompt_length + data.max_response_length. This limits memory, and changes the gradient only by
+    rounding."""
 
     log_prob_max_token_len_per_gpu: Annotated[int | None, Unit("tokens")] = Field(default=None, ge=1)
-    """The same limit when the old log-probs are computed. null means ppo_max_token_len_per_gpu, as in verl, which has
-    this key in its section rollout."""
+    """Maximum number of tokens per forward when the old log-probs are computed, if use_dynamic_bsz is true. null means
+    the value of ppo_max_token_len_per_gpu. In verl this key is in the section rollout."""
+
+    old_log_probs: Literal["recompute", "rollout", "auto"] = "recompute"
+    """Where the old log-probs come from. `recompute`: a forward over the batch before the update. `rollout`: the
+    rollout's own. `auto`: the rollout's own while they equal the trainer's in every bit, which each step checks
+    (docs/alignment.md), otherwise as `recompute`. Only `recompute` works with rollout.top_p or rollout.top_k."""
+
+    old_log_probs_sample: Annotated[float, Unit("share of the rows")] = Field(default=0.125, ge=0, le=1)
+    """With old_log_probs=auto, share of the rows outside the first mini-batch that a step without recomputing checks,
+    drawn at random. It is also the probability per step to find one differing row among them."""
 
     ppo_epochs: Annotated[int, Unit("passes")] = Field(default=1, ge=1)
     """Passes over the responses of a step."""
 
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest L2 norm of the whole gradient. A larger gradient is scaled down to it."""
-
-    loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
-    """How token losses are averaged. TBPO has one ratio per sequence, so it allows only this average."""
 
     seq_clip_ratio_high: Above = _TBPO.seq_clip_ratio_high
     """For a positive advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
@@ -248,26 +231,37 @@ class ActorConfig(Section):
     """For a negative advantage, a sequence ratio above 1 + this value gives no gradient. The default is the paper's."""
 
     seq_tis_imp_ratio_cap: float = Field(default=_TBPO.seq_tis_imp_ratio_cap, ge=1, le=1e6)
-    """The cap C. It limits a sequence's trainer/rollout weight to [1/C, C], so with C = 1 all weights are 1. The
+    """The cap C. A sequence's trainer/rollout weight is limited to [1/C, C], so with C = 1 all weights are 1. The
     default is the paper's."""
 
     mismatch_outside_cap: MismatchOutsideCap = _TBPO.mismatch_outside_cap
-    """What happens to a weight outside [1/C, C]. `truncate`: it is clipped. `drop`: the sequence has zero loss, but is
-    still counted in the mean."""
+    """How to treat a sequence with a trainer/rollout weight outside [1/C, C] (seq_tis_imp_ratio_cap). `truncate`: clip
+    the weight. `drop`: set the sequence's loss to 0, but still count the sequence in the mean."""
 
     positive_band: PositiveBand = _TBPO.positive_band
     """Band for positive advantages. `upper`: only the upper edge, as in the paper's text. `two_sided`: both edges, as
     the paper's table allows."""
 
+    band_scaling: BandScaling = _TBPO.band_scaling
+    """`none`: the bands are as given. `length`: they are given for responses of band_reference_length tokens, and a
+    response of T tokens has bands sqrt(band_reference_length / T) times as wide."""
+
+    band_reference_length: Annotated[int, Unit("tokens")] = Field(default=_TBPO.band_reference_length, ge=1, le=10**9)
+    """Response length for which the bands are given, if band_scaling is length. The default is the paper's longest
+    response, to which its bands belong."""
+
 
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """`grpo`: an advantage is a reward minus the mean reward of the responses to the same prompt."""
+    adv_estimator: AdvEstimator = "grpo"
+    """An advantage is a reward minus a mean reward of responses to the same prompt. `grpo`: of all of them. `rloo`: of
+    all others. `dr_grpo`: as grpo, but without the division by the standard deviation, and token losses are summed, not
+    averaged over the response. Not used by actor.loss=reinforce."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide each advantage by the standard deviation of the rewards of the same prompt's responses."""
+    """With adv_estimator=grpo: divide each advantage by the standard deviation of the rewards of the same prompt's
+    responses."""
 
 
 class OptimConfig(Section):
@@ -277,7 +271,7 @@ class OptimConfig(Section):
     """`muon`: Muon for the matrices inside the decoder blocks, AdamW for everything else. The paper uses Muon."""
 
     lr: float = Field(default=1e-6, ge=0)
-    """AdamW's peak learning rate. The paper gives this value for Muon, without its unit (docs/configs.md)."""
+    """AdamW's peak learning rate. The default is the value that the paper gives for Muon (docs/configs.md)."""
 
     betas: Pair = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -298,8 +292,8 @@ class OptimConfig(Section):
     """Learning rate at the end of the cosine schedule, as a fraction of the peak."""
 
     muon_lr: float = Field(default=0.02, ge=0)
-    """Muon's peak learning rate. In one update an element of a matrix changes by about muon_lr / sqrt(input width). The
-    default is the muon-optimizer package's, which is meant for pre-training; fine-tuning needs less."""
+    """Muon's peak learning rate. One update changes an element of a matrix by about muon_lr / sqrt(input width). The
+    default is that of the muon-optimizer package, for pre-training. Fine-tuning needs less."""
 
     muon_momentum: Fraction = 0.95
     """Muon's momentum."""
@@ -322,32 +316,36 @@ class TrainerConfig(Section):
     """Number of training steps. Each is one rollout of data.train_batch_size prompts. The data repeats as needed."""
 
     test_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Evaluate every test_freq steps and after the last step. With -1, the local backend evaluates only after the last
-    step, and verl never."""
+    """Evaluate every test_freq steps and after the last step. With -1, backend=local evaluates only after the last
+    step, and backend=verl does not evaluate."""
 
     val_before_train: bool = True
-    """Also evaluate before the first step, to compare later evaluations with."""
+    """Also evaluate before the first step."""
 
     val_max_prompts: Annotated[int | None, Unit("prompts")] = Field(default=None, ge=1)
-    """Maximum number of prompts per evaluation; null means all. They are the first prompts of val_files. With
-    backend=verl and data.shuffle they are random prompts, the same in every evaluation."""
+    """Maximum number of prompts per evaluation; null means all. The first prompts of val_files are used. With
+    backend=verl and data.shuffle, random prompts are used, the same in every evaluation."""
 
     logger: Annotated[list[Literal["console", "tensorboard", "wandb"]], BeforeValidator(as_list)] = ["console"]
-    """Where metrics go in addition to metrics.jsonl in the run folder, which is always written."""
+    """Where to log metrics. They are always written to metrics.jsonl in the run folder, too."""
 
     plots: bool = True
     """Draw the run's curves at the end, as PNG files in the run folder."""
 
+    report: bool = True
+    """Write report.html and samples.jsonl to the run folder, after the first step, every 10 steps (from step
+    500 on every 50) and at the end."""
+
     num_threads: Annotated[int | None, Unit("threads")] = Field(default=None, ge=1, le=4096)
-    """CPU threads per process. backend=local runs trainer and engine in one process; backend=verl runs one process per
-    rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs; on a CPU, verl's ranks share them. On GPUs Ray
-    decides."""
+    """CPU threads per process. backend=local has one process for trainer and engine. backend=verl has one process per
+    rank. null means OMP_NUM_THREADS if set, otherwise all usable CPUs. With backend=verl, the ranks share these CPUs,
+    or Ray decides on GPUs."""
 
     save_final: bool = True
     """At the end, write a checkpoint that vLLM can load (compressed-tensors format)."""
 
     save_freq: Annotated[int, Unit("steps")] = Field(default=-1, ge=-1)
-    """Write a checkpoint to resume from every save_freq steps and at the end; -1 means never."""
+    """Write a resumable checkpoint every save_freq steps and at the end; -1 means never."""
 
     max_ckpt_to_keep: Annotated[int | None, Unit("checkpoints")] = Field(default=None, ge=1)
     """Number of newest checkpoints to keep; null keeps all. An old checkpoint is removed when a new one is complete on
@@ -396,13 +394,14 @@ class Config(Section):
     publish: PublishConfig = PublishConfig()
     actor: ActorConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig
 
     verl: Dotted = {}
-    """Keys of verl's own config, dotted or nested, for example `verl.trainer.rollout_data_dir=samples`. They are set
-    after all keys that QaRL sets from the sections above. As on verl's command line, a `+` before a key of the YAML
-    mapping adds a key that verl does not have. They need backend=verl."""
+    """Keys of verl's own config, dotted or nested, for example `verl.trainer.rollout_data_dir=samples`. They need
+    backend=verl, and are set after all keys that QaRL sets. In the YAML file, a `+` before a key adds a key that verl's
+    config does not have, as on verl's command line."""
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:

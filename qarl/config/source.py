@@ -1,6 +1,6 @@
 """Read the YAML file that the command line names, and apply the overrides. The result is an unchecked nested dict.
 
-Bad input raises nothing here. All problems are collected so that one error can show them.
+Bad input does not raise here. All problems are collected, so that a single error can list them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class RawConfig:
-    """Unchecked nested values. `sources` maps dotted keys to `file:line` or `command line`.
+    """Nested values that are not checked yet. `sources` maps dotted keys to `file:line` or `command line`.
 
     `file_read` is False if there is no usable file. In that case, missing keys are not reported."""
 

@@ -1,9 +1,9 @@
-"""Read and write the YAML of configs: plain data by the rules of YAML 1.2, with the line number of every key.
+"""Read and write the YAML of configs by the rules of YAML 1.2, and record the line number of every key.
 
-PyYAML follows YAML 1.1, in which `lr: 1e-4` is text, `align: off` is false, `no` is false, `0123` is octal and `12:30`
-is 750. Here scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers
-are always decimal. The same rules are used to read files, to read overrides, and to decide what to quote in a written
-config. So a written config reads back equal. Tags, anchors, aliases and merge keys are refused for readability.
+PyYAML follows YAML 1.1, which reads `1e-4` as text, `off` and `no` as false, `0123` as octal and `12:30` as 750. Here
+scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), except that numbers are always
+decimal. Reading and writing use the same rules, so a written config reads back equal. Tags, anchors, aliases and merge
+keys are refused for readability.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
 
 
 def parse_value(text: str) -> Any:
-    """Parse one YAML value, as written after `key=`. Raises `yaml.YAMLError`, which `explain` puts into words."""
+    """Parse one YAML value, as written after `key=`. Raises `yaml.YAMLError`; `explain` returns its message."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -113,7 +113,7 @@ class YamlFile:
 
 
 def read_file(path: Path) -> YamlFile:
-    """Read a config file. Bad input raises nothing; the result lists it in `problems`."""
+    """Read a config file. Bad input does not raise; it is listed in `problems` of the result."""
     file = YamlFile(path)
     lines: list[str] = []
     try:

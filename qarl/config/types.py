@@ -1,7 +1,4 @@
-"""Types of values that several config keys share.
-
-A path that no file system accepts is refused here, so that no later call fails because of it.
-"""
+"""Types of values that several config keys share, and their checks."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from qarl.config.errors import nearest
 from qarl.config.ignore import pattern_problem
 
 LONGEST_PATH, LONGEST_NAME = 4000, 240
-"""Largest number of bytes in a path, and in each name of it. Linux allows 4095 and 255, but a run appends to both."""
+"""Largest number of bytes in a path, and in one name between slashes. Linux allows 4095 and 255; a run appends some."""
 BUILTIN_REWARDS = ("arithmetic", "math_verify")
 LARGEST = 2**63 - 1
 """The largest whole number that every reader of the config can represent."""
@@ -25,7 +22,7 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a key, as in `Annotated[int, Unit("tokens")]`. It is only for documentation and checks nothing."""
+    """The unit of a key, as in `Annotated[int, Unit("tokens")]`. It is only documentation."""
 
     name: str
 
@@ -35,7 +32,7 @@ def as_list(value: Any) -> Any:
 
 
 def as_dotted(value: Any) -> Any:
-    """Return a nested mapping as a flat one with dotted keys. An empty mapping becomes the value of its key."""
+    """Return a nested mapping as a flat one with dotted keys. An empty mapping stays the value of its key."""
     if not isinstance(value, Mapping):
         return value
     flat: dict[str, Any] = {}
@@ -81,7 +78,7 @@ def reward_name(function: str) -> str:
 
 
 def good_patterns(patterns: list[str]) -> list[str]:
-    """Return `patterns`; raise an error if an entry with `re:` is not a regular expression or may never finish."""
+    """Return `patterns`; raise an error if one is not a valid regular expression, or too slow (`pattern_problem`)."""
     for pattern in patterns:
         if problem := pattern_problem(pattern):
             raise PydanticCustomError("pattern", "{message}", {"message": problem[0], "fix": problem[1]})

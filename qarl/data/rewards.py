@@ -10,7 +10,9 @@ The config names the function as `arithmetic`, `math_verify`, `package.module:fu
 
 If the function raises, calls `sys.exit`, does not return a finite number or takes longer than `reward.timeout_s`, the
 run stops with an error that names the row. If an exception scored 0 instead, the model would learn to avoid the bug. If
-a timeout scored 0, the rewards would depend on how busy the machine is.
+a timeout scored 0, the rewards would depend on how busy the machine is. It is also an error if the function changes
+`ground_truth` or `extra_info`. All responses to a prompt share these objects, so the next response would be scored
+differently.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import importlib.util
 import inspect
 import math
 import os
+import pickle
 import re
 import sys
 import threading
@@ -226,14 +229,16 @@ def _score(fn: RewardFn, prompt: Prompt, response: str, timeout_s: float | None)
 
 
 def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float | None, where: str = "") -> Any:
-    """Return the result of `fn` for the four `arguments`. Raise UserError if `fn` raises or exceeds `timeout_s`.
+    """Return the result of `fn` for the four `arguments`. Raise UserError if `fn` raises, exceeds `timeout_s`, or
+    changes one of the arguments.
 
     `where`: text to show in the error before the data source.
     """
     name, place = _name(fn), f"{where}data_source {arguments['data_source']!r}"
     response = shortened(arguments["solution_str"])
+    before = {key: _content(arguments.get(key)) for key in _ARGUMENTS}
     try:
-        return call_within(timeout_s, lambda: fn(**arguments))
+        result = call_within(timeout_s, lambda: fn(**arguments))
     except KeyboardInterrupt:
         raise
     except OutOfTimeError as error:
@@ -250,6 +255,25 @@ def call_reward(fn: RewardFn, arguments: Mapping[str, Any], *, timeout_s: float 
             why=f"{_in_words(error).partition(': ')[2]} (response: {response})",
             fix="make it return a score for every response, even an empty or garbled one",
         ) from error
+    changed = [key for key, content in before.items() if content != _content(arguments.get(key))]
+    if changed:
+        raise UserError(
+            f"the reward function {name} changed its argument {changed[0]}",
+            where=place,
+            why="all responses to a prompt are scored with the same objects, so the change would affect the next score",
+            fix=f"change a copy instead: copy.deepcopy({changed[0]})",
+        )
+    return result
+
+
+def _content(value: Any) -> bytes | None:
+    """Return bytes that differ if `value` was changed, or None if it cannot be pickled and so cannot be compared."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    try:
+        return pickle.dumps(value)
+    except Exception:  # objects of the user's data may raise anything
+        return None
 
 
 def score_of(fn: RewardFn, result: Any, arguments: Mapping[str, Any], *, where: str = "") -> float:

@@ -46,8 +46,8 @@ class Topic:
     def ok(self, what: str, lines: Sequence[str] = ()) -> None:
         self._add("ok", what, lines=tuple(lines))
 
-    def note(self, what: str, *, fix: str, why: str | None = None) -> None:
-        self._add("note", what, why=why, fix=fix)
+    def note(self, what: str, *, fix: str, why: str | None = None, lines: Sequence[str] = ()) -> None:
+        self._add("note", what, why=why, fix=fix, lines=tuple(lines))
 
     def warning(
         self, what: str, *, fix: str, where: str | None = None, why: str | None = None, lines: Sequence[str] = ()

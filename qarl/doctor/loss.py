@@ -18,6 +18,9 @@ PAPER_BAND, SHORTEST = 3e-4, 1000
 def check_bands(context: Context, topic: Topic) -> None:
     """Whether TBPO's bands are wide enough for the length of the responses."""
     actor, length = context.config.actor, context.config.data.max_response_length
+    if actor.loss != "tbpo":
+        topic.ok(f"actor.loss={actor.loss} has no bands")
+        return
     bands = {
         "actor.seq_clip_ratio_high": actor.seq_clip_ratio_high,
         "actor.neg_seq_clip_ratio_low": actor.neg_seq_clip_ratio_low,
@@ -25,6 +28,8 @@ def check_bands(context: Context, topic: Topic) -> None:
     }
     if actor.positive_band == "two_sided":
         bands["actor.seq_clip_ratio_low"] = actor.seq_clip_ratio_low
+    scale = math.sqrt(actor.band_reference_length / length) if actor.band_scaling == "length" else 1.0
+    bands = {key: band * scale for key, band in bands.items()}
     needed = PAPER_BAND * math.sqrt(SHORTEST / length)
     narrow = {key: band for key, band in bands.items() if band < needed * (1 - 1e-9)}
     if narrow:
@@ -33,7 +38,8 @@ def check_bands(context: Context, topic: Topic) -> None:
             where=", ".join(narrow),
             why="sequence ratios of shorter responses spread more widely, as 1/sqrt(tokens); the paper's bands are for "
             "up to 16384 tokens, and responses outside the band teach nothing",
-            fix=f"set them to {needed:.1e} or more, and watch actor/inside_band_frac_after_first",
+            fix=f"set actor.band_scaling=length, or set them to {needed / scale:.1e} or more, and watch "
+            "actor/inside_band_frac_after_first",
         )
     else:
         topic.ok(f"bands of {min(bands.values()):.1e} to {max(bands.values()):.1e} suit {length} tokens")

@@ -7,15 +7,13 @@ from pathlib import Path
 import psutil
 
 from qarl.checks.lengths import check_kv_cache
-from qarl.checks.memory import MemoryEstimate, estimate, readable
+from qarl.checks.memory import OFFLOAD, MemoryEstimate, estimate, readable
 from qarl.checks.memory_terms import ranks
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
 
 TIGHT = 0.9
 """An estimate above this share of the memory gives a warning, because estimates do not count fragmentation."""
-OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what in ("param", "optimizer"))
-"""verl's keys that move masters and optimizer state to host memory while they are not used."""
 _SHARD = (
     "set optim.master_dtype=bf16, or verl's param_offload and optimizer_offload (backend=verl, "
     f"verl.{OFFLOAD[0]}=true), or shard over more GPUs (trainer.n_gpus_per_node)"
@@ -47,6 +45,7 @@ def check_memory(context: Context, topic: Topic) -> None:
     )
     if target.device == "cuda":
         _compare(topic, found, found.peak, target.gpu_memory_bytes or 0, f"one GPU of {ranks(config)}")
+        _host(topic, found, available_memory() if target.here else None)
     else:
         here = min(config.trainer.n_gpus_per_node, ranks(config))
         phase, peak = found.peak
@@ -63,6 +62,28 @@ def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: 
         topic.warning(what, why="the estimate counts no fragmentation", fix=REMEDIES[phase], lines=found.table())
     else:
         topic.ok(what, lines=found.table())
+
+
+def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
+    """Compare what the GPUs' processes keep in host memory with the free bytes of this machine. `limit`: None for
+    another machine, whose memory is not known."""
+    if not found.host:
+        return
+    lines, needed = found.host_lines(), found.host_total
+    what = f"host memory of one machine: {readable(needed)} for delta publishes and offloaded state"
+    fix = "set publish.delta=off, which sends all tensors and keeps none; or do without verl's offloading"
+    if limit is None:
+        topic.note(
+            what, why="the doctor cannot see the other machine's memory", fix=f"if it has less, {fix}", lines=lines
+        )
+        return
+    what += f", of {readable(limit)} that are free"
+    if needed > limit:
+        topic.error(what, fix=fix, lines=lines)
+    elif needed > TIGHT * limit:
+        topic.warning(what, why="the processes' own memory is not counted", fix=fix, lines=lines)
+    else:
+        topic.ok(what, lines=lines)
 
 
 def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:

@@ -12,8 +12,8 @@ a row does not depend on other rows, as in PyTorch on CPU from 17 rows on. Only 
 the last BF16 bit. It is summed over blocks in FP32 and rounded once.
 
 Memory beyond inputs and outputs: 10 bytes for each logit of a block (`LOGITS_AT_A_TIME` of them) in the forward, and 18
-in the backward. If there are several blocks, a gradient of `weight` needs 4 more bytes per weight.
-`log_probs_of_logits` needs 10 and 12 bytes for every logit.
+in the backward (with a single block 14; entropies need 8). If there are several blocks, a gradient of `weight` needs 4
+more bytes per weight. `log_probs_of_logits` needs 10 and 12 bytes for every logit.
 
 Existing functions do not fit (Liger-Kernel at ead96b6, verl 0.9.1):
 
@@ -74,7 +74,7 @@ def log_probs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of `chosen_log_probs`, bit for bit, and the entropies in nats, FP32 [T], without gradients.
 
-    Needs 18 bytes for each logit of a block.
+    Needs 8 bytes for each logit of a block.
     """
     log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
     entropies = torch.empty_like(log_probs)
@@ -82,6 +82,7 @@ def log_probs_and_entropies(
         every = (F.linear(hidden[block], weight).float() / temperature).log_softmax(-1)
         log_probs[block] = every.gather(1, tokens[block, None])[:, 0]
         entropies[block] = every.exp().mul_(every).sum(-1).neg_()
+        del every  # the next block needs its memory
     return log_probs, entropies
 
 

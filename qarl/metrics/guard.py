@@ -1,13 +1,12 @@
-"""Compare the measured mismatch with the limit of the alignment level. A mismatch over the limit is an error before the
-first update, and a warning after it.
+"""Compare the measured mismatch with the limit of the alignment level. Before the first update, a mismatch over the
+limit is an error. Later it is a warning.
 
 δ is a sampled token's log-prob in the trainer minus its log-prob in the engine. `mismatch/abs_mean` is the mean of |δ|
-over the tokens of a batch. Each level has a limit for this mean. A larger mean shows that the two sides compute
-different models. For example, only one of them follows a config key, a weight is not published, or the sampling
-distributions differ. No loss can correct such mistakes.
+over the tokens of a batch. Each alignment level has a limit for this mean. A larger mean shows that trainer and engine
+compute different models, for example because a weight is not published. No loss can correct such a mistake.
 
-Healthy values, which docs/alignment.md lists and `scripts/mismatch_guard_check.py` measures, are below the limits.
-Known mistakes are above them, at 2.1e-2 or more. Both backends call this module, so it imports neither torch nor vLLM.
+docs/alignment.md lists the values of healthy runs, which are below the limits. The smallest known mistake gives 2.1e-2.
+`scripts/mismatch_guard_check.py` measures both. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -15,24 +14,27 @@ from __future__ import annotations
 from qarl.errors import UserError
 
 DEFAULT_LIMITS = {"off": 0.5, "linears": 0.15, "model": 1e-2, "exact": 1e-4}
-"""Largest allowed mean |δ| of each level in nats per token, for responses of any length.
+"""Largest allowed mean |δ| of each level, in nats per token.
 
-`off` and `linears`: about five times the values of healthy runs (9e-2 and 2e-2 with trained weights; 1e-1 with random
-weights in mixtures of experts). `model`: see `MODEL_LIMIT`. `exact`: the mismatch should be 0, but vLLM's attention on
-several threads, or the log-softmax of a different release, may cause 1e-6.
+- `off` and `linears`: about five times the values of healthy runs, which are 9e-2 and 2e-2 with trained weights, and
+  1e-1 with random weights in mixtures of experts.
+- `model`: the limit for long responses. See `MODEL_LIMIT` for short ones.
+- `exact`: the mismatch should be 0, but vLLM's attention on several threads, or the log-softmax of a different release,
+  may cause 1e-6.
 """
 MODEL_LIMIT = (5e-3, 5e-6)
-"""Limit at `model` for short responses, and the amount that each response token adds, up to `DEFAULT_LIMITS["model"]`.
+"""At `model`, the limit for responses of n tokens is `MODEL_LIMIT[0] + n * MODEL_LIMIT[1]`, at most
+`DEFAULT_LIMITS["model"]`.
 
-At this level δ comes from the order in which attention sums over keys. So it grows with the length of the responses and
-with the entropy of the distributions. At 50 tokens the mean |δ| is 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3
-(random weights). The limit is then 5.3e-3. At 1000 tokens the mean is at most 1.6e-3. The limit is then 1e-2, which is
-half of the smallest known mistake.
+At this level δ comes from the order in which attention sums over keys, so it grows with the length of the responses.
+
+    50 tokens      limit 5.3e-3; measured 0, or with AMX tiles 1e-4 (quickstart) to 1.8e-3 (random weights)
+    1000 tokens    limit 1e-2, half of the smallest known mistake; measured at most 1.6e-3
 """
 COLDEST = 0.25
-"""Limits are divided by the temperature, or by this value if the temperature is lower. The logits are also divided by
-the temperature, so their rounding errors grow by the same factor. At very low temperatures, distributions are so sharp
-that most tokens have δ = 0. Random weights gave 1.8e-3 at temperature 1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1.
+"""Limits are divided by the temperature, but not by less than this value. The reason is that sampling divides the
+logits, and so their rounding errors, by the temperature. Measured mean |δ| with random weights: 1.8e-3 at temperature
+1, 3.3e-3 at 0.5, 3.9e-3 at 0.3, 6.7e-3 at 0.1.
 """
 
 
@@ -46,7 +48,7 @@ def resolve_limit(
     """Return the limit of mean |δ|: `limit` (`quant.mismatch_limit`) if given, else the default of `level`.
 
     Args:
-        level: the alignment level that was applied, which may be lower than the one asked for.
+        level: the applied alignment level, which may be lower than `quant.align`.
         response_length: mean tokens per measured response; None gives the limit for long responses.
         temperature: sampling temperature of the responses. It has no effect at `exact`.
     """
@@ -71,8 +73,8 @@ def check_mismatch(
 ) -> str | None:
     """Return the text of a warning if the mean |δ| `abs_mean` is over the limit (see `resolve_limit`), else None.
 
-    `source`: words that say where the limit comes from; by default these name the level or `quant.mismatch_limit`.
-    Raises MismatchError, instead of returning the warning, if `before_first_update` is true.
+    `source`: text for the message that says where the limit comes from (default: the level or `quant.mismatch_limit`).
+    If `before_first_update` is true, raise MismatchError instead of returning the warning.
     """
     allowed = resolve_limit(limit, level, response_length=response_length, temperature=temperature)
     if abs_mean <= allowed:  # false for NaN, which is over every limit
@@ -84,8 +86,8 @@ def check_mismatch(
     raise MismatchError(
         f"trainer and engine disagree: {found} {source}",
         where="mismatch/abs_mean, before the first update",
-        why="they compute different distributions: one side may ignore a key of the model's config or of sampling, "
-        "weights may not be published, or the alignment may not fit this model or machine",
+        why="possible reasons: only one side uses a key of the model's config or of sampling; weights are not "
+        "published; text was changed after it was sampled; or the alignment does not fit this model or machine",
         fix="compare token by token with `python -m qarl.diagnose`; choose a different quant.align or model, or raise "
         "quant.mismatch_limit if this mismatch is intended",
     )

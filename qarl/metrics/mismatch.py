@@ -3,9 +3,9 @@
 A metric that verl also has (`verl/trainer/ppo/rollout_corr_helper.py`, `metric_utils.py`, `utils/debug/metrics.py`) is
 defined as in verl, but its prefix is `mismatch/` instead of `rollout_corr/`. There are two differences from verl:
 
-- Log-probs are subtracted in FP32, as in the loss, but statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no
-  correct digit if δ is below 3e-4, as it is in an aligned trainer.
-- A response without tokens is left out of per-response means (verl counts its ratio as 1).
+- Statistics are computed in FP64. In FP32, exp(δ) - δ - 1 has no correct digit for the small δ of an aligned trainer
+  (below 3e-4). δ itself is computed in FP32, as in the loss.
+- Means over responses leave out responses without tokens. verl counts the ratio of such a response as 1.
 
 The metrics include quantiles, the maximum and the effective sample size, because the mean of |δ| can hide problems
 (arXiv 2605.14220).
@@ -36,8 +36,8 @@ def mismatch_metrics(
     - `mismatch/abs_mean`, `abs_max`, `abs_p50`, `abs_p90`, `abs_p99`, `abs_p999`: statistics of |δ| over tokens
     - `mismatch/k1` = mean(-δ) and `mismatch/k3` = mean(exp(δ) - δ - 1): estimates of KL(rollout‖trainer), called `kl`
       and `k3_kl` in verl
-    - `mismatch/ess`: effective sample size of the token weights exp(δ) truncated at 2, divided by the number of tokens.
-      It is in (0, 1] and called `rollout_is_eff_sample_size` in verl
+    - `mismatch/ess`: effective sample size of the token weights min(exp(δ), 2), as a fraction of the number of tokens.
+      It is called `rollout_is_eff_sample_size` in verl
     - `mismatch/ppl_ratio`: mean over responses of the trainer's perplexity divided by the rollout's
     - `mismatch/pearson`: correlation of the two probabilities over tokens, called `rollout_actor_probs_pearson_corr` in
       verl. It is NaN if one of the two is constant
@@ -95,10 +95,10 @@ def response_metrics(
 ) -> dict[str, float]:
     """Return metrics of scores and lengths of one batch of responses, under verl's names. Lengths are in tokens.
 
-    As in verl, empty (aborted) responses are left out of `critic/score/*`. `critic/score/std`, the standard deviation
-    of the population, is not in verl. `response_length/clip_ratio` is the fraction of responses cut off at
-    `max_response_length`. These are the responses with the finish reason "length". Without `finish_reasons` they are
-    all responses of full length, as in verl.
+    - `critic/score/*` leaves out empty (aborted) responses, as in verl. `critic/score/std` (of the population) is not
+      in verl.
+    - `response_length/clip_ratio` is the fraction of responses with the finish reason "length". Without
+      `finish_reasons` it is the fraction with `max_response_length` tokens, as in verl.
     """
     length = np.asarray(response_lengths, dtype=np.float64)
     score = np.asarray(scores, dtype=np.float64)
@@ -128,9 +128,9 @@ def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
 class PhaseTimer:
     """Measure the wall-clock seconds of one training step by phase.
 
-    `with timer.phase("rollout"): ...` adds to that phase, even if the block raises. `pop()` reads and resets. On an
-    accelerator, pass its `synchronize` (torch.cuda.synchronize). Otherwise queued kernels would count in the next
-    phase.
+    `with timer.phase("rollout"): ...` adds the seconds of the block to that phase, even if the block raises.
+
+    On a GPU, pass `synchronize=torch.cuda.synchronize`. Otherwise queued kernels would count in the next phase.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:

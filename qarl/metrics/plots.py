@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qarl.errors import UserError
+from qarl.metrics.error_plots import plot_error_tokens
 from qarl.metrics.tracker import read_metrics
 
 if TYPE_CHECKING:
@@ -66,6 +67,24 @@ FIGURES = (
         {"actor/pos_outside_band_frac_after_first": "A > 0", "actor/neg_outside_band_frac_after_first": "A < 0"},
         limits=_FRACTION,
     ),
+    Figure(
+        "entropy",
+        "Entropy of the distributions that tokens are sampled from",
+        "mean of -log-prob of sampled tokens, nats",
+        {"rollout/entropy": ""},
+    ),
+    Figure(
+        "error_tokens",
+        "Responses with error tokens",
+        "fraction of responses of that sign",
+        {
+            "error_tokens/neg_repetitive_frac": "repetitive, A < 0",
+            "error_tokens/pos_repetitive_frac": "repetitive, A > 0",
+            "error_tokens/neg_garbled_frac": "garbled, A < 0",
+            "error_tokens/pos_garbled_frac": "garbled, A > 0",
+        },
+        limits=_FRACTION,
+    ),
 )
 
 
@@ -81,7 +100,8 @@ def plot_compare(run_dirs: Sequence[str | Path], output: str | Path) -> list[Pat
     output = Path(output)
     written = [path for figure in FIGURES if (path := _plot_lines(figure, runs, output))]
     path = _plot_phases(next(iter(runs.values())), output) if len(runs) == 1 else _plot_mean_phases(runs, output)
-    return written + ([path] if path else [])
+    tokens = plot_error_tokens(next(iter(runs.values())), output, _new_axes, _save) if len(runs) == 1 else []
+    return written + tokens + ([path] if path else [])
 
 
 def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
@@ -138,7 +158,7 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (total[end] - total[start]) / (end - start)
 
 
-def _phases(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the timed phases in the order of a step, unknown phases last. Leave out those that are parts of `update`,
     because its time includes them."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
@@ -153,7 +173,7 @@ def _timed(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | None:
     """Plot the seconds of each step, stacked by phase."""
-    phases, timed = _phases(entries), _timed(entries)
+    phases, timed = phases_of(entries), _timed(entries)
     if not phases:
         return None
     axes = _new_axes("Wall-clock time of a step by phase", "seconds per step")
@@ -166,7 +186,7 @@ def _plot_phases(entries: Sequence[Mapping[str, Any]], output: Path) -> Path | N
 
 def _plot_mean_phases(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> Path | None:
     """Plot one bar per run: the mean seconds of its steps, stacked by phase."""
-    phases = _phases([entry for entries in runs.values() for entry in entries])
+    phases = phases_of([entry for entries in runs.values() for entry in entries])
     if not phases:
         return None
     axes = _new_axes("Wall-clock time of a step by phase, mean over the run", "")

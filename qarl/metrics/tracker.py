@@ -25,6 +25,7 @@ from qarl.checkpoint.run_folder import METRICS_FILE
 from qarl.checkpoint.storage import StorageError, writing
 from qarl.console import say
 from qarl.errors import UserError
+from qarl.metrics.run_watch import RunWatch
 
 LOGGERS = ("console", "tensorboard", "wandb")
 
@@ -60,8 +61,9 @@ class _Writer(Protocol):
 class Tracker:
     """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    `log` raises if a line of metrics.jsonl cannot be written. If a different logger fails (full disk, closed terminal,
-    network), it is dropped with a message and the run continues. `problem` is the first such error, to be raised at the
+    `log` also looks for warning signs (`qarl.metrics.run_watch`). It raises if a line of metrics.jsonl or
+    warnings.jsonl cannot be written. If a different logger fails (full disk, closed terminal, network), it is dropped
+    with a message and the run continues. `problem` is the first such error, to be raised at the
     end of the run.
     """
 
@@ -84,7 +86,9 @@ class Tracker:
         run_dir = Path(run_dir)
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
+        history = read_metrics(run_dir) if start_step and (run_dir / METRICS_FILE).is_file() else []
         self._record = _JsonLines(run_dir / METRICS_FILE)
+        self._watch = RunWatch(run_dir, [entry for entry in history if entry["step"] <= start_step])
         self._views: dict[str, _Writer] = {}
         make: dict[str, Callable[[], _Writer]] = {
             "console": lambda: _Console(stream or sys.stdout, total_steps, start_step),
@@ -104,6 +108,8 @@ class Tracker:
         self._record.log(values, step)
         for name in list(self._views):
             self._try(name, lambda view: view.log(values, step))
+        for text in self._watch.after(step, values):
+            self.message(f"step {step}: {text}")
 
     def message(self, text: str) -> None:
         """Print a message on the console logger, or on stderr if the run has no console logger."""

@@ -117,9 +117,12 @@ class MuonAdamW(torch.optim.Optimizer):
         for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             if missing := ours.keys() - saved.keys() - {"initial_lr"}:
                 raise UserError(
-                    "the saved optimizer state is not one of QaRL's Muon and AdamW",
-                    why=f"its parameter groups lack {', '.join(sorted(missing))}",
-                    fix="resume with the optim section of the run that wrote the checkpoint",
+                    "the checkpoint's optimizer state was written by another optimizer than this run's",
+                    where="optim.name",
+                    why=f"this run uses QaRL's Muon and AdamW, whose state has {', '.join(sorted(missing))} in each "
+                    "parameter group; the checkpoint's state lacks that",
+                    fix="give this run the same section optim as the run that wrote the checkpoint (its config.yaml), "
+                    "or start a new run from the exported model",
                 )
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -37,9 +37,12 @@ def shard_axis(tensor: torch.Tensor) -> int | None:
     axes = [axis for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
     if len(axes) > 1 or any(not isinstance(tensor.placements[axis], Shard) for axis in axes):
         raise UserError(
-            f"the optimizer cannot update a parameter with the placements {tensor.placements}",
-            why="it supports parameters that are sharded once, as FSDP2 does",
-            fix="use actor.strategy=fsdp2 without tensor parallelism in the trainer",
+            f"QaRL's optimizer cannot update a parameter of shape {list(tensor.shape)} that is spread over ranks in "
+            "several ways",
+            where="actor_rollout_ref.actor: strategy, fsdp_config",
+            why=f"it supports only parameters that FSDP2 has cut once, and this one has the placements "
+            f"{tensor.placements} (torch.distributed.tensor)",
+            fix="set actor_rollout_ref.actor.strategy=fsdp2, and train without tensor, sequence or expert parallelism",
         )
     return axes[0] if axes and tensor.device_mesh.size(axes[0]) > 1 else None
 
@@ -110,8 +113,9 @@ def _check_rows(parameter: torch.Tensor) -> None:
             f"Muon cannot update a parameter of shape {list(parameter.shape)} that is sharded along dimension "
             f"{found.dim}",
             where="optim.name=muon",
-            why="it gathers rows, and keeps each expert whole",
-            fix="shard along the first dimension, as FSDP2 does by default, or set optim.name=adamw",
+            why="it needs whole matrices: it gathers the rows of a matrix, which FSDP2 cuts along dimension 0, and "
+            "takes each expert of a stack as it is",
+            fix="do not change the dimension that FSDP2 cuts (its default is 0), or set optim.name=adamw",
         )
 
 

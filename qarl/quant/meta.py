@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Value of `model.dtype` -> dtype of the weights that are not quantized, and of the activations."""
+
 
 @contextmanager
 def default_dtype_kept() -> Iterator[None]:
@@ -25,8 +28,8 @@ def default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the causal language model that `hf_config` describes, in BF16 on the meta device.
+def meta_model(hf_config: Any, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Return the causal language model that `hf_config` describes, in `dtype` on the meta device.
 
     Raise ValueError if transformers has no class for it. Exceptions of the class itself are not caught.
     """
@@ -34,6 +37,6 @@ def meta_model(hf_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
 
     with default_dtype_kept(), torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(hf_config), dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            copy.deepcopy(hf_config), dtype=dtype, trust_remote_code=trust_remote_code
         )
     return model

@@ -26,14 +26,16 @@ import torch
 
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 
 
@@ -43,7 +45,8 @@ class EngineConfig:
     `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that."""
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`."""
 
     model: str
     scheme: Scheme
@@ -58,6 +61,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     return_routed_experts: bool = False
     delta: bool = False
+    head_dtype: str = "model"
+    dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ class RolloutBatch:
     """Each list has one entry per response, in the order of the prompts. `preemptions`: number of times that vLLM freed
     a response's KV cache for other requests and computed it again later. `routed_experts`: for each response, the
     experts that each router chose, in its order: [tokens - 1, layers, k], for all tokens of prompt and response except
-    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros."""
+    the last. The dtype is uint8, or int16 if a layer has more than 256 experts. A dense layer has zeros. `sampled`: the
+    fingerprint of each response (`qarl.rollout.sampled`), by which a batch knows that nobody has changed it; None if it
+    does not come from an engine."""
 
     prompt_token_ids: list[list[int]]
     response_token_ids: list[list[int]]
@@ -88,6 +95,7 @@ class RolloutBatch:
     top_token_ids: list[list[int]] | None = None
     preemptions: int = 0
     routed_experts: list[torch.Tensor] | None = None
+    sampled: list[int] | None = None
 
 
 class EngineFailed(ReloadFailed):
@@ -109,6 +117,7 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_served(config.scheme.name)
+        check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         if not torch.cuda.is_available():
@@ -144,6 +153,7 @@ class RolloutEngine:
             self.config.scheme,
             self.config.ignore,
             trust_remote_code=self.config.trust_remote_code,
+            dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
@@ -190,7 +200,11 @@ class RolloutEngine:
         version = self.weight_version
         if version is None:
             why = self.receiver.stale_because if self.receiver else "it was closed"
-            raise UserError("the rollout engine refuses to generate", why=why, fix="publish first")
+            raise UserError(
+                "the rollout engine refuses to generate",
+                why=why,
+                fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
+            )
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -202,15 +216,17 @@ class RolloutEngine:
             if not all(map(math.isfinite, values)):
                 self.mark_stale(f"response {i} of the last call had a log-prob that is not finite", nan=True)
                 raise FloatingPointError(f"rollout_log_probs of response {i} are not finite: {values[:8]} ...")
+        tokens = [list(c.token_ids) for c in completions]
         return RolloutBatch(
             prompt_token_ids=[list(prompt) for prompt in prompts],
-            response_token_ids=[list(c.token_ids) for c in completions],
+            response_token_ids=tokens,
             rollout_log_probs=log_probs,
             finish_reasons=[str(c.finish_reason) for c in completions],
             weight_version=version,
             top_token_ids=[_top_tokens(c) for c in completions] if sampling.top_tokens else None,
             preemptions=self._preemptions() - preemptions,
             routed_experts=[_routed_experts(c) for c in completions] if self.config.return_routed_experts else None,
+            sampled=[fingerprint(*row) for row in zip(prompts, tokens, log_probs, strict=True)],
         )
 
     def _preemptions(self) -> int:
@@ -366,7 +382,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
         "trust_remote_code": config.trust_remote_code,
-        "dtype": "bfloat16",
+        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
         "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -383,6 +399,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    if config.head_dtype == "fp32":
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

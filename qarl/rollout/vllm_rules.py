@@ -10,8 +10,8 @@ from qarl.quant.scheme import Scheme
 
 
 def serving_module(architecture: str) -> str | None:
-    """Return the module of vLLM's class for an architecture, e.g. `vllm.model_executor.models.llama`, or None. The
-    classes of vLLM's transformers backend are in `vllm.model_executor.models.transformers`."""
+    """Return the module of vLLM's class for an architecture, or None if vLLM has no class for it. The module of vLLM's
+    transformers backend is `vllm.model_executor.models.transformers`."""
     configure_vllm_process()
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -20,9 +20,10 @@ def serving_module(architecture: str) -> str | None:
 
 
 def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`. `fused`: the name of each
-    layer that vLLM builds from several checkpoint layers -> the names of those. Raise ValueError if the ignore list
-    covers only some of them."""
+    """Return whether vLLM leaves its layer `name` unquantized if the ignore list is `ignore`.
+
+    `fused`: name of each fused layer -> names of its checkpoint layers. Raise ValueError if `ignore` matches only some
+    checkpoint layers of a fused layer."""
     configure_vllm_process()
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
@@ -31,12 +32,13 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
 
 def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
-    """Return the name of the kernel class that vLLM uses on this machine for a weight of `full_shape` [N, K], of which
-    one GPU holds the part `shape` [N, K].
+    """Return the name of the kernel class that vLLM uses on this machine for a weight.
+
+    `full_shape`: [N, K] of the weight. `shape`: [N, K] of the part of the weight that one GPU has.
 
     Raises:
         ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
-        Exception: vLLM's functions that are called here are missing or changed, in an unsupported version of vLLM.
+        Exception: this version of vLLM is not supported, because its functions are missing or changed.
     """
     configure_vllm_process()
     import torch

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 MismatchOutsideCap = Literal["truncate", "drop"]
 PositiveBand = Literal["upper", "two_sided"]
+BandScaling = Literal["none", "length"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class TBPOConfig:
 
     `seq_clip_ratio_*`: how far the edges of r's band are from 1 if A > 0. `neg_seq_clip_ratio_*`: the same if A < 0.
     `seq_tis_imp_ratio_cap`: C, the largest w; the smallest is 1/C. r is a geometric mean over T tokens, so its spread
-    is about 1/sqrt(T). The paper's bands are for responses of up to 16384 tokens. Short responses need wider bands.
+    is about 1/sqrt(T). The paper's bands are for responses of up to 16384 tokens. Short responses need wider bands:
+    with `band_scaling="length"` a response of T tokens has bands that are sqrt(`band_reference_length` / T) times the
+    given ones.
 
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """
@@ -31,11 +34,13 @@ class TBPOConfig:
     seq_tis_imp_ratio_cap: float = 2.0
     mismatch_outside_cap: MismatchOutsideCap = "truncate"
     positive_band: PositiveBand = "upper"
+    band_scaling: BandScaling = "none"
+    band_reference_length: int = 16384
     loss_agg_mode: str = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not isinstance(field.default, float):
+            if isinstance(field.default, str):
                 continue
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -46,6 +51,7 @@ class TBPOConfig:
             ("neg_seq_clip_ratio_low", 0, 1, "it is a distance below a ratio of 1"),
             ("neg_seq_clip_ratio_high", 0, 1e6, "it is a distance above a ratio of 1"),
             ("seq_tis_imp_ratio_cap", 1, 1e6, "the mismatch weight is clipped to [1/cap, cap]"),
+            ("band_reference_length", 1, 1e9, "it is a number of tokens"),
         ):
             value = getattr(self, name)
             if not (lowest <= value <= highest and value > 0):
@@ -53,6 +59,7 @@ class TBPOConfig:
         for name, allowed in (
             ("mismatch_outside_cap", get_args(MismatchOutsideCap)),
             ("positive_band", get_args(PositiveBand)),
+            ("band_scaling", get_args(BandScaling)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")

@@ -25,6 +25,12 @@ The paper is ambiguous in two places. Each is an option here:
 - `positive_band`: "upper" (default) limits positive samples only by the upper edge, the "standard PPO-style bound" of
   section 3.2. "two_sided" uses `seq_clip_ratio_low` too, because the table of appendix B gives it a value, 3e-4.
 
+One departure from the paper is an option, `band_scaling="length"`. log r_i is a mean over T_i tokens. If an update
+moves the log-probs of a response's tokens about independently, its spread is proportional to 1/sqrt(T_i). So one band
+leaves short responses outside and does not bind long ones. With the option, the edges of response i are as far from 1
+as the config says, times sqrt(band_reference_length / T_i). The default reference, 16384, is the paper's longest
+response.
+
 Legend: B responses, T token positions (response_length).
 """
 
@@ -32,11 +38,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
 
 import torch
 
 from qarl.tbpo.config import TBPOConfig
 from qarl.tbpo.ratios import clip_to_band, inside, ratio_deviation, sequence_log_ratio
+from qarl.tbpo.tokens import token_metrics, token_statistics
 
 
 def tbpo_loss(
@@ -48,7 +57,7 @@ def tbpo_loss(
     config: TBPOConfig,
     *,
     global_batch_size: int | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the TBPO loss of one (micro-)batch, a differentiable FP32 scalar, and statistics for `reduce_metrics`.
 
     Args:
@@ -80,7 +89,8 @@ def tbpo_loss(
 
     log_ratio = sequence_log_ratio(log_prob, old_log_prob.detach(), valid)
     deviation = ratio_deviation(log_ratio)
-    lower, upper = _band(advantage, config)
+    lengths = valid.sum(dim=-1)
+    lower, upper = _band(advantage, lengths, config)
     in_band = inside(deviation.detach(), lower, upper)
 
     log_mismatch = sequence_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), valid)
@@ -96,15 +106,20 @@ def tbpo_loss(
     loss = response_loss.sum() / denominator
 
     with torch.no_grad():
-        statistics = _statistics(deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, nonempty)
+        statistics: dict[str, Any] = _statistics(
+            deviation, log_ratio + log_mismatch, mismatch, weight, advantage, in_band, nonempty
+        )
+        statistics |= _distances(deviation, lower, upper, lengths, advantage, config)
+        statistics |= token_statistics(log_prob, old_log_prob, advantage, valid)
     return loss, statistics
 
 
-def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
+def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the metrics of a step from the statistics of all its `tbpo_loss` calls (micro-batches and ranks).
 
-    A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`. The prefix says how values are combined. A metric without
-    any response (such as neg_outside_band_frac without negative samples) is left out, not returned as NaN.
+    A statistic's key is `sum/NAME`, `min/NAME`, `max/NAME`, or `all/NAME` with a list. The prefix says how values are
+    combined; lists are joined. A metric without any response (such as neg_outside_band_frac without negative samples)
+    is left out, not returned as NaN.
 
     All metrics are over responses, not tokens:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
@@ -118,13 +133,11 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
             number of all responses, so the two metrics add up to the mean. Both are near 0 while the policy is near
             the old one (arXiv 2605.14220, eq. 5)
         actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
+        actor/band_p95: over the responses with A != 0, the 95% quantile of |r - 1| scaled to the reference length, that
+            is, times sqrt(T / band_reference_length). A band this wide, scaled by length, leaves 5% outside
+        actor/band_factor_p95: all bands in force times this number would leave 5% outside
     """
-    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
-    collected: dict[str, list[float]] = {}
-    for one in statistics:
-        for key, value in one.items():
-            collected.setdefault(key, []).append(value)
-    total = {key: combine[key.split("/")[0]](values) for key, values in collected.items()}
+    total = combine(statistics)
     if not total.get("sum/responses"):
         return {}
 
@@ -137,16 +150,38 @@ def reduce_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
     metrics["actor/seq_ratio_max"] = 1 + high
     metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
     metrics["actor/seq_tis_imp_ratio_max"] = total["max/mismatch"]
+    for name, key in (("band_p95", "all/scaled_distance"), ("band_factor_p95", "all/bands_away")):
+        if total.get(key):
+            metrics[f"actor/{name}"] = _quantile(total[key], 0.95)
     return metrics
 
 
-def after_first_metrics(statistics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the `*_band_frac` metrics of `reduce_metrics`, with `_after_first` appended to their names.
+def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the statistics of several calls as those of one, combined as the prefixes of their keys say."""
+    how: dict[str, Callable[[list[Any]], Any]] = {
+        "sum": sum,
+        "min": min,
+        "max": max,
+        "all": lambda lists: list(chain.from_iterable(lists)),
+    }
+    collected: dict[str, list[Any]] = {}
+    for one in statistics:
+        for key, value in one.items():
+            collected.setdefault(key, []).append(value)
+    return {key: how[key.split("/")[0]](values) for key, values in collected.items()}
+
+
+def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of `reduce_metrics` that are about bands, with `_after_first` appended to their names, and
+    those of `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
-    only later mini-batches show whether the bands fit."""
-    metrics = reduce_metrics(statistics)
-    return {f"{name}_after_first": value for name, value in metrics.items() if name.endswith("_band_frac")}
+    only later mini-batches show whether the bands fit and how far tokens move."""
+    later = list(statistics)
+    metrics = reduce_metrics(later)
+    about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
+    found = {f"{name}_after_first": value for name, value in metrics.items() if name.endswith(about_bands)}
+    return found | token_metrics(combine(later))
 
 
 _MEANS = {
@@ -165,13 +200,39 @@ _MEANS = {
 }
 
 
-def _band(advantage: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _band(advantage: torch.Tensor, lengths: torch.Tensor, config: TBPOConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lower and the upper edge of each response's band as values of r - 1: two tensors [B]."""
     positive_low = config.seq_clip_ratio_low if config.positive_band == "two_sided" else math.inf
     positive = advantage > 0
     lower = torch.full_like(advantage, -config.neg_seq_clip_ratio_low).masked_fill(positive, -positive_low)
     upper = torch.full_like(advantage, config.neg_seq_clip_ratio_high).masked_fill(positive, config.seq_clip_ratio_high)
-    return lower, upper
+    if config.band_scaling == "none":
+        return lower, upper
+    scale = (config.band_reference_length / lengths.clamp(min=1)).sqrt()
+    return lower * scale, upper * scale
+
+
+def _distances(
+    deviation: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    lengths: torch.Tensor,
+    advantage: torch.Tensor,
+    config: TBPOConfig,
+) -> dict[str, list[float]]:
+    """Return two numbers for each response with A != 0, both [number of such responses]:
+
+    all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
+    all/bands_away        r - 1 divided by the edge on its side, so 1 is on the edge; 0 on a side without an edge
+    """
+    scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
+    away = deviation / torch.where(deviation < 0, lower, upper)
+    found = torch.stack([scaled, away])[:, advantage != 0].double().tolist()
+    return {"all/scaled_distance": found[0], "all/bands_away": found[1]}
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 
 
 def _statistics(

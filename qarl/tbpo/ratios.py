@@ -1,9 +1,10 @@
 """Sequence-level ratios, and clipping them to a band.
 
 A ratio is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). It is one number per
-response. The paper's bands are only 3e-4 to 7e-4 wide, so the code stores r - 1, the ratio's deviation from 1, instead
-of r. FP32 has a relative precision of 1e-7. This is an error of 1e-7 in a ratio near 1, but only 3e-11 in a deviation
-of 3e-4.
+response.
+
+The code stores r - 1, the deviation of a ratio r from 1, because the paper's bands are only 3e-4 to 7e-4 wide. The
+relative precision of FP32 is 1e-7. So the error of r would be 1e-7, but that of a deviation of 3e-4 is only 3e-11.
 
 Legend: B responses, T token positions (response_length).
 """
@@ -13,14 +14,14 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clipped to this maximum before the exponential, so that no ratio exceeds e^20 = 4.9e8. They have no
-minimum, because only large values overflow. For very negative ones, ratio and gradient go to 0 and stay exact."""
+"""Log ratios are clipped to this maximum, so that no ratio exceeds e^20 = 4.9e8. There is no minimum, because the
+exponential of a negative number cannot overflow."""
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the mean [B] of `values` [B, T] over the positions where `mask` is true. An empty row gives 0.
 
-    A NaN at a masked position affects neither the mean nor its gradient.
+    A NaN where `mask` is false affects neither the mean nor its gradient.
     """
     return torch.where(mask, values, 0.0).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
@@ -40,13 +41,13 @@ def ratio_deviation(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def inside(deviation: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """Return bool in the same shape: whether each deviation is in its band. The edges belong to the band."""
+    """Return bool in the same shape: whether each deviation is in its band, including the edges."""
     return (deviation >= lower) & (deviation <= upper)
 
 
 def clip_to_band(ratio: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, learns: torch.Tensor) -> torch.Tensor:
     """Return each ratio unchanged if its `learns` is true. Otherwise detach it and clip it to [1 + lower, 1 + upper].
 
-    `torch.where` makes the gradient of a clipped ratio exactly +0. The gradient of `clamp` might not be.
+    The gradient of a clipped ratio is exactly +0, because `torch.where` is used instead of `clamp`.
     """
     return torch.where(learns, ratio, ratio.detach().clamp(1 + lower, 1 + upper))

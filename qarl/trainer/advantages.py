@@ -1,7 +1,7 @@
-"""GRPO's group-relative advantages (arXiv 2402.03300) for the local backend.
+"""Advantages for the local backend: GRPO's (arXiv 2402.03300), and verl's functions for the other estimators.
 
-With one exception, results equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks.
-verl's function is not used because its import takes seconds and loads ray. The exception: if all rewards of a group
+With one exception, GRPO's equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks. That
+function is not used because its import takes seconds and loads ray. The exception: if all rewards of a group
 are equal, its advantages are exactly 0 here, but verl divides the rounding error of the mean by epsilon. For example,
 eight rewards of 0.7 then give every response an advantage of 0.056, so the whole group is reinforced by noise.
 """
@@ -12,7 +12,25 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from qarl.config import Config
 from qarl.errors import UserError
+from qarl.objectives import library
+
+
+def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the advantage of each response of a step, FP32 [batch]. `rewards`: [batch], `lengths`: in tokens.
+
+    The responses of a prompt follow each other. `algorithm.adv_estimator` chooses: `rloo` and, with
+    actor.loss=reinforce, whitening over the batch's tokens are verl's functions; `dr_grpo` is GRPO without the division
+    by the standard deviation (arXiv 2503.20783). Raise UserError for a reward of NaN or Inf."""
+    algorithm, group_ids = config.algorithm, [i // config.rollout.n for i in range(len(lengths))]
+    norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
+    found = grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
+    if config.actor.loss == "reinforce":
+        return library.outcome_advantages("reinforce_plus_plus", rewards, group_ids, torch.tensor(lengths))
+    if algorithm.adv_estimator == "rloo":
+        return library.outcome_advantages("rloo", rewards, group_ids, torch.tensor(lengths))
+    return found
 
 
 def grpo_advantages(

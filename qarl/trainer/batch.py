@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.sampled import refuse_changed
 
 Rows = slice | torch.Tensor
 """Rows of a batch: a slice, or their numbers as int64 [rows]."""
@@ -34,8 +35,10 @@ class Batch:
                                  and top-p kept
     routed_experts               int16 [B, T, layers, k] or None; the experts of each token in the rollout, -1 if
                                  unknown (only in a mixture of experts)
+    weights                      FP32 [B, R] or None; the weights of `rollout_correction.rollout_is`
     other_experts                bool [B, T] or None; True if, in the pass for the old log-probs, the trainer's own
                                  routers chose different experts for the token than the rollout
+    finish_reasons               why each response ended, in vLLM's words, or None
     """
 
     input_ids: torch.Tensor
@@ -51,6 +54,8 @@ class Batch:
     outside: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     other_experts: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    finish_reasons: list[str | None] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with every tensor on `device`."""
@@ -92,7 +97,9 @@ class Batch:
 
 def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.Tensor, *, pad_token_id: int) -> Batch:
     """Return the batch of a rollout. Its tensors are padded on the right; a forward packs their rows
-    (`qarl.trainer.packing`)."""
+    (`qarl.trainer.packing`). Raise UserError if a response was changed after it was sampled."""
+    if rollout.sampled is not None:
+        refuse_changed(rollout.prompt_token_ids, rollout.response_token_ids, rollout.rollout_log_probs, rollout.sampled)
     sequences = [
         prompt + response for prompt, response in zip(rollout.prompt_token_ids, rollout.response_token_ids, strict=True)
     ]
@@ -112,6 +119,7 @@ def make_batch(rollout: RolloutBatch, rewards: torch.Tensor, advantages: torch.T
         weight_version=rollout.weight_version,
         rollout_top_tokens=None if top is None else _pad(top, width, pad_token_id, torch.int64),
         routed_experts=None if routed is None else _pad(routed, total, -1, torch.int16),
+        finish_reasons=list(rollout.finish_reasons),
     )
 
 

@@ -1,12 +1,15 @@
 """Checkpoints of the local backend: when they are written, what they contain, and how a run resumes from one.
 
-A resumed run takes the same steps, bit for bit, as an uninterrupted run. The prompts depend only on seed and position,
-every request has its own seed, and weights, masters, moments and generators are restored exactly. After a resume, the
-digests of weights and published tensors are compared with the checkpoint. If `mismatch/k3` jumps
-between the last step before the resume and the first one after it, a warning is printed.
+A resumed run takes the same steps, bit for bit, as an uninterrupted run:
 
-If a checkpoint cannot be written to disk, the run prints a message, logs `checkpoint/failed` = 1 and continues. It
-tries to write the next checkpoint as scheduled, and keeps the earlier ones.
+- The prompts of a step depend only on the seed and the position in the data.
+- Every request to the engine has its own seed.
+- Weights, FP32 masters, optimizer moments and random generators are restored exactly.
+
+After a resume, the digests of weights and published tensors are compared with the checkpoint. A warning is printed if
+`mismatch/k3` in the first step is more than ten times as large as in the last step before the resume.
+
+If a checkpoint cannot be written, the run prints a warning, logs `checkpoint/failed` = 1 and continues.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ _K3 = "mismatch/k3"
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run. If the run resumes, this object first restores the trainer from a checkpoint."""
+    """Writes the checkpoints of a run, and restores the trainer if the run resumes."""
 
     def __init__(self, trainer: LocalTrainer, checkpoint: Checkpoint | None = None) -> None:
         """Restore `trainer` from `checkpoint`, if there is one. The caller must then publish and call `resumed`."""
@@ -62,8 +65,10 @@ class Checkpoints:
             restore(trainer, checkpoint)
 
     def resumed(self, tracker: Tracker) -> None:
-        """Finish a resume after its first publish: compare the published tensors with the checkpoint, set later
-        checkpoints of the run folder aside (`make_newest`), and restore the generators."""
+        """Finish a resume. Call this after the first publish.
+
+        Compare the published tensors with the checkpoint, rename later checkpoints of the run (`make_newest`), and
+        restore the random generators."""
         checkpoint, trainer = self.checkpoint, self.trainer
         if checkpoint is None:
             return
@@ -115,7 +120,7 @@ class Checkpoints:
         return {"checkpoint/failed": 0.0, "checkpoint/seconds": seconds, "checkpoint/mbytes": written / 1e6}
 
     def _compare(self, metrics: dict[str, float], tracker: Tracker) -> dict[str, float]:
-        """Return `resume/*` in the first step after a resume, compared with the step before; {} in other steps."""
+        """Return the metrics `resume/*` in the first step after a resume, and {} in other steps."""
         found, self._resume_metrics = self._resume_metrics, {}
         if not found or self.checkpoint is None:
             return {}
@@ -139,6 +144,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         "config": trainer.config.model_dump(mode="json"),
         "versions": _versions(trainer),
         "sampler": trainer.parts.sampler.state_dict(),
+        **({"loss_scale": trainer.loss_scale.state_dict()} if trainer.loss_scale.active else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "weights": tensors_digest(forward_weights(policy)),
         "published": {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()},
@@ -147,15 +153,16 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
 
 
 def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
-    """Restore policy, optimizer, data position and step of a new trainer from `checkpoint`, but not the generators.
-    Raise UserError if the checkpoint was written with a different model, optimizer or data, or is damaged."""
+    """Restore policy, optimizer, data position and step of a new trainer, but not the random generators.
+
+    Raise UserError if the checkpoint is damaged, or if its model, optimizer or data are different."""
     state = checkpoint.state
     if state["train_prompts"] != prompts_digest(trainer.parts.train_prompts):
         raise UserError(
             "the training prompts differ from those of the checkpoint",
             where="data.train_files",
             why="the files, the tokenizer or the chat template have changed since the checkpoint was written",
-            fix="restore the old ones, or start fresh with a new name=...",
+            fix="restore the old files, tokenizer and chat template, or start fresh with a new name=...",
         )
     _load_weights(trainer.policy, checkpoint)
     with checkpoint.using(OPTIMIZER_FILE):
@@ -167,6 +174,9 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
         raise damaged(checkpoint.folder, "the restored weights differ from the saved ones")
     with checkpoint.using(f"{STATE_FILE}, sampler,"):
         trainer.parts.sampler.load_state_dict(state["sampler"])
+    if trainer.loss_scale.active:
+        with checkpoint.using(f"{STATE_FILE}, loss_scale,"):
+            trainer.loss_scale.load_state_dict(state["loss_scale"])
     trainer.step = checkpoint.step
 
 
@@ -187,7 +197,7 @@ def _other_model(checkpoint: Checkpoint, name: str) -> UserError:
     return UserError(
         "the checkpoint belongs to a different model",
         where=f"{checkpoint.folder}: {name}",
-        why="only the checkpoint or only the model has this tensor, or its shapes differ",
+        why="this tensor is only in the checkpoint, or only in the model, or has different shapes",
         fix="set model.path to the model that the run started with",
     )
 
@@ -199,9 +209,8 @@ def forward_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing_tensors(published: dict[str, str], policy: Policy) -> list[str]:
-    """Return the names of wire tensors that differ between `policy` and `published` (name -> digest).
-
-    A tensor that only one of them has counts as different."""
+    """Return the names of published tensors whose digest in `policy` differs from `published` (name -> digest). Tensors
+    that only one of the two has are included."""
     now = {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()}
     return sorted(name for name in now.keys() | published.keys() if now.get(name) != published.get(name))
 

@@ -1,8 +1,8 @@
 """The end of a local run. The last files of a run are written even if something failed earlier or fails here.
 
-Summary, export, summary again and plots are each tried, in this order. The first error of the run is raised at the end.
-Later errors are printed. A run with all its steps and its export is finished, so a resume does not train again. If only
-the plots are missing, the exit code still reports the failure.
+Summary, export, summary again, plots and report are each tried, in this order. The first error of the run is raised at
+the end. Later errors are printed. A run with all its steps and its export is finished, so a resume does not train
+again. If only plots or report are missing, the exit code still reports the failure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qarl.console import say
 from qarl.errors import UserError
 from qarl.metrics.plots import plot_run
 from qarl.metrics.tracker import write_summary
+from qarl.report.page import write_report
 
 
 class Ending:
@@ -55,8 +56,9 @@ def finish_run(
     total: int,
     save: Callable[[Path], Path] | None,
     plots: bool,
+    report: bool,
 ) -> dict[str, Any]:
-    """Write summary, export and plots of a run after `step` of `total` steps. Return the summary.
+    """Write summary, export, plots and report of a run after `step` of `total` steps. Return the summary.
 
     `failure`: the error that ended the training. `problem`: the error of a logger that failed during the run. `save`: a
     function that writes the export to a folder. Raises `failure`, or else the first error here, or else `problem`.
@@ -80,6 +82,9 @@ def finish_run(
     if plots:
         with ending.attempt():
             _plot(run_dir)
+    if report:
+        with ending.attempt():
+            write_report(run_dir)
     if problem is not None:
         with ending.attempt():
             raise problem

@@ -1,4 +1,4 @@
-"""Check every step of a local run for mismatch over its limit, tokens outside top-p or top-k, and preemptions."""
+"""Check every step of a local run. Warn about a large mismatch, tokens outside top-p or top-k, and preemptions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def watch(
 
         mismatch/over_limit           1 if the mismatch is over its limit, otherwise 0
         mismatch/outside_kept         with top-p or top-k: number of sampled tokens outside the trainer's kept sets
-        mismatch/other_experts_frac   in a mixture of experts: share of tokens for which, in at least one layer, the
-                                      trainer's own routers choose other experts than the rollout
+        mismatch/other_experts_frac   in a mixture of experts: share of tokens that the trainer's own routers would send
+                                      to different experts than the rollout, in at least one layer
 
     Raises:
         MismatchError: the mismatch is over its limit and nothing has been trained since the program started.

@@ -4,8 +4,9 @@ One training step has one function per stage:
 
     rollout       sample rollout.n responses per prompt from the engine's low-bit weights
     reward        score the responses and compute group-relative advantages
-    old_log_prob  compute the trainer's own log-probs, with the same kernels as the update
-    update        minimise the TBPO loss, with one optimizer step per ppo_mini_batch_size prompts
+    old_log_prob  compute the trainer's own log-probs, with the same kernels as the update, or skip this pass
+                  (`qarl.trainer.old_log_probs`)
+    update        minimise the objective of actor.loss (TBPO), with one optimizer step per ppo_mini_batch_size prompts
     publish       send the engine the tensors that the next forward multiplies by, as a new version
 
 verl's trainer has the same stages on Ray and FSDP2. Weights are published only once per training step, after its last
@@ -25,7 +26,12 @@ from qarl.checks.sampling import sampling_config, truncation
 from qarl.config import Config
 from qarl.data import Prompt
 from qarl.data.rewards import score_responses
-from qarl.metrics.mismatch import PhaseTimer, mismatch_metrics, response_metrics
+from qarl.metrics.error_tokens import text_metrics, text_statistics
+from qarl.metrics.mismatch import PhaseTimer, response_metrics
+from qarl.objectives.loss import batch_weights, objective_loss
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
+from qarl.objectives.settings import objective_settings
+from qarl.optim.loss_scale import LossScale
 from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.quant.stacks import stacked_experts
@@ -33,14 +39,18 @@ from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, Sampl
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed
-from qarl.tbpo import after_first_metrics, reduce_metrics, tbpo_loss
-from qarl.trainer.advantages import grpo_advantages
+from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch
 from qarl.trainer.guard import watch
+from qarl.trainer.old_log_probs import OldLogProbs, RolloutDiffers
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
-from qarl.trainer.setup import RunParts, engine_config, tbpo_config
+from qarl.trainer.report import log_samples
+from qarl.trainer.setup import RunParts, engine_config
+
+SAMPLED_ROWS = -1
+"""Stands for a request's place in the batch in the seed of the rows that `actor.old_log_probs=auto` checks."""
 
 
 class LocalTrainer:
@@ -48,7 +58,7 @@ class LocalTrainer:
 
     `step`: number of finished training steps, which is also the version of the published weights. `rebuilds`: number of
     engines that were started to replace a lost one. `updated`: whether this program has begun an update. `warnings`:
-    the warnings of the last step."""
+    the warnings of the last step. `source`: where a step's old log-probs come from."""
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
@@ -61,7 +71,9 @@ class LocalTrainer:
             keep_freed_memory()
         self.replace_policy(parts.policy)
         self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
-        self.tbpo = tbpo_config(config.actor)
+        self.objective = objective_settings(config)
+        self.source = OldLogProbs(config)
+        self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
     def replace_policy(self, policy: Policy) -> None:
@@ -78,22 +90,21 @@ class LocalTrainer:
         """Run one training step. Return its metrics."""
         batch, metrics = self.rollout()
         with self.timer.phase("old_log_prob"):
-            old_log_probs = self.old_log_probs(batch)
-        metrics |= mismatch_metrics(old_log_probs, batch.rollout_log_probs, batch.response_mask)
-        watched, self.warnings = watch(
-            self.config,
-            self.policy.align,
-            batch,
-            metrics,
-            before_first_update=not self.updated,
-            on_gpu=self.policy.device.type == "cuda",
-        )
+            seed = request_seed(self.config.seed, self.step, SAMPLED_ROWS)
+            old_log_probs = self.source.begin(batch, self.old_log_probs, seed=seed)
+        if compared := self.source.recomputed:
+            metrics |= self.compare(batch, metrics)
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
-                metrics |= watched | self.update(batch, old_log_probs)
+                metrics |= self.proven_update(batch, old_log_probs)
             self.step += 1
             report = self.publish()
+        if not compared:
+            metrics |= self.compare(batch, metrics)
+        log_samples(self.config, self.step, batch, self.source.own(batch), self.tokenizer)
+        self.warnings += self.source.messages
+        metrics |= self.source.metrics()
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
@@ -111,28 +122,58 @@ class LocalTrainer:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
             rewards = torch.tensor(self.score(repeated, responses))
-        advantages = grpo_advantages(
-            rewards,
-            [i // config.rollout.n for i in range(len(repeated))],
-            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
-        )
-        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
         lengths = [len(response) for response in responses.response_token_ids]
+        advantages = step_advantages(config, rewards, lengths)
+        batch = make_batch(responses, rewards, advantages, pad_token_id=self.parts.pad_token_id).to(self.policy.device)
         metrics = response_metrics(
             rewards, lengths, config.data.max_response_length, finish_reasons=responses.finish_reasons
         )
-        return batch, metrics | {"rollout/preemptions": float(responses.preemptions)}
+        text = text_statistics(
+            batch.responses,
+            batch.rollout_log_probs,
+            batch.advantages,
+            batch.response_mask,
+            vocabulary=len(self.tokenizer),
+        )
+        return batch, metrics | text_metrics([text]) | {"rollout/preemptions": float(responses.preemptions)}
 
     @torch.no_grad()
-    def old_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Return the policy's log-probs before the update, FP32 [B, R].
+    def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the policy's log-probs before the update, FP32 [B, R]; 0 in rows that are not in `only`, if given.
 
         With top-p or top-k, also store the kept tokens in `batch.kept`, for all forwards of the update."""
         temperature, kept = self.config.rollout.temperature, truncation(self.config)
         found = torch.zeros_like(batch.rollout_log_probs)
-        for rows in micro_batches(batch, self.config.actor, log_probs=True):
+        for rows in micro_batches(batch, self.config.actor, log_probs=True, only=only):
             found[rows] = self.policy.response_log_probs(batch, rows, temperature=temperature, truncation=kept)
         return found
+
+    def compare(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        """Compare trainer and engine on the rows that this step has measured. Set `warnings` and return metrics.
+
+        `metrics`: those of `rollout`. Raises MismatchError as `watch` does."""
+        measured = self.source.mismatch(batch)
+        watched, self.warnings = watch(
+            self.config,
+            self.policy.align,
+            batch,
+            metrics | measured,
+            before_first_update=not self.updated,
+            on_gpu=self.policy.device.type == "cuda",
+        )
+        return measured | watched
+
+    def proven_update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
+        """Call `update`. If its first mini-batch shows that `old_log_probs`, the rollout's, are not the trainer's, drop
+        the gradients, recompute and start again; no weight has changed yet."""
+        try:
+            return self.update(batch, old_log_probs)
+        except RolloutDiffers:
+            self.policy.end_replay()
+            self.optimizer.zero_grad()
+            with self.timer.phase("old_log_prob"):
+                recomputed = self.source.fall_back(batch, self.old_log_probs)
+            return self.update(batch, recomputed)
 
     def update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
         """Do `ppo_epochs` passes over the batch, with one optimizer step per mini-batch. Return metrics.
@@ -140,6 +181,7 @@ class LocalTrainer:
         An optimizer step whose gradient is not finite is skipped."""
         actor = self.config.actor
         size = actor.ppo_mini_batch_size * self.config.rollout.n
+        batch.weights = batch_weights(old_log_probs, batch.rollout_log_probs, batch.response_mask, self.objective)
         statistics: list[dict[str, float]] = []
         later: list[dict[str, float]] = []
         norms: list[float] = []
@@ -158,6 +200,8 @@ class LocalTrainer:
             "actor/lr": self.optimizer.lr,
             "actor/skipped_steps": skipped,
         }
+        if self.loss_scale.active:
+            metrics |= {"actor/loss_scale": self.loss_scale.scale, "actor/overflows": self.loss_scale.overflows}
         if self.optimizer.muon_lr is not None:
             metrics["actor/muon_lr"] = self.optimizer.muon_lr
         metrics |= after_first_metrics(later)
@@ -167,36 +211,40 @@ class LocalTrainer:
     def backward(self, batch: Batch, old_log_probs: torch.Tensor, start: int, stop: int) -> list[dict[str, float]]:
         """Compute the gradients of one mini-batch (rows `start` to `stop`), summed over its micro-batches.
 
-        Return TBPO's statistics for each micro-batch."""
-        responses = int(batch.response_mask[start:stop].any(1).sum())
+        Return the objective's statistics for each micro-batch."""
+        mask = batch.response_mask[start:stop]
+        whole = {"responses": int(mask.any(1).sum()), "tokens": int(mask.sum())}
         statistics = []
         for rows in micro_batches(batch, self.config.actor, start=start, stop=stop):
             with self.timer.phase("forward"):
-                loss, found = self.loss(batch, old_log_probs, rows, responses)
+                loss, found = self.loss(batch, old_log_probs, rows, whole)
             with self.timer.phase("backward"):
                 self.accumulate(loss)
             statistics.append(found | {"sum/loss": loss.item()})
         return statistics
 
     def loss(
-        self, batch: Batch, old_log_probs: torch.Tensor, rows: Rows, responses: int
+        self, batch: Batch, old_log_probs: torch.Tensor, rows: Rows, whole: Mapping[str, int]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Run the forward of one micro-batch, and return its loss and TBPO's statistics.
+        """Run the forward of one micro-batch, and return its loss and the objective's statistics.
 
-        `responses`: number of non-empty responses in the whole mini-batch."""
-        return tbpo_loss(
-            self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature),
+        `whole`: number of non-empty responses in the whole mini-batch, and of their tokens."""
+        log_probs = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
+        self.source.see(batch, rows, log_probs)
+        return objective_loss(
+            log_probs,
             old_log_probs[rows],
             batch.rollout_log_probs[rows],
             batch.advantages[rows],
             batch.response_mask[rows],
-            self.tbpo,
-            global_batch_size=max(responses, 1),
+            self.objective,
+            weight=None if batch.weights is None else batch.weights[rows],
+            **whole,
         )
 
     def accumulate(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch, and add its gradients to the FP32 sums."""
-        loss.backward()
+        (loss * self.loss_scale.scale).backward()
         self.policy.end_replay()
         self.optimizer.accumulate()
 
@@ -205,8 +253,9 @@ class LocalTrainer:
 
         If the norm is not finite, the weights do not change."""
         with self.timer.phase("optimizer"):
-            norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip)
+            norm = self.optimizer.clip_grad_norm(self.config.actor.grad_clip, loss_scale=self.loss_scale.scale)
             moved = math.isfinite(norm)
+            self.loss_scale.updated(overflow=not moved)
             if moved:
                 self.optimizer.step()
             self.optimizer.zero_grad()

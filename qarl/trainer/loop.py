@@ -22,6 +22,7 @@ from qarl.trainer.checkpoints import Checkpoints
 from qarl.trainer.ending import finish_run
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.probe import probe
+from qarl.trainer.report import update_report
 from qarl.trainer.setup import prepare_run
 
 _BANDS_TOO_NARROW = (
@@ -30,6 +31,7 @@ _BANDS_TOO_NARROW = (
     "paper's), or lower optim.lr"
 )
 _SKIPPED = "because the gradient was NaN or Inf; if this continues, lower optim.lr or look at mismatch/abs_max"
+_OVERFLOWED = "because the gradient overflowed in FP16; the loss scale is now {actor/loss_scale:.0f}"
 
 
 def train(config: Config, *, started: float | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
         total=total,
         save=(lambda folder: trainer.policy.save(folder, trainer.tokenizer)) if config.trainer.save_final else None,
         plots=config.trainer.plots,
+        report=config.trainer.report,
     )
 
 
@@ -108,12 +111,14 @@ def run_steps(
         # Look at `stop` again, because Ctrl-C may have come during the evaluation.
         metrics |= checkpoints.after_step(metrics, tracker, last=trainer.step == total or bool(stop))
         tracker.log(metrics, step=trainer.step)
+        update_report(trainer.config, trainer.step)
         for text in trainer.warnings:
             tracker.message(f"step {trainer.step}: {text}")
         if metrics.get("actor/inside_band_frac_after_first", 1.0) < 0.2:
             tracker.message(f"step {trainer.step}: {_BANDS_TOO_NARROW}")
         if metrics["actor/skipped_steps"]:
-            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {_SKIPPED}")
+            why = _OVERFLOWED.format(**metrics) if "actor/loss_scale" in metrics else _SKIPPED
+            tracker.message(f"step {trainer.step}: {metrics['actor/skipped_steps']:.0f} updates skipped, {why}")
 
 
 @contextmanager
@@ -144,7 +149,7 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         return sum(values(key)) / len(values(key)) if values(key) else None
 
     accuracies = values("val/accuracy")
-    other_experts = mean("mismatch/other_experts_frac")
+    other_experts, rejected = mean("mismatch/other_experts_frac"), mean("correction/rejected_response_frac")
     return {
         "steps": len(values("timing_s/step")),
         "accuracy_before": accuracies[0] if history and "timing_s/step" not in history[0] else None,
@@ -159,4 +164,5 @@ def summarize(history: Sequence[dict[str, float]]) -> dict[str, Any]:
         "seconds_per_step": mean("timing_s/step"),
         "publish_seconds_per_step": mean("timing_s/publish"),
         **({} if other_experts is None else {"other_experts_frac_mean": other_experts}),
+        **({} if rejected is None else {"rejected_response_frac_mean": rejected}),
     }

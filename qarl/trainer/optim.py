@@ -9,11 +9,12 @@ nearest. At learning rates near 1e-6 nearly every update is lost. `optim.master_
 
 In both cases the gradients of all micro-batches are summed in FP32, because a sum in BF16 would lose small gradients.
 
-With FP32 masters AdamW is `torch.optim.AdamW` in its fused form, which makes one pass over each parameter without
-temporary tensors. Everything else is `qarl.optim.optimizer`, which the verl backend uses, too. As in verl, weight decay
-applies to every parameter, including norms and biases. Also as in verl, the schedule counts training steps, not
-optimizer steps, and starts at zero. So with a warmup the first step has learning rate 0. After `total_training_steps`
-our cosine schedule stays at its minimum, while verl's rises again.
+AdamW with FP32 masters is PyTorch's fused `torch.optim.AdamW`. Muon and BF16 masters use `qarl.optim.optimizer`, as in
+the verl backend.
+
+As in verl, weight decay applies to every parameter, including norms and biases. Also as in verl, the schedule counts
+training steps from 0, so with a warmup the first step has learning rate 0. Unlike in verl, the cosine schedule stays at
+its minimum after `total_training_steps`. verl's rises again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class MasterOptimizer:
         seed: int,
         total_training_steps: int,
     ) -> None:
-        """Take the trainable parameters. They must be on one device, and if `master_dtype=bf16` they must be BF16.
+        """Store the trainable parameters. They must be on one device. With `master_dtype=bf16` they must be BF16.
 
         `seed`: for stochastic rounding. `total_training_steps`: length of the cosine schedule.
         """
@@ -139,12 +140,15 @@ class MasterOptimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the gradient sums to a global L2 norm of at most `max_norm`. Return the norm before scaling.
+    def clip_grad_norm(self, max_norm: float, *, loss_scale: float = 1.0) -> float:
+        """Divide the gradient sums by `loss_scale`, the factor of the loss, and scale them to a global L2 norm of at
+        most `max_norm`. Return the norm before that scaling.
 
         If the norm is not finite, nothing is scaled, and the caller should call `zero_grad()` instead of `step()`.
         """
         gradients = list(self.gradients.values())
+        if loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / loss_scale)
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm) and norm > max_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
@@ -155,7 +159,7 @@ class MasterOptimizer:
     def step(self) -> None:
         """Update the parameters with the accumulated gradients, then drop the gradients.
 
-        AdamW skips a parameter without a gradient. Muon takes zero for the gradient, so it still applies weight decay.
+        AdamW skips a parameter without a gradient. Muon treats a missing gradient as zero, so weight decay still acts.
         Raises RuntimeError if nothing was accumulated.
         """
         if not self.gradients:
@@ -197,8 +201,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`. If it has FP32 masters, set the parameters from them too. Learning rates come from
-        this run's config. Raise UserError if optimizer, master_dtype or set of parameters differ from the saved ones.
+        """Restore a `state_dict()`. If it has FP32 masters, the parameters are set from them, too. Learning rates come
+        from this run's config.
+
+        Raise UserError if the optimizer, `master_dtype` or the set of parameters is different in this run.
         """
         for key, ours in (
             ("name", self.config.name),
@@ -209,7 +215,8 @@ class MasterOptimizer:
                 raise UserError(
                     f"the checkpoint's optimizer state was saved with a different {key}",
                     where=f"optimizer state, {key}",
-                    why=f"it has {_abridged(state[key], ours)}, but this run has {_abridged(ours, state[key])}",
+                    why=f"the checkpoint has {_abridged(state[key], ours)}, but this run has "
+                    f"{_abridged(ours, state[key])}",
                     fix="resume with the model and the optim section of the run that wrote the checkpoint",
                 )
         self.zero_grad()
@@ -222,7 +229,7 @@ class MasterOptimizer:
 
 
 def _abridged(value: str | list[str], other: str | list[str]) -> str:
-    """Return `value` for an error. A list is shortened to its length and up to three names that `other` lacks."""
+    """Shorten `value` for an error message. A list becomes its length and up to three names that `other` lacks."""
     if isinstance(value, str):
         return value
     only_here = [name for name in value if name not in set(other)]

@@ -33,25 +33,33 @@ FEWEST_TOKENS = 32
 
 
 def micro_batches(
-    batch: Batch, actor: ActorConfig, *, log_probs: bool = False, start: int = 0, stop: int | None = None
+    batch: Batch,
+    actor: ActorConfig,
+    *,
+    log_probs: bool = False,
+    start: int = 0,
+    stop: int | None = None,
+    only: torch.Tensor | None = None,
 ) -> list[Rows]:
     """Return the micro-batches that together cover the rows from `start` to `stop`, each row once.
 
-    `log_probs`: whether they are for the old log-probs, whose micro-batches have separate config keys.
+    `log_probs`: whether they are for the old log-probs, whose micro-batches have separate config keys. `only`: cover
+    these rows instead, int64 [rows].
     """
     stop = len(batch) if stop is None else stop
     if not actor.use_dynamic_bsz:
         size = actor.log_prob_micro_batch_size_per_gpu if log_probs else actor.ppo_micro_batch_size_per_gpu
         assert size is not None  # the config was checked
+        if only is not None:
+            return [*only.split(size)]
         return [*batch.micro_batches(size, start=start, stop=stop)]
     limit = actor.ppo_max_token_len_per_gpu
     if log_probs:
         limit = actor.log_prob_max_token_len_per_gpu or limit
     assert limit is not None
-    return [
-        torch.tensor(rows, device=batch.input_ids.device) + start
-        for rows in fill(batch.lengths[start:stop].tolist(), limit)
-    ]
+    if only is None:
+        only = torch.arange(start, stop, device=batch.input_ids.device)
+    return [only[rows] for rows in fill(batch.lengths[only].tolist(), limit)]
 
 
 def fill(lengths: Sequence[int], limit: int) -> list[list[int]]:

@@ -21,13 +21,15 @@ from qarl.align import align_model
 from qarl.align.routing import differing_tokens, recorded_routing, replayed_routing, replays
 from qarl.align.rows import attends_in_rows
 from qarl.checks import hub
+from qarl.checks.head import PLAIN_HEADS, no_fp32_head
 from qarl.checks.weight_files import cannot_load, lacks_tensors
+from qarl.errors import UserError
 from qarl.kernels.kept import Truncation, find_kept
 from qarl.kernels.logprob import LOGITS_AT_A_TIME, chosen_kept, chosen_log_probs, log_probs_of_logits
 from qarl.quant.convert import packed_state_dict, quantize_model
 from qarl.quant.experts import QuantExperts
 from qarl.quant.linear import QuantLinear
-from qarl.quant.meta import default_dtype_kept
+from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme, get_scheme
 from qarl.trainer.batch import Batch, Rows
 from qarl.trainer.packing import FEWEST_TOKENS, Layout, lay_out
@@ -36,8 +38,18 @@ if TYPE_CHECKING:
     from qarl.config import Config
 
 
-PLAIN_HEADS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-"""Families whose logits are lm_head's unchanged output. Other families cap or scale this output."""
+def check_finite(model: nn.Module, dtype: str) -> None:
+    """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16 ends at 65504."""
+    if dtype != "fp16":
+        return
+    bad = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    if bad:
+        raise UserError(
+            f"{len(bad)} weights are NaN or Inf in FP16",
+            where=f"model.dtype=fp16: {', '.join(bad[:4])}",
+            why="FP16 ends at 65504, BF16 at 3e38",
+            fix="set model.dtype=bf16",
+        )
 
 
 class Policy:
@@ -55,8 +67,10 @@ class Policy:
         align: str = "linears",
         router_replay: str = "auto",
         packed: bool = True,
+        head_dtype: str = "model",
     ) -> None:
-        """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay."""
+        """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay.
+        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 and lm_head is not plain."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
@@ -64,13 +78,17 @@ class Policy:
         aligned = align_model(model, align)
         self.align = aligned.level
         self.packed = packed and attends_in_rows(model)
+        self.fp32_head = head_dtype == "fp32"
+        if self.fp32_head and not self.plain_head:
+            raise no_fp32_head(model.config.model_type)
         self.replays = replays(router_replay, self.align)
         self._routing = ExitStack()
         self.report = f"{linears}\n{aligned}"
 
     @classmethod
     def load(cls, config: Config) -> Policy:
-        """Load `model.path` in BF16 and quantize its linears as `quant` says."""
+        """Load `model.path` in `model.dtype` and quantize its linears as `quant` says. Raise UserError if a weight does
+        not fit into that dtype."""
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
@@ -78,7 +96,7 @@ class Policy:
             with default_dtype_kept():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.model.path,
-                    dtype=torch.bfloat16,
+                    dtype=TORCH_DTYPES[config.model.dtype],
                     attn_implementation="sdpa",
                     attention_dropout=0.0,
                     output_loading_info=True,
@@ -93,6 +111,7 @@ class Policy:
         model, loading = loaded
         if loading["missing_keys"]:
             raise lacks_tensors(config.model.path, loading["missing_keys"])
+        check_finite(model, config.model.dtype)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         model.train(config.model.gradient_checkpointing)
         if config.model.gradient_checkpointing:
@@ -105,6 +124,7 @@ class Policy:
             align=quant.align,
             router_replay=config.rollout.router_replay,
             packed=config.model.use_remove_padding,
+            head_dtype=config.model.head_dtype,
         )
 
     @property
@@ -126,8 +146,8 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
-        The logits are BF16, like the engine's. They are upcast before the temperature and the softmax. If there are
-        more than `LOGITS_AT_A_TIME` logits, they are computed for one block of response tokens at a time.
+        The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are upcast before the temperature and
+        the softmax. FP32 logits, and more than `LOGITS_AT_A_TIME` logits, are computed in blocks of response tokens.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -135,6 +155,8 @@ class Policy:
         with self.routing(batch, rows, layout):
             states, in_blocks = self.before_tokens(batch, rows, layout)
         weight = self.model.get_output_embeddings().weight
+        if self.fp32_head:  # as in vLLM's LogitsProcessor, both operands are cast
+            states, weight = states.float(), weight.float()
         if truncation is not None and truncation.active:
             if in_blocks:
                 found = chosen_kept(states, weight, tokens, truncation, temperature=temperature)
@@ -195,11 +217,16 @@ class Policy:
         return self.called(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Return whether to compute the logits of `positions` in blocks: there are too many, and lm_head allows it."""
-        head, config = self.model.get_output_embeddings(), self.model.config
-        plain = config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
-        plain = plain and self.called is self.model
-        return plain and positions * head.out_features > LOGITS_AT_A_TIME
+        """Return whether to compute the logits of `positions` in blocks: lm_head allows it, and there are too many or
+        the forward of the model would round them to BF16. A wrapper such as DDP must see the whole forward."""
+        too_many = positions * self.model.get_output_embeddings().out_features > LOGITS_AT_A_TIME
+        return self.plain_head and self.called is self.model and (too_many or self.fp32_head)
+
+    @property
+    def plain_head(self) -> bool:
+        """Whether the logits are lm_head's product and nothing else."""
+        head = self.model.get_output_embeddings()
+        return self.model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors to publish, with checkpoint names. Quantized layers multiply by the same tensors."""

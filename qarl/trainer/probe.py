@@ -14,14 +14,14 @@ from qarl.trainer.local import LocalTrainer, request_seed
 
 PROBE_RESPONSES = 16
 PROBE_TOKENS = 64
-"""The probe's number of responses, one per prompt, and the length of each in tokens. With `quant.align=off` a single
-token can differ by several nats, so a mean over fewer tokens would be meaningless."""
+"""Number of responses (one per prompt) and tokens per response. They are large enough for a meaningful mean even with
+`quant.align=off`, where a single token can differ by several nats."""
 PROBE_STEP = -1
 """Training step in the seeds of the probe's requests. No real step has this number."""
 
 
 def probe(trainer: LocalTrainer) -> str:
-    """Sample responses to a few training prompts. Compare trainer and engine by log-probs. Return a one-line result.
+    """Sample responses to a few training prompts, and compare the log-probs of trainer and engine. Return one line.
 
     The state of the global random generators is restored. Raises MismatchError if the mean |δ| is over its limit."""
     config = trainer.config

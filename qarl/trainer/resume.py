@@ -33,8 +33,8 @@ from qarl.errors import UserError
 _FREE = frozenset(
     f"trainer.{key}"
     for key in (
-        *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "save_final"),
-        *("save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
+        *("total_training_steps", "test_freq", "val_before_train", "val_max_prompts", "logger", "plots", "report"),
+        *("save_final", "save_freq", "max_ckpt_to_keep", "resume_mode", "resume_from_path"),
     )
 ) | {
     *("name", "output_dir", "dry_run", "data.val_files", "rollout.rebuild_on_failure", "publish.delta"),

@@ -6,18 +6,19 @@ trace after the engine has started.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from qarl.checks.run import check_run
 from qarl.checks.sampling import check_sampling
 from qarl.checks.weight_files import cannot_build
-from qarl.config import ActorConfig, Config
+from qarl.config import Config
 from qarl.data import PromptDataset, PromptSampler
 from qarl.data.rewards import RewardFn
+from qarl.objectives import library
+from qarl.objectives.settings import objective_settings
 from qarl.quant.scheme import get_scheme
 from qarl.rollout.engine import EngineConfig
-from qarl.tbpo import TBPOConfig
 from qarl.trainer.policy import Policy
 
 
@@ -34,6 +35,7 @@ class RunParts:
 
 def prepare_run(config: Config) -> RunParts:
     """Run all checks (`qarl.checks.run`), then load the weights. Raise UserError for the first check that fails."""
+    library.require(objective_settings(config), advantages=config.algorithm.adv_estimator == "rloo")
     run = check_run(config)
     tokenizer = run.tokenizer
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -63,8 +65,6 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         enforce_eager=rollout.enforce_eager,
         return_routed_experts=routing,
         delta=config.publish.delta == "auto",
+        head_dtype=config.model.head_dtype,
+        dtype=config.model.dtype,
     )
-
-
-def tbpo_config(actor: ActorConfig) -> TBPOConfig:
-    return TBPOConfig(**{key.name: getattr(actor, key.name) for key in fields(TBPOConfig)})

@@ -43,6 +43,8 @@ from qarl.trl.rollouts import Rollouts
 class QaRLTrainer(GRPOTrainer):
     """`policy`: the quantized model. `engine`: the rollout engine. `run`: QaRL's config of this run."""
 
+    optimizer: Any
+
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -105,9 +107,10 @@ class QaRLTrainer(GRPOTrainer):
         return bool(self.policy.model.training)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        if optimizer is None:
             trained = self.policy.model
-            self.optimizer = MasterAdamW(
+            optimizer = self.optimizer = MasterAdamW(
                 trained.named_parameters(),
                 decayed=self.get_decay_parameter_names(trained),
                 keep_masters=self.run.optim.master_dtype == "fp32",
@@ -118,7 +121,7 @@ class QaRLTrainer(GRPOTrainer):
                 weight_decay=self.args.weight_decay,
                 seed=self.args.seed,
             )
-        return self.optimizer
+        return optimizer
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

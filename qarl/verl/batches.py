@@ -64,7 +64,12 @@ class Batches:
         value = OmegaConf.select(self._composed, key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             name = self.name(key)
-            raise UserError(f"{name} must be a whole number above 0, got {value!r}", where=name)
+            raise UserError(
+                f"{name} must be a whole number above 0, got {value!r}",
+                where=name,
+                why="verl counts prompts, responses, tokens or ranks with it",
+                fix=f"set {name} to a whole number, for example 1",
+            )
         return value
 
     def name(self, key: str) -> str:
@@ -112,9 +117,10 @@ def _refuse_partial_shares(batches: Batches) -> None:
     if batches.prompts % unit:
         fix = f"make {prompts} and {name} multiples of {unit}"
     raise UserError(
-        f"the responses of {name}={batches.mini} cannot be divided equally among {batches.ranks} ranks",
+        f"{name}={batches.mini} does not give each of {batches.ranks} ranks the same number of responses",
         where=name,
-        why=f"{batches.shown_mini_batch}, and {batches.shown_ranks}",
+        why=f"{batches.shown_mini_batch}, {batches.shown_ranks}, and verl gives every rank an equal share of each "
+        "mini-batch",
         fix=f"{fix}, or change the number of ranks",
     )
 
@@ -126,8 +132,8 @@ def _refuse_short_limit(batches: Batches, key: str) -> None:
         raise UserError(
             f"{name}={limit} does not hold a row of full length",
             where=name,
-            why=f"{batches.name(PROMPT)} + {batches.name(RESPONSE)} = {longest} tokens, and a row is not divided",
-            fix=f"set it to {longest} or more",
+            why=f"{batches.name(PROMPT)} + {batches.name(RESPONSE)} = {longest} tokens, and a row is never divided",
+            fix=f"set {name} to {longest} or more, or lower {batches.name(RESPONSE)}",
         )
 
 

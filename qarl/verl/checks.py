@@ -150,7 +150,7 @@ def refuse_ignored(composed: Any) -> None:
         (rollout.top_k > 0, f"{keys}.top_k", rollout.top_k, -1, whole),
         (rollout.temperature < MIN_TEMPERATURE, f"{keys}.temperature", rollout.temperature, MIN_TEMPERATURE, below),
         (
-            mode != "sync",
+            mode not in ("sync", "qarl_sync"),
             "trainer.v1.trainer_mode",
             mode,
             "sync",

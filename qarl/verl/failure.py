@@ -1,7 +1,7 @@
 """Turns the error that ended a verl run into one message, if the user can do something about it.
 
-verl's trainer is a Ray task. An error passes through several processes. Each of them wraps it in another Ray exception,
-which contains all tracebacks so far. The class of each wrapper is derived from the class of the cause.
+verl's trainer is a Ray task. An error passes through several processes, and each of them wraps it in a Ray exception
+with all tracebacks so far. The class of such an exception is a subclass of the wrapped error's class.
 """
 
 from __future__ import annotations

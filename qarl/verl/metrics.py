@@ -20,7 +20,9 @@ from qarl.checkpoint.storage import StorageError, writing
 from qarl.config import Config
 from qarl.metrics.plots import plot_run
 from qarl.metrics.tracker import Tracker, read_metrics, write_summary
+from qarl.report.page import write_report
 from qarl.trainer.ending import Ending
+from qarl.trainer.report import update_report
 
 RENAMED = {
     "timing_s/gen": "timing_s/rollout",
@@ -30,7 +32,7 @@ RENAMED = {
 }
 """Maps verl's metric names to the local backend's names, for quantities that both backends log."""
 
-_OURS = ("actor/mismatch/", "actor/publish/")
+_OURS = tuple(f"actor/{group}/" for group in ("correction", "mismatch", "publish", "tokens", "error_tokens", "rollout"))
 _ACCURACY = re.compile(r"val-core/.*/(acc|reward)/mean@1$")
 
 
@@ -83,8 +85,8 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary and plots. Return the summary and the first of these errors, or None: `failure`, an error of
-        storing metrics (which does not stop the training), an error of writing summary or plots."""
+        """Write summary, plots and report. Return the summary and the first of these errors, or None: `failure`, an
+        error of storing metrics (which does not stop the training), an error of writing summary, plots or report."""
         from qarl.trainer.loop import summarize
 
         config = self.config
@@ -107,6 +109,9 @@ class MetricsFollower:
         if config.trainer.plots and history:
             with ending.attempt(), writing(config.run_dir / "plots"):
                 plot_run(config.run_dir)
+        if config.trainer.report:
+            with ending.attempt():
+                write_report(config.run_dir)
         if self._tracker.problem is not None:
             with ending.attempt():
                 raise self._tracker.problem
@@ -138,3 +143,4 @@ class MetricsFollower:
         if entry["step"] == self.start_step + 1:
             metrics["startup/seconds_to_first_step"] = time.perf_counter() - self.start
         self._tracker.log(metrics, step=entry["step"])
+        update_report(self.config, entry["step"])

@@ -1,5 +1,7 @@
-"""verl's keys of the optimizer. With FP32 masters AdamW is verl's default, `torch.optim.AdamW`. Muon and BF16 masters
-are `qarl.optim.optimizer.MuonAdamW`, which `qarl.verl.plugin.optimizer` builds in verl's engine.
+"""The optimizer's keys in verl's config.
+
+AdamW with FP32 masters is verl's default, `torch.optim.AdamW`. For Muon or BF16 masters, verl's engine uses
+`qarl.optim.optimizer.MuonAdamW` (`qarl.verl.plugin.optimizer`).
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ def worker_environment(config: Config, on_cpu: bool) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if threads := worker_threads(config, on_cpu):
         variables["OMP_NUM_THREADS"] = threads
+    if config.trainer.report:
+        variables |= {"QARL_SAMPLES_IN": str(config.run_dir.resolve())}
     return variables | {"VERL_FILE_LOGGER_PATH": str((config.run_dir / "verl.jsonl").resolve())}
 
 
@@ -85,7 +87,7 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     import torch
 
     from qarl.align.model import resolve_level
-    from qarl.checks.memory import estimate, readable
+    from qarl.checks.memory import OFFLOAD, estimate, readable
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
@@ -99,7 +101,16 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
     workers = config.rollout.tensor_model_parallel_size
     level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
-    found = estimate(size, config, device=device, gpu_memory_bytes=gpu_memory, align=level, kernels={})
+    found = estimate(
+        size,
+        config,
+        device=device,
+        gpu_memory_bytes=gpu_memory,
+        align=level,
+        kernels={},
+        offload=all(config.verl.get(key) for key in OFFLOAD),
+    )
     phase, needed = found.peak
     where = f"{device} of {readable(gpu_memory)}" if gpu_memory else device
-    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table()]
+    host = [f"host memory, {line}" for line in found.host_lines()]
+    return [f"memory of one rank ({where}): {readable(needed)} at most ({phase})", *found.table(), *host]

@@ -1,10 +1,12 @@
 """Decides whether a verl run starts fresh or from a checkpoint, by the rules of `qarl.trainer.resume`.
 
-verl resumes from the checkpoint that `checkpoints/latest_checkpointed_iteration.txt` names, with any config. If the
-file names no checkpoint, verl starts fresh. If data.pt is missing, verl silently restarts the data. QaRL compares the
-config with that of the checkpoint, ignores incomplete checkpoints, and writes the step of the newest complete one into
-the file. It refuses a checkpoint that could run code, because verl unpickles it. Statements here about verl were
-checked against verl 0.9.1 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py).
+verl resumes from the checkpoint that its tracker file names (`checkpoints/latest_checkpointed_iteration.txt`), whatever
+the config is. If data.pt is missing from the checkpoint, verl restarts the data without a message (verl 0.9.1,
+trainer/ppo/v1/trainer_base.py, utils/checkpoint/fsdp_checkpoint_manager.py). QaRL is stricter:
+
+- It compares the config with that of the checkpoint.
+- It ignores incomplete checkpoints, and writes the step of the newest complete one into the tracker file.
+- It refuses a checkpoint that could run code, because verl unpickles it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ _FREE_VERL = re.compile(r"\+?(trainer|ray_kwargs|global_profiler|transfer_queue)
 def open_verl_run(config: Config) -> Iterator[int]:
     """Lock the run folder and yield the step after which verl resumes. 0 means that the run starts fresh.
 
-    An earlier run in the folder is moved aside unless it is resumed. Raise UserError if another process uses the run,
-    if the checkpoint is missing, incomplete or could run code, or if the config changes what is trained.
+    An earlier run in the folder is moved aside, except if this run resumes it.
+
+    Raises:
+        UserError: another process uses the run; the checkpoint is missing, incomplete or could run code; or the config
+            changes what is trained.
     """
     run_dir = config.run_dir
     with lock_run(run_dir):
@@ -49,9 +54,10 @@ def open_verl_run(config: Config) -> Iterator[int]:
 
 
 def find_verl_start(config: Config) -> tuple[int, bool]:
-    """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. Change nothing.
+    """Return the step after which verl resumes, and whether that checkpoint is in the run's own folder. No file is
+    changed.
 
-    Raise UserError as `open_verl_run` does.
+    Raise the same UserErrors as `open_verl_run`.
     """
     folder = _choose(config)
     if folder is None:
@@ -61,7 +67,7 @@ def find_verl_start(config: Config) -> tuple[int, bool]:
 
 def newest_whole(checkpoints: Path) -> Path | None:
     """Return the checkpoint that verl's tracker file names. If it is incomplete, print a note and return the newest
-    complete one. Return None if there are no checkpoints. Raise UserError if there are some, but none is complete."""
+    complete one. Return None if there are no checkpoints. Raise UserError if all checkpoints are incomplete."""
     tracker = checkpoints / TRACKER
     folders = sorted((folder for folder in checkpoints.glob("global_step_*") if step_of(folder)), key=step_of)
     named = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
@@ -127,7 +133,7 @@ def _training_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_newest(run_dir: Path, folder: Path) -> None:
-    """Name `folder` in verl's tracker file. Rename the checkpoints of later steps, and delete the old summary."""
+    """Write the step of `folder` into verl's tracker file. Rename later checkpoints, and delete the run's summary."""
     supersede(run_dir, [(step_of(other), other) for other in folder.parent.glob("global_step_*")], step_of(folder))
     staging = folder.parent / f".{TRACKER}"
     staging.write_text(str(step_of(folder)), encoding="utf-8")

@@ -1,8 +1,8 @@
 """verl's keys for router replay: whether the servers return the experts of each token, and whether the actor replays.
 
 verl's agent loop carries the routing from the server to the actor. verl's FSDP engine ignores it, but QaRL's engine
-uses it (`qarl.verl.plugin.routing`). The routing of a token takes two bytes for each of its experts in each layer. So
-servers return the routing only if the actor replays it.
+uses it (`qarl.verl.plugin.routing`). Servers return the routing only if the actor replays it, because it is large: two
+bytes per token, layer and chosen expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qarl.rollout.vllm_plugin import experts_of
 
 
 def routing_keys(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """Return verl's two keys: whether servers return the routing, and the actor's `router_replay`."""
+    """Return verl's two keys for router replay, one for the servers and one for the actor."""
     asked = config.rollout.router_replay
     return {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": _is_replayed(config, on_cpu),

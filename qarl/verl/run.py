@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,18 @@ from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note
 from qarl.errors import UserError
 from qarl.process import runs_on_cpu
-from qarl.tbpo.config import TBPOConfig
 from qarl.trainer.ending import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
 from qarl.verl.metrics import MetricsFollower
+from qarl.verl.objectives import algorithm_keys, objective_keys, refuse_second_correction
 from qarl.verl.optimizer import optim_keys
 from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
+from qarl.vllm_versions.head import FP32_HEAD
 
 VERL_BATCHED_TOKENS = 8192
 Keys = dict[str, Any]
@@ -138,6 +138,7 @@ def verl_config(config: Config, *, on_cpu: bool) -> Any:
         composed = compose(config_name="ppo_trainer")
     checks.refuse_moved(config.verl, "the section verl of the config")
     checks.refuse_own(config.verl)
+    refuse_second_correction(config)
     for key, value in {**verl_keys(config, on_cpu), **config.verl}.items():
         if OmegaConf.is_dict(OmegaConf.select(composed, key)) and not isinstance(value, Mapping):
             raise UserError(
@@ -252,23 +253,22 @@ def model_keys(config: Config) -> Keys:
 
 def actor_keys(config: Config) -> Keys:
     actor, root = config.actor, "actor_rollout_ref.actor"
-    bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
     return {
         f"{root}.strategy": "fsdp2",
         **same(root, actor, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"),
-        **same(root, actor, "use_dynamic_bsz", "loss_agg_mode", "grad_clip"),
+        **same(root, actor, "use_dynamic_bsz", "grad_clip"),
+        **objective_keys(config),
         **token_limits(actor),
-        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
-        f"{root}.policy_loss.loss_mode": "tbpo",
         f"{root}.fsdp_config._target_": f"{PLUGIN}.config.QuantFSDPEngineConfig",
         f"{root}.fsdp_config.model_dtype": config.optim.master_dtype,
         f"{root}.fsdp_config.seed": config.seed,
         f"{root}.data_loader_seed": config.seed,
-        **same(f"+{root}.policy_loss", actor, *bands),
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
+        **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
+        **same(f"+{root}.fsdp_config.quant", config.model, "head_dtype"),
     }
 
 
@@ -305,8 +305,10 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
+    overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:
-        overrides = {"quantization_config": scheme.quantization_config(list(config.quant.ignore))}
+        overrides["quantization_config"] = scheme.quantization_config(list(config.quant.ignore))
+    if overrides:
         keys[f"+{root}.engine_kwargs.vllm.hf_overrides"] = overrides
     return keys
 
@@ -315,14 +317,6 @@ def batched_tokens(config: Config, on_cpu: bool) -> int:
     """Return `max_num_batched_tokens`. On a CPU it is large enough to prefill the longest sequence whole."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return max(config.rollout.max_num_batched_tokens or VERL_BATCHED_TOKENS, longest if on_cpu else 0)
-
-
-def algorithm_keys(config: Config) -> Keys:
-    return {
-        **same("algorithm", config.algorithm, "adv_estimator", "norm_adv_by_std_in_grpo"),
-        # If true, verl would use the rollout's log-probs as the trainer's, and TBPO would see no mismatch.
-        "algorithm.rollout_correction.bypass_mode": False,
-    }
 
 
 def trainer_keys(config: Config) -> Keys:
@@ -337,6 +331,8 @@ def trainer_keys(config: Config) -> Keys:
         "trainer.project_name": "qarl",
         "trainer.experiment_name": config.name,
         "trainer.logger": ["file"],
+        # verl's own trainer always recomputes the old log-probs, or never with its bypass_mode.
+        "trainer.v1.trainer_mode": "sync" if config.actor.old_log_probs == "recompute" else "qarl_sync",
         "trainer.default_local_dir": str((config.run_dir / "checkpoints").resolve()),
         # At a positive frequency verl saves after the last step, too; the export is made from that checkpoint.
         "trainer.save_freq": total if trainer.save_freq == -1 and trainer.save_final else trainer.save_freq,

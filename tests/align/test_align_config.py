@@ -300,7 +300,7 @@ def test_models_served_through_transformers_are_refused_by_name(model_type):
 @needs_vllm
 @pytest.mark.parametrize("model_type", FUSED)
 def test_checkpoints_with_fused_layers_are_refused_for_that_reason(model_type):
-    with pytest.raises(UserError, match=r"their checkpoints hold .*gate_up_proj.* as one layer"):
+    with pytest.raises(UserError, match=r"their checkpoints have fused layers .*gate_up_proj"):
         check_model(other(model_type))
 
 

@@ -256,7 +256,7 @@ def test_what_vllm_is_given(sampling, expected):
     ("level", "vocabulary", "words"),
     [
         ("linears", 100, "fell back to linears"),
-        ("model", 20_000_000, "GiB, but only 4 are allowed"),
+        ("model", 20_000_000, "GiB; the limit is 4 GiB"),
         ("model", 100, None),
     ],
 )

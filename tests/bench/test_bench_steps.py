@@ -27,7 +27,7 @@ from qarl.bench.steps.check import WrongNumbers, check_linears
 from qarl.bench.steps.launch import PublishBench, RolloutBench, StepBench, TrainerBench, _reason
 from qarl.bench.steps.setup import move_weights
 from qarl.errors import UserError
-from qarl.metrics.plots import _phases
+from qarl.metrics.plots import phases_of
 from qarl.quant.linear import QuantLinear
 
 SCHEMES = ["w8a8", "fp8", pytest.param("w4a16", marks=needs_w4a16_cpu)]
@@ -236,7 +236,7 @@ def test_the_trainer_times_the_parts_of_its_update(folder: Path, scheme: str) ->
     assert sum(phases[part] for part in parts) <= phases["update"] < phases["step"]
     assert any(not torch.equal(a, b) for a, b in zip(before, bench.policy.model.parameters(), strict=True))
     check_linears(bench.policy, None)
-    stacked = _phases([{f"timing_s/{name}": value for name, value in phases.items()}])
+    stacked = phases_of([{f"timing_s/{name}": value for name, value in phases.items()}])
     assert stacked == ["old_log_prob", "update", "quantize"], "a plot of phases would count those of the update twice"
 
 

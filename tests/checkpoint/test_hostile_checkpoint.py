@@ -27,6 +27,7 @@ from qarl.checks.model_folder import load_tokenizer
 from qarl.data import Prompt, PromptSampler
 from qarl.errors import UserError
 from qarl.metrics.tracker import Tracker
+from qarl.optim.loss_scale import LossScale
 from qarl.trainer.checkpoints import Checkpoints, forward_weights, restore, rng_state, set_rng_state, training_state
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.policy import Policy
@@ -48,6 +49,7 @@ def make_trainer(folder: Path, output: Path, **changes: Any) -> Any:
         config=settings,
         policy=policy,
         optimizer=optimizer,
+        loss_scale=LossScale(active=False),
         parts=parts,
         engine=SimpleNamespace(weight_version=3),
         step=0,

@@ -104,8 +104,8 @@ def test_tokenizer_without_chat_template(refusal: Refusal) -> None:
 def test_kv_cache_that_holds_no_sequence(refusal: Refusal) -> None:
     words = [
         "rollout.cpu_kvcache_space_gib=0.0001",
-        "does not hold one sequence of 32 tokens",
-        "set it to 0.001 or more",
+        "is too small for one sequence of 32 tokens",
+        "set it to at least 0.001",
     ]
     refusal("rollout.cpu_kvcache_space_gib=0.0001", words=words)
 

@@ -176,7 +176,7 @@ def test_the_local_trainer_by_hand() -> None:
         "activations, log-probs": 4 * 20 * 2840,
         "logits, log-probs": 4 * 12 * 100 * 10,
         "activations, update": 2 * 20 * 2 * 2840,
-        "logits, update": 2 * 12 * 100 * 12,
+        "logits, update": 2 * 12 * 100 * 14,
         "vLLM: weights": wire + 2 * 320 + 2 * 12800,
         "vLLM: KV cache": GIB // 2,
         "vLLM: workspace (allowance)": ENGINE_WORKSPACE_BYTES,
@@ -187,7 +187,7 @@ def test_the_local_trainer_by_hand() -> None:
     assert found.kv_tokens == 2**29 // 256
     rollout = 149120 + 298240 + 596480 + 2 * wire - 224 + 2 * (wire + 26240) + 2**29 + 2**30 + RUNTIME_BYTES
     assert found.total("rollout") == rollout
-    update = rollout + 298240 + 149120 + 122880 + 227200 + 28800
+    update = rollout + 298240 + 149120 + 122880 + 227200 + 33600
     assert found.total("update") == update
     assert found.peak == ("update", update)
 
@@ -255,8 +255,8 @@ def test_sharded_by_hand() -> None:
     assert sharded["embeddings and lm_head, gathered in BF16"] == 2 * 12800
     assert sharded["gradients before they are scattered"] == 6 * 30720 + 2 * 6400
     assert sharded["dequantized weight of one layer, BF16"] == 2 * 96 * 64
-    assert sharded["logits, log-probs"] == 18 * 4 * 20 * 100  # of prompt and response
-    assert sharded["logits, update"] == 12 * 2 * 20 * 100
+    assert sharded["logits, log-probs"] == 8 * 4 * 20 * 100  # of prompt and response
+    assert sharded["logits, update"] == 14 * 2 * 20 * 100
     held = 74560 + 149120 + 34784 // 4 + RUNTIME_BYTES
     assert found.total("rollout") == held + 4 * GIB  # vLLM's whole share
     assert found.total("step") == held + 74560 + 16 * 6400 // 4 + ENGINE_ASLEEP_BYTES
@@ -280,10 +280,10 @@ def test_bytes_gathered_are_those_of_the_format() -> None:
 
 @pytest.mark.parametrize("backend", ["local", "verl"])
 def test_many_logits_are_computed_in_blocks(backend: str) -> None:
-    """At 2**27 logits: 10 or 18 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
+    """At 2**27 logits: 10 or 8 bytes for each, and in the update 18 and 4 bytes for each weight of lm_head."""
     changes = {"backend": backend, "data__max_response_length": 2**21, "actor__log_prob_micro_batch_size_per_gpu": 2}
     found = parts(estimate(SMALL, run(**changes), device="cpu"))
-    assert found["logits, log-probs"] == {"local": 10, "verl": 18}[backend] * LOGITS_AT_A_TIME
+    assert found["logits, log-probs"] == {"local": 10, "verl": 8}[backend] * LOGITS_AT_A_TIME
     assert found["logits, update"] == 18 * LOGITS_AT_A_TIME + 4 * 6400
 
 

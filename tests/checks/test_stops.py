@@ -59,7 +59,7 @@ WARN: list[tuple[dict[str, Any], str]] = [
     ({"generation_config": {"eos_token_id": 2}}, r"tokenizer's EOS is 1 \('t1'\), but generation_config.json says 2"),
     ({"generation_config": None, "config": {"eos_token_id": 2}}, "config.json says 2"),
     ({"generation_config": None, "config": {"eos_token_id": [0, 2]}}, "config.json says 0 .*, 2"),
-    ({"config": {"eos_token_id": 2}}, "config.json, 2 .* ends no response"),
+    ({"config": {"eos_token_id": 2}}, "no response ends at 2 .*, the eos_token_id of config.json"),
     ({"tokenizer_config": {"eos_token": None}}, "the tokenizer has no EOS, so responses end only at 1"),
     (
         {

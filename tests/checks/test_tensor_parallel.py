@@ -64,13 +64,23 @@ def test_a_group_of_two_workers_is_refused_by_name(kind: Any, sizes: dict[str, A
         check_tensor_parallel(config(2, group, **{"quant.scheme": scheme}), model)
 
 
+def test_ranks_that_do_not_split_into_engines_are_refused() -> None:
+    """Also over several hosts, and before the model is looked at."""
+    with pytest.raises(UserError, match="4 ranks do not split into engines of 3 workers") as found:
+        check_tensor_parallel(config(3, 32), None)
+    assert found.value.where == "trainer.nnodes * trainer.n_gpus_per_node" and "divisor of 4" in (found.value.fix or "")
+    with pytest.raises(UserError, match="12 ranks do not split into engines of 8 workers"):
+        check_tensor_parallel(config(8, 32, **{"trainer.nnodes": 3}), None)
+    check_tensor_parallel(config(2, 32), DENSE(**SIZES))
+
+
 @pytest.mark.parametrize(
     ("sizes", "workers", "words"),
     [
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 attention heads do not split"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "3 key-value heads do not split"),
         ({"vocab_size": 100, "num_attention_heads": 6, "num_key_value_heads": 3}, 3, "a vocabulary of 100"),
-        ({"intermediate_size": 514}, 4, "a width of 514 does not split in 3 layers"),
+        ({"intermediate_size": 514}, 4, "3 layers do not split evenly; the first has a width of 514"),
         ({"intermediate_size": 544}, 4, "does not support 2 of 6 layers"),  # 2 * 136 columns, not a multiple of 32
     ],
 )

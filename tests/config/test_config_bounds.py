@@ -62,11 +62,18 @@ def allowed(key: str, value: float) -> Config | None:
     text = repr(value) if not index else f"[{value!r}, 0.99]" if index == "0]" else f"[0.9, {value!r}]"
     extra = {
         "actor.seq_clip_ratio_low": ["actor.positive_band=two_sided"],
+        "actor.band_reference_length": ["actor.band_scaling=length"],
         "optim.muon_lr": ["optim.name=muon"],
         "optim.muon_momentum": ["optim.name=muon"],
         "rollout.val_temperature": ["backend=verl"],
         "optim.lr_warmup_steps": ["trainer.total_training_steps=10000000"],
+        "rollout_correction.rollout_is_threshold_lower": [
+            "actor.loss=grpo",
+            "rollout_correction.rollout_is=token",
+            "rollout_correction.rollout_is_mode=clip",
+        ],
         "rollout.max_num_batched_tokens": ["rollout.max_num_seqs=1"],
+        "actor.old_log_probs_sample": ["actor.old_log_probs=auto"],
     }
     extra |= {key: ["backend=verl"] for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
     extra |= {"rollout.tensor_model_parallel_size": ["backend=verl"]}

@@ -28,6 +28,7 @@ from reach_rows import (
     Table,
     all_differ,
     each,
+    forwards,
     leaves,
     make_files,
     merged,
@@ -151,6 +152,16 @@ LOCAL: Table = SHARED | {
         each(argument("model"), lambda run: type(run.trainer.policy.model).__name__),
         (["model", "Qwen3ForCausalLM"], ["llama", "LlamaForCausalLM"]),
     ),
+    "model.dtype": Row(
+        "fp16",
+        each(argument("dtype"), lambda run: run.trainer.policy.model.dtype),
+        (["bfloat16", torch.bfloat16], ["float16", torch.float16]),
+    ),
+    "model.head_dtype": Row(
+        "fp32",
+        each(argument("hf_overrides"), lambda run: run.trainer.policy.fp32_head),
+        ([None, False], [{"head_dtype": "float32"}, True]),
+    ),
     "model.trust_remote_code": [
         Row(True, argument("trust_remote_code"), (False, True)),
         Row(True, lambda run: (run.folder / "own_code_ran").exists(), (False, True), {"model.path": "own_code"}),
@@ -239,6 +250,12 @@ LOCAL: Table = SHARED | {
         W4A16,
     ),
     "quant.mismatch_limit": Row(0.05, lambda run: run.code, (0, 2), stub={"noise": 0.1}),
+    "actor.old_log_probs": Row(
+        "rollout", forwards("old_log_prob"), ([4, 4] * 2, [4, 4]), {STEPS: 2, "actor.loss": "grpo"}
+    ),
+    "actor.old_log_probs_sample": Row(
+        0.5, lambda run: run.trainer.source.fraction, (0.125, 0.5), {"actor.old_log_probs": "auto"}
+    ),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high"),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row(
@@ -270,6 +287,7 @@ LOCAL: Table = SHARED | {
         Row(["tensorboard"], files("tensorboard"), ([], ["tensorboard"])),
         Row(["console"], says("step 1/1"), (False, True)),
     ],
+    "trainer.report": Row(False, files("*.html"), (["report.html"], [])),
     "trainer.plots": Row(True, lambda run: bool(run.files("plots/*.png")), (False, True)),
     "trainer.num_threads": Row(
         3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3"), {"trainer.num_threads": 1}

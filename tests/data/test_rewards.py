@@ -1,5 +1,6 @@
 """The built-in rewards on real answers, users' functions by name, and what a broken one leads to."""
 
+import copy
 import math
 import signal
 import threading
@@ -156,6 +157,56 @@ def test_a_reward_that_raises_names_the_row() -> None:
     for part in ("picky", "ZeroDivisionError", "row 7", "'sums'"):
         assert part in str(error.value)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def grows_a_list(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    extra_info["seen"].append(solution_str)
+    return 1.0
+
+
+def sets_a_key(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    extra_info["answer"] = solution_str
+    return 1.0
+
+
+def sorts_the_truth(data_source: str, solution_str: str, ground_truth: list, extra_info: dict) -> float:
+    ground_truth.sort()
+    return 1.0
+
+
+def writes_into_an_array(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    extra_info["array"][0] = 5
+    return 1.0
+
+
+def reads_and_copies(data_source: str, solution_str: str, ground_truth: list, extra_info: dict) -> float:
+    mine = copy.deepcopy(extra_info)
+    mine["seen"].append(solution_str)
+    return float(sorted(ground_truth)[0] + mine["array"].sum() + len(f"{extra_info}") * 0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "argument"),
+    [
+        (grows_a_list, "extra_info"),
+        (sets_a_key, "extra_info"),
+        (sorts_the_truth, "ground_truth"),
+        (writes_into_an_array, "extra_info"),
+    ],
+)
+def test_a_reward_that_changes_its_arguments(fn: Any, argument: str) -> None:
+    """Responses to one prompt share them, so the second would be scored differently."""
+    truth: Any = [3, 1, 2]
+    extra = {"seen": [], "array": np.zeros(3), "text": "a", "nested": {"k": [1]}}
+    asked = Prompt(7, "sums", [], [], truth, extra)
+    assert score_responses(reads_and_copies, [asked] * 2, ["x", "y"]) == [1.0, 1.0]
+    with pytest.raises(UserError, match=rf"{fn.__name__} changed its argument {argument}[\s\S]*row 7[\s\S]*deepcopy"):
+        score_responses(fn, [asked] * 2, ["x", "y"])
+
+
+def test_arguments_that_cannot_be_compared_are_let_through() -> None:
+    asked = Prompt(7, "sums", [], [], "1", {"call": lambda: 1})
+    assert score_responses(lambda **_: 0.5, [asked], ["x"]) == [0.5]
 
 
 class BrokenError(Exception):

@@ -151,7 +151,7 @@ def test_ranks_that_verl_refuses() -> None:
     uneven = ["data.train_batch_size=5", "actor.ppo_mini_batch_size=5", "rollout.n=2"]
     _, findings = examine_big("Qwen2.5-Math-1.5B", 8, 1, *uneven)
     assert said(findings, "error", "backend") == [
-        "the responses of actor.ppo_mini_batch_size=5 cannot be divided equally among 8 ranks"
+        "actor.ppo_mini_batch_size=5 does not give each of 8 ranks the same number of responses"
     ]
     _, findings = examine_big("Qwen2.5-Math-1.5B", 6, 4, "data.train_batch_size=48", "actor.ppo_mini_batch_size=48")
     assert any("6 ranks do not split into rollout engines of 4" in error for error in said(findings, "error"))
@@ -167,7 +167,7 @@ def test_kept_sets_that_do_not_fit() -> None:
     context = Context(config, this_machine())
     context.hf_config.load().vocab_size = 2**40
     topic = Topic("kernels")
-    with pytest.raises(UserError, match="GiB, but only 4 are allowed"):
+    with pytest.raises(UserError, match="GiB; the limit is 4 GiB"):
         kernels.check_sampling(context, topic)
 
 

@@ -132,6 +132,20 @@ def test_bands(length: int, band: float, status: str) -> None:
     assert finding.status == status
     (finding,) = topic_of("loss", "actor.positive_band=two_sided", *[f"actor.{key}=0.1" for key in keys])
     assert finding.where == "actor.seq_clip_ratio_low"
+    (finding,) = topic_of("loss", "actor.loss=grpo", *bands)
+    assert (finding.status, finding.what) == ("ok", "actor.loss=grpo has no bands")
+
+
+@pytest.mark.parametrize(
+    ("length", "reference", "status"), [(16, 1000, "ok"), (16, 999, "warning"), (4000, 1000, "ok")]
+)
+def test_bands_scaled_by_length(length: int, reference: int, status: str) -> None:
+    scaled = ["actor.band_scaling=length", f"actor.band_reference_length={reference}"]
+    paper = [
+        f"actor.{key}=3e-4" for key in ("seq_clip_ratio_high", "neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high")
+    ]
+    (finding,) = topic_of("loss", f"data.max_response_length={length}", *paper, *scaled)
+    assert finding.status == status
 
 
 def test_tied_lm_head_and_padded_vocabulary() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from qarl.errors import UserError
+from qarl.metrics.error_plots import class_values
 from qarl.metrics.plots import main, plot_run
 from qarl.metrics.tracker import Tracker, check_loggers, read_metrics, write_summary, write_versions
 
@@ -186,6 +187,22 @@ def test_plots_of_a_run(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["reward.png", "accuracy.png", "k3.png", "outside_band.png", "seconds.png"]
     assert all(path.parent == tmp_path / "run" / "plots" for path in paths)
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in paths)
+
+
+def test_plots_of_tokens_and_entropy(tmp_path: Path) -> None:
+    """A class without tokens of a sign has no metric in that step."""
+    tokens = {
+        "tokens/pos_likely_frac": 0.9, "tokens/pos_tail_frac": 0.1, "tokens/pos_likely_moved_mean": 0.01,
+        "tokens/pos_likely_moved_max": 0.02, "tokens/neg_likely_frac": 1.0,
+    }  # fmt: skip
+    text = {"rollout/entropy": 0.5, "error_tokens/neg_garbled_frac": 0.1, "error_tokens/pos_garbled_frac": 0.0}
+    write_lines(tmp_path, {"step": 1, **tokens, **text}, {"step": 2, "tokens/pos_likely_frac": 0.7, **text})
+    names = ["entropy.png", "error_tokens.png", "token_shares.png", "token_moves.png"]
+    assert [path.name for path in plot_run(tmp_path)] == names
+    entries = read_metrics(tmp_path)
+    shares = class_values(entries, "pos", "frac", np.mean)
+    assert shares == pytest.approx([0.1, math.nan, math.nan, 0.8], nan_ok=True)
+    assert class_values(entries, "pos", "moved_max", np.max)[-1] == 0.02
 
 
 def test_missing_keys_and_odd_values_skip_a_plot(tmp_path: Path) -> None:

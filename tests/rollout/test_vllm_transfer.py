@@ -21,6 +21,7 @@ from qarl.quant import packed_state_dict
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.sockets import PeerLost
+from qarl.rollout.publish.wire import TransferFailed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_w4a16_cpu]
 
@@ -76,7 +77,7 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     model = load_model(folder)
     remote = Remote(folder, "w4a16")
     transfer = WeightTransferTrainerFactory.trainer_init(
-        QaRLTrainerInitInfo(rank=0, token="of this run", seconds=60),
+        QaRLTrainerInitInfo(rank=0, seconds=60),
         client=remote,
         source=PackedSource(lambda: list(packed_state_dict(model))),
     )
@@ -90,6 +91,14 @@ def test_two_processes_and_a_killed_engine(tmp_path):
         step(model, number)
     assert kinds == [False, True, True]
 
+    remote.fail()
+    with pytest.raises(TransferFailed, match="no memory"):
+        transfer.send_weights()
+    transfer.send_weights()
+    assert not transfer.outbox.tally.known
+    answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
+
+    step(model, 8)
     remote.die()
     start = time.monotonic()
     with pytest.raises(PeerLost, match="the publish lost a receiver"):
@@ -104,6 +113,11 @@ def test_two_processes_and_a_killed_engine(tmp_path):
     answers.append(([(n, t.clone()) for n, t in packed_state_dict(model)], remote.generate(PROMPTS)))
     with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
         remote.finish_weight_update("7")
+    remote.fail()
+    with pytest.raises(TransferFailed, match="no memory"):
+        transfer.send_weights()
+    with pytest.raises(RuntimeError, match=r"this engine does not generate[\s\S]*no memory"):
+        remote.generate(PROMPTS)
     remote.close()
     transfer.shutdown()
 
@@ -113,4 +127,4 @@ def test_two_processes_and_a_killed_engine(tmp_path):
             engine.publish(tensors, version=version)
             batch = engine.generate(PROMPTS, SamplingConfig(12, temperature=0.0, ignore_eos=True))
             assert (batch.response_token_ids, batch.rollout_log_probs) == (tokens, log_probs)
-    assert len({json.dumps(answer) for _, answer in answers}) == 4
+    assert len({json.dumps(answer) for _, answer in answers}) == 5

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkout import ROOT
@@ -70,7 +71,7 @@ def load_policy(model: str, scheme: str = "w4a16") -> Policy:
 def as_batch(rows: dict[str, torch.Tensor]) -> Batch:
     names = ("input_ids", "prompt_lengths", "responses", "response_mask")
     zeros = torch.zeros(8)
-    tensors = {name: rows[name] for name in names}
+    tensors: dict[str, Any] = {name: rows[name] for name in names}
     tensors |= dict.fromkeys(("rollout_log_probs", "rewards", "advantages"), zeros)
     return Batch(**tensors, weight_version=0)
 

@@ -27,6 +27,7 @@ from qarl import train
 from qarl.config import Config, build_config
 from qarl.metrics.tracker import read_metrics
 from qarl.process import configure_vllm_process
+from qarl.quant.meta import TORCH_DTYPES
 from qarl.rollout.engine import RolloutEngine
 from qarl.rollout.publish.manifest import PublishReport, expected_manifest
 from qarl.trainer import local, loop, packing
@@ -144,7 +145,8 @@ class Receiver:
 
 class Engine(RolloutEngine):
     def _prepare_publish(self) -> None:
-        self.expected = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore)
+        dtype = TORCH_DTYPES[self.config.dtype]
+        self.expected = expected_manifest(self.hf_config, self.config.scheme, self.config.ignore, dtype=dtype)
         self.receiver: Any = Receiver()
 
     def publish(self, tensors: Any, *, version: int) -> PublishReport:

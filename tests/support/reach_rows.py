@@ -138,7 +138,7 @@ class Refused:
     given: dict[str, Any] = field(default_factory=dict)
 
 
-Table = dict[str, Row | Refused | list[Row]]
+Table = dict[str, Row | Refused | list[Row] | list[Row | Refused]]
 
 
 def written(table: Table) -> list[Any]:

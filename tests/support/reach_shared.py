@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from reach_objectives import OBJECTIVES, OPEN, band, metric
 from reach_rows import (
-    OPEN,
     SIGN,
     STEPS,
-    Observe,
-    Refused,
     Row,
     Table,
     adopts,
@@ -25,16 +23,11 @@ from reach_rows import (
 )
 
 
-def metric(name: str) -> Observe:
-    """At the last step."""
-    return lambda run: run.metrics[-1][name]
-
-
-def band(key: str, value: Any = 1e-9, **given: Any) -> Row:
-    """A band that is open before and closed after: responses fall outside, and the gradient changes."""
-    side = "neg" if key.startswith("neg") else "pos"
-    observe = each(metric(f"actor/{side}_outside_band_frac"), metric("actor/grad_norm"))
-    return Row(value, observe, lambda b, a: b[0] == 0 < a[0] and b[1] != a[1], OPEN | given)
+def widened(value: Any, **given: Any) -> Row:
+    """Bands of 1e-4 leave many responses outside, and bands 1e4 times as wide at 16 tokens or fewer leave fewer."""
+    observe = each(metric("actor/inside_band_frac"), metric("actor/grad_norm"))
+    narrow = {key: 1e-4 for key in OPEN if key.startswith(("actor.seq", "actor.neg"))}
+    return Row(value, observe, lambda b, a: b[0] < a[0] and b[1] != a[1], OPEN | narrow | given)
 
 
 BY_TOKENS = {
@@ -45,7 +38,7 @@ BY_TOKENS = {
 }
 """All rows of the run have fewer tokens, a mini-batch or a step. A row has 16 at most."""
 
-SHARED: Table = {
+SHARED: Table = OBJECTIVES | {
     "model.use_remove_padding": Row(False, lambda run: run.notes.batch_sizes, ({1}, {2, 4})),
     "actor.use_dynamic_bsz": Row(True, forwards("update"), ([2] * 4, [4] * 2), also=BY_TOKENS),
     "actor.ppo_max_token_len_per_gpu": Row(
@@ -65,7 +58,6 @@ SHARED: Table = {
         lambda b, a: b > 0.01 and a == pytest.approx(1e-3, rel=1e-2),
         {"actor.grad_clip": 1e9},
     ),
-    "actor.loss_agg_mode": Refused("token-mean", "seq-mean-token-mean"),
     "actor.seq_clip_ratio_high": band("seq_clip_ratio_high"),
     "actor.seq_clip_ratio_low": band("seq_clip_ratio_low", **{"actor.positive_band": "two_sided"}),
     "actor.neg_seq_clip_ratio_low": band("neg_seq_clip_ratio_low"),
@@ -83,7 +75,8 @@ SHARED: Table = {
         {"noise": 0.1},
     ),
     "actor.positive_band": band("positive_band", "two_sided", **{"actor.seq_clip_ratio_low": 1e-9}),
-    "algorithm.adv_estimator": Refused("gae", "grpo"),
+    "actor.band_scaling": widened("length", **{"actor.band_reference_length": 10**9}),
+    "actor.band_reference_length": widened(10**9, **{"actor.band_scaling": "length", "actor.band_reference_length": 1}),
     "optim.lr": Row(2e-2, lr_of_updates, lambda b, a: adopts(b, a, [1, 1], [2, 2]), SIGN),
     "optim.eps": Row(1e3, lr_of_updates, lambda b, a: min(b) > 0.5 and 0 < max(a) < 1e-2),
     "optim.weight_decay": Row(

@@ -83,9 +83,9 @@ class Verl:
     @functools.cached_property
     def trainer(self) -> Any:
         """verl's trainer with its tokenizer, data and what the config decides; `global_steps` is 1."""
-        from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+        from verl.trainer.ppo.v1 import get_trainer_cls
 
-        trainer: Any = object.__new__(PPOTrainerSync)
+        trainer: Any = object.__new__(get_trainer_cls(self.resolved.trainer.v1.trainer_mode))
         trainer.config, trainer.trainer_mode, trainer.parameter_sync_step = self.resolved, "sync", 1
         trainer.use_critic = trainer.use_reference_policy = trainer.use_teacher_policy = False
         trainer.global_steps, trainer.local_trigger_step = 1, 0

@@ -137,6 +137,17 @@ VERL: Table = SHARED | {
         each(family, lambda run: Path(run.engine.model).name),
         (["Qwen3ForCausalLM", "model"], ["LlamaForCausalLM", "llama"]),
     ),
+    "model.dtype": Refused("fp16", "backend=verl trains in BF16"),
+    "model.head_dtype": Row(
+        "fp32",
+        each(argument("hf_overrides"), lambda run: run.actor.worker.actor.engine._head.fp32, old_log_probs),
+        lambda b, a: (
+            (not b[0], b[1]) == (True, False)
+            and a[0] == {"head_dtype": "float32"}
+            and a[1]
+            and 0 < abs(a[2] - b[2]) < 0.01
+        ),
+    ),
     "model.trust_remote_code": Row(True, argument("trust_remote_code"), (False, True)),
     "data.train_files": Row("other.parquet", each(prompts_in(3, 7), prompts_in(33, 7)), ([True, False], [False, True])),
     "data.val_files": Row("other_val.parquet", lambda run: run.first_words(run.trainer.val_dataset), (VAL, OTHER_VAL)),
@@ -196,6 +207,15 @@ VERL: Table = SHARED | {
     ),
     "quant.align": Row("off", each(modules(QuantLinear), modules(AlignedRMSNorm)), ([14, 5], [0, 0]), W4A16),
     "quant.mismatch_limit": Row(0.05, fails("actor"), (False, True), stub={"noise": 0.1}),
+    "actor.old_log_probs": Row(
+        "auto",
+        lambda run: [type(run.trainer).__name__, run.trainer._quant["old_log_probs"]],
+        (["QaRLTrainerSync", "rollout"], ["QaRLTrainerSync", "auto"]),
+        {"actor.old_log_probs": "rollout", "actor.loss": "grpo"},
+    ),
+    "actor.old_log_probs_sample": Row(
+        0.5, lambda run: run.trainer._quant["old_log_probs_sample"], (0.125, 0.5), {"actor.old_log_probs": "auto"}
+    ),
     "actor.neg_seq_clip_ratio_high": band("neg_seq_clip_ratio_high", **{"actor.ppo_mini_batch_size": 1}),
     "algorithm.norm_adv_by_std_in_grpo": Row(False, centred, (False, True)),
     "optim.name": Row("muon", lambda run: type(optimizer(run)).__name__, ("AdamW", "MuonAdamW")),
@@ -218,6 +238,7 @@ VERL: Table = SHARED | {
         Row(["tensorboard"], lambda run: "tensorboard" in run.ended["files"], (False, True)),
         Row(["console"], lambda run: "step 1/1" in run.ended["output"], (False, True)),
     ],
+    "trainer.report": Row(False, lambda run: "report.html" in run.ended["files"], (True, False)),
     "trainer.plots": Row(True, lambda run: "plots" in run.ended["files"], (False, True)),
     "trainer.num_threads": Row(3, lambda run: run.environment["OMP_NUM_THREADS"], ("1", "3")),
     "trainer.save_final": Row(True, each(steps("save"), lambda run: run.ended["exports"]), ([[], 0], [[1], 1])),

@@ -4,7 +4,7 @@ test_vllm_transfer.py.
     python remote_engine.py MODEL_FOLDER SCHEME
 
 It answers one JSON request per line, as an HTTP server of vLLM's would: a method of `vllm.LLM` and its arguments. The
-process kills itself in the middle of a publish if it is told to `die`.
+process kills itself in the middle of a publish if it is told to `die`, and raises there if it is told to `fail`.
 """
 
 # ruff: noqa: E402  the process must be set up first
@@ -59,8 +59,23 @@ def die() -> None:
     engine.receiver._take = dying
 
 
+def fail() -> None:
+    """In the middle of the next publish, once."""
+    (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
+    receiver = engine.receiver
+    write = receiver._write_unit
+
+    def failing(record: Any) -> None:
+        if record["unit"].endswith("layers.1"):
+            receiver._write_unit = write
+            raise MemoryError("no memory")
+        write(record)
+
+    receiver._write_unit = failing
+
+
 def call(method: str, arguments: list[Any]) -> Any:
-    if method in ("generate", "die"):
+    if method in ("generate", "die", "fail"):
         return globals()[method](*arguments)
     if method == "digests":
         (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)

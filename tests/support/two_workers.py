@@ -49,7 +49,7 @@ def both(folder: Path, scheme: Scheme) -> tuple[dict[str, torch.Tensor], dict[st
     return first, near(first, wire_tensors(folder, scheme, noise_seed=1))
 
 
-def start(folder: Path) -> Any:
+def start(folder: Path, **options: Any) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -61,6 +61,7 @@ def start(folder: Path) -> Any:
         enable_prefix_caching=False,
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
+        **options,
     )
 
 

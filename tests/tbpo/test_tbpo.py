@@ -56,11 +56,12 @@ def reference(batch: dict[str, torch.Tensor], config: TBPOConfig) -> tuple[float
         if config.mismatch_outside_cap == "drop" and not 1 / cap <= w <= cap:
             continue
         w = min(max(w, 1 / cap), cap)
+        wider = (config.band_reference_length / len(tokens)) ** 0.5 if config.band_scaling == "length" else 1.0
         if a > 0:
-            low = 1 - config.seq_clip_ratio_low if config.positive_band == "two_sided" else 0.0
-            high = 1 + config.seq_clip_ratio_high
+            low = 1 - wider * config.seq_clip_ratio_low if config.positive_band == "two_sided" else 0.0
+            high = 1 + wider * config.seq_clip_ratio_high
         else:
-            low, high = 1 - config.neg_seq_clip_ratio_low, 1 + config.neg_seq_clip_ratio_high
+            low, high = 1 - wider * config.neg_seq_clip_ratio_low, 1 + wider * config.neg_seq_clip_ratio_high
         if r.item() > high:
             total = total - w * high * a
         elif r.item() < low:
@@ -111,6 +112,63 @@ def test_one_response_by_hand(
     assert not torch.signbit(grad[grad == 0]).any()
 
 
+# advantage, r, tokens, reference length -> loss of one response with w = 1, and gradient on each of its tokens.
+SCALED_BY_HAND = [
+    # 4 tokens, reference 16: the bands are sqrt(16 / 4) = 2 times as wide. Positive: up to 1.4, negative [0.8, 1.6].
+    (2.0, 1.3, 4, 16, -2.6, -0.65),
+    (2.0, 1.5, 4, 16, -2.8, 0.0),
+    (-1.0, 0.85, 4, 16, 0.85, 0.85 / 4),
+    (-1.0, 0.75, 4, 16, 0.8, 0.0),
+    (-1.0, 1.55, 4, 16, 1.55, 1.55 / 4),
+    (-1.0, 1.7, 4, 16, 1.6, 0.0),
+    # 4 tokens, reference 1: half as wide. Positive: up to 1.1, negative [0.95, 1.15].
+    (2.0, 1.08, 4, 1, -2.16, -0.54),
+    (2.0, 1.15, 4, 1, -2.2, 0.0),
+    (-1.0, 0.9, 4, 1, 0.95, 0.0),
+    # As many tokens as the reference: the bands as given.
+    (2.0, 1.15, 4, 4, -2.3, -0.575),
+    (2.0, 1.25, 4, 4, -2.4, 0.0),
+]
+
+
+@pytest.mark.parametrize(("advantage", "r", "tokens", "reference", "expected", "per_token"), SCALED_BY_HAND)
+def test_bands_scaled_by_length_by_hand(
+    advantage: float, r: float, tokens: int, reference: int, expected: float, per_token: float
+) -> None:
+    batch = make_batch([r], [1.0], [tokens])
+    config = TBPOConfig(**WIDE, band_scaling="length", band_reference_length=reference)
+    loss, _ = tbpo_loss(advantages=torch.tensor([advantage]), config=config, **batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    grad = gradient(loss, batch["log_prob"])
+    torch.testing.assert_close(grad, torch.tensor([[per_token] * tokens + [0.0]]), rtol=1e-5, atol=0)
+
+
+def test_without_scaling_the_reference_length_does_nothing() -> None:
+    batch = random_batch(0)
+    losses = [tbpo_loss(config=TBPOConfig(**WIDE, band_reference_length=t), **batch)[0] for t in (1, 10**6)]
+    assert torch.equal(*losses)
+
+
+def test_one_setting_leaves_as_many_outside_at_every_length() -> None:
+    """Token ratios that move independently, by 0.02 nats: given bands leave 1% to 70% outside, scaled ones 5%."""
+    generator = torch.Generator().manual_seed(0)
+    outside: dict[str, list[float]] = {"none": [], "length": []}
+    for length in (20, 50, 400):
+        old = torch.full((4000, length), -1.0)
+        moved = old + 0.02 * torch.randn(old.shape, generator=generator)
+        for scaling, found in outside.items():
+            # Two-sided 5% of a normal distribution with deviation 0.02 / sqrt(50) at the reference of 50 tokens.
+            edge = 1.96 * 0.02 / 50**0.5
+            bands = dict.fromkeys(("neg_seq_clip_ratio_low", "neg_seq_clip_ratio_high"), edge)
+            config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=50)  # type: ignore[arg-type]
+            _, statistics = tbpo_loss(moved, old, old, -torch.ones(4000), torch.ones_like(old), config)
+            metrics = reduce_metrics([statistics])
+            found.append(metrics["actor/neg_outside_band_frac"])
+            assert metrics["actor/band_p95"] == pytest.approx(edge, rel=0.06)
+    assert outside["length"] == pytest.approx([0.05] * 3, abs=0.012)
+    assert outside["none"][0] > 0.2 and outside["none"][2] < 1e-3
+
+
 def test_the_papers_bands_by_hand() -> None:
     # One-token responses moved by 5e-4 in log-prob: r = 1.0005 is above 1 + 4e-4 and within [1 - 3e-4, 1 + 7e-4].
     # Loss: -(1.0004 * 1 + 1.0005 * -1) / 2 = 5e-5, of which only the negative has a gradient: 1.0005 / 2.
@@ -133,10 +191,14 @@ def test_what_stays_in_the_denominator(mismatch_outside_cap: str) -> None:
 
 @pytest.mark.parametrize("mismatch_outside_cap", ["truncate", "drop"])
 @pytest.mark.parametrize("positive_band", ["upper", "two_sided"])
+@pytest.mark.parametrize("band_scaling", ["none", "length"])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_a_float64_formula_written_another_way(seed: int, positive_band: str, mismatch_outside_cap: str) -> None:
+def test_equals_a_float64_formula_written_another_way(
+    seed: int, band_scaling: str, positive_band: str, mismatch_outside_cap: str
+) -> None:
     batch = random_batch(seed)
-    config = TBPOConfig(**WIDE, positive_band=positive_band, mismatch_outside_cap=mismatch_outside_cap)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"positive_band": positive_band, "mismatch_outside_cap": mismatch_outside_cap}
+    config = TBPOConfig(**WIDE, **options, band_scaling=band_scaling, band_reference_length=4)  # type: ignore[arg-type]
     loss, statistics = tbpo_loss(config=config, **batch)
     expected_loss, expected_grad = reference(batch, config)
     grad = gradient(loss, batch["log_prob"])
@@ -255,7 +317,7 @@ def test_extreme_ratios_stay_finite(extreme: float, sign: float) -> None:
     assert loss.item() == pytest.approx(-sign * (clipped + weight) / 2)
     assert torch.equal(grad[0], torch.zeros(3))
     torch.testing.assert_close(grad[1], torch.full((3,), -sign * weight / 6))
-    assert all(math.isfinite(value) for value in statistics.values())
+    assert all(math.isfinite(value) for value in reduce_metrics([statistics]).values())
 
 
 def test_without_any_valid_token_the_loss_is_a_zero_in_the_graph() -> None:

@@ -12,6 +12,8 @@ from tbpo_batches import WIDE, make_batch
 
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 
+BANDS = {"seq_clip_ratio_high": 0.01, "neg_seq_clip_ratio_low": 0.008, "neg_seq_clip_ratio_high": 0.015}
+
 
 def test_metrics_by_hand() -> None:
     # Positive band up to 1.2, negative [0.9, 1.3], cap 2. Six responses count, the last row is empty.
@@ -19,7 +21,8 @@ def test_metrics_by_hand() -> None:
     weights = [1.0, 4.0, 1.0, 0.25, 1.0, 1.0, 9.0]
     advantages = torch.tensor([2.0, 1.0, -1.0, -3.0, -2.0, 0.0, 5.0])
     batch = make_batch(ratios, weights, [5, 4, 3, 2, 4, 1, 0])
-    _, statistics = tbpo_loss(advantages=advantages, config=TBPOConfig(**WIDE), **batch)
+    config = TBPOConfig(**WIDE, band_reference_length=5)
+    _, statistics = tbpo_loss(advantages=advantages, config=config, **batch)
     expected = {
         "actor/pos_outside_band_frac": 1 / 2,  # 1.4 of 1.1, 1.4
         "actor/neg_outside_band_frac": 2 / 3,  # 1.5, 0.85 of 1.5, 1.0, 0.85
@@ -40,8 +43,34 @@ def test_metrics_by_hand() -> None:
         # -(0.1 * 2 + 4.6) / 6 and -(0.5 * -1 - 0.75 * -3 - 0.15 * -2) / 6
         "actor/rollout_zero_centred_loss_pos": -0.8,
         "actor/rollout_zero_centred_loss_neg": -2.05 / 6,
+        # |r - 1| sqrt(T / 5) of the five with A != 0: 0.1, 0.4 sqrt(0.8), 0.5 sqrt(0.6), 0, 0.15 sqrt(0.8), that is
+        # 0.1, 0.3578, 0.3873, 0, 0.1342. Sorted, 95% lies 0.8 of the way from the fourth to the fifth.
+        "actor/band_p95": 0.3577709 + 0.8 * (0.3872983 - 0.3577709),
+        # Distances in bands: 0.1 / 0.2, 0.4 / 0.2, 0.5 / 0.3, 0, 0.15 / 0.1, of which the largest two are 5/3 and 2.
+        "actor/band_factor_p95": 5 / 3 + 0.8 / 3,
     }
     assert reduce_metrics([statistics]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("scaling", ["none", "length"])
+def test_the_advised_bands_leave_five_percent_outside(scaling: str) -> None:
+    """Bands times the advised factor, on the same batch: 5% outside, over micro-batches, signs and edges."""
+    generator = torch.Generator().manual_seed(0)
+    ratios = (1 + 0.05 * torch.randn(400, generator=generator)).tolist()
+    lengths = torch.randint(1, 6, (400,), generator=generator).tolist()
+    batch = make_batch(ratios, [1.0] * 400, lengths) | {"advantages": torch.randn(400, generator=generator)}
+
+    def metrics_of(factor: float) -> dict[str, float]:
+        bands = {key: value * factor for key, value in BANDS.items()}
+        config = TBPOConfig(**bands, band_scaling=scaling, band_reference_length=3)  # type: ignore[arg-type]
+        parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 150), slice(150, 400))]
+        return reduce_metrics([tbpo_loss(config=config, **part)[1] for part in parts])
+
+    before = metrics_of(1.0)
+    assert before["actor/inside_band_frac"] < 0.5
+    after = metrics_of(before["actor/band_factor_p95"])
+    assert after["actor/inside_band_frac"] == pytest.approx(0.95, abs=0.005)
+    assert after["actor/band_factor_p95"] == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(1.1, 0.7), (0.8, 1.4)])
@@ -120,6 +149,9 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
         ("seq_tis_imp_ratio_cap", 0.5),
         ("mismatch_outside_cap", "clip"),
         ("positive_band", "lower"),
+        ("band_scaling", "tokens"),
+        ("band_reference_length", 0),
+        ("band_reference_length", True),
         ("loss_agg_mode", "token-mean"),
     ],
 )
@@ -131,7 +163,8 @@ def test_bad_config_names_its_field(field: str, value: Any) -> None:
 def test_importing_it_imports_torch_and_nothing_else() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import qarl.tbpo.loss; "
-        "ours = {'qarl', 'qarl.tbpo', 'qarl.tbpo.config', 'qarl.tbpo.loss', 'qarl.tbpo.ratios'}; "
+        "names = ('config', 'loss', 'ratios', 'token_classes', 'tokens'); "
+        "ours = {'qarl', 'qarl.tbpo', *('qarl.tbpo.' + name for name in names)}; "
         "print(sorted(set(sys.modules) - before - ours))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

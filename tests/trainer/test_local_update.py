@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from qarl.config import OptimConfig
 from qarl.data import Prompt
 from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import Settings
+from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.quant.linear import QuantLinear
 from qarl.rollout.engine import RolloutBatch, SamplingConfig
-from qarl.tbpo import TBPOConfig
 from qarl.trainer.batch import Batch, make_batch
 from qarl.trainer.local import LocalTrainer
 from qarl.trainer.optim import MasterOptimizer
@@ -45,10 +46,19 @@ class _Config:
         temperature = 1.0
 
 
+class Tokenizer:
+    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
+        return ["x"] * len(ids)
+
+    def __len__(self) -> int:
+        return 100
+
+
 def small_trainer(folder, master_dtype: str) -> LocalTrainer:
     model = AutoModelForCausalLM.from_pretrained(save_random_model(folder), dtype=torch.bfloat16)
     trainer = object.__new__(LocalTrainer)
-    trainer.config, trainer.tbpo, trainer.timer = _Config, TBPOConfig(), PhaseTimer()
+    trainer.config, trainer.objective, trainer.timer = _Config, Settings(), PhaseTimer()
+    trainer.source, trainer.loss_scale = SimpleNamespace(see=lambda *seen: None), LossScale(active=False)
     trainer.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
     settings = OptimConfig(lr=1e-2, master_dtype=master_dtype)
     trainer.optimizer = MasterOptimizer(model.named_parameters(), settings, total_training_steps=10, seed=0)
@@ -156,7 +166,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
         pad_token_id=0,
     )
     trainer.policy = SimpleNamespace(device=torch.device("cpu"))
-    trainer.tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids))
+    trainer.tokenizer = Tokenizer()
 
     def generate(prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None) -> RolloutBatch:
         trainer.asked.append((prompts, sampling, seeds))

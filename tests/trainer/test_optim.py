@@ -308,7 +308,7 @@ def test_stochastic_rounding_follows_the_seed() -> None:
 def test_state_of_another_model_or_optimizer_is_refused() -> None:
     parameters = make_parameters()
     state = make_optimizer(parameters).state_dict()
-    with pytest.raises(UserError, match=r"it has adamw, but this run has muon"):
+    with pytest.raises(UserError, match=r"the checkpoint has adamw, but this run has muon"):
         make_optimizer(parameters, name="muon").load_state_dict(state)
     del parameters["lm_head.weight"]
     with pytest.raises(UserError, match=r"only here lm_head\.weight"):

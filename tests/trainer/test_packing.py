@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.kept import Truncation
 from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import Settings
+from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.rollout.engine import RolloutBatch
 from qarl.tbpo import TBPOConfig
@@ -98,7 +100,9 @@ def update(policy: Policy, batch: Batch, old: torch.Tensor, **actor: Any) -> tup
     trainer: Any = object.__new__(LocalTrainer)
     keys = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": None, "log_prob_max_token_len_per_gpu": None}
     trainer.config = SimpleNamespace(actor=SimpleNamespace(**keys | actor), rollout=SimpleNamespace(temperature=1.0))
-    trainer.policy, trainer.tbpo, trainer.timer = policy, TBPOConfig(seq_clip_ratio_high=9.0), PhaseTimer()
+    trainer.policy, trainer.timer = policy, PhaseTimer()
+    trainer.objective = Settings(tbpo=TBPOConfig(seq_clip_ratio_high=9.0))
+    trainer.source, trainer.loss_scale = SimpleNamespace(see=lambda *seen: None), LossScale(active=False)
     settings = SimpleNamespace(
         name="adamw", lr=0.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, lr_warmup_steps=0, min_lr_ratio=0.0,
         lr_scheduler_type="constant", muon_lr=0.0, muon_momentum=0.9, master_dtype="fp32",

@@ -201,6 +201,7 @@ MAY_CHANGE = {
     "trainer.val_max_prompts": "validation teaches nothing",
     "trainer.logger": "output",
     "trainer.plots": "output",
+    "trainer.report": "output",
     "trainer.save_final": "output",
     "trainer.save_freq": "output",
     "trainer.max_ckpt_to_keep": "output",

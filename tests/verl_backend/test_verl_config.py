@@ -18,9 +18,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from qarl.checks.run import check_run
 from qarl.config import describe_keys, load_config
 from qarl.errors import UserError
+from qarl.objectives.settings import tbpo_config as local_tbpo_config
 from qarl.quant.scheme import get_scheme
 from qarl.trainer.optim import lr_scale
-from qarl.trainer.setup import tbpo_config as local_tbpo_config
 from qarl.verl.checks import OWN_KEYS
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
 from qarl.verl.process import worker_environment

@@ -109,6 +109,8 @@ MAPPED: dict[str, tuple[object, dict[str, object]]] = {
     "actor.seq_tis_imp_ratio_cap": (3.0, {f"{POLICY_LOSS}.seq_tis_imp_ratio_cap": 3.0}),
     "actor.mismatch_outside_cap": ("drop", {f"{POLICY_LOSS}.mismatch_outside_cap": "drop"}),
     "actor.positive_band": ("two_sided", {f"{POLICY_LOSS}.positive_band": "two_sided"}),
+    "actor.band_scaling": ("length", {f"{POLICY_LOSS}.band_scaling": "length"}),
+    "actor.band_reference_length": (50, {f"{POLICY_LOSS}.band_reference_length": 50}),
     "algorithm.norm_adv_by_std_in_grpo": (False, {"algorithm.norm_adv_by_std_in_grpo": False}),
     "optim.name": (
         "muon",
@@ -163,6 +165,7 @@ ELSEWHERE = {
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
+    "trainer.report": "written from the run folder; an environment variable asks the workers for samples",
     "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "actor.loss_agg_mode": "has one value",

@@ -22,6 +22,7 @@ FIXED = {
     f"{ROLLOUT}.load_format": ("dummy", "the first weights come from the trainer too"),
     f"{ROLLOUT}.name": ("vllm", "the receiver is a worker extension of vLLM's"),
     "algorithm.rollout_correction.bypass_mode": (False, "the trainer's own log-probs are the old ones"),
+    "actor_rollout_ref.actor.kl_loss_type": ("low_var_kl+", "a KL term that a run adds has an unbiased gradient"),
     "actor_rollout_ref.actor.strategy": ("fsdp2", "the layers are quantized where FSDP2 gathers them"),
 }
 """Value and reason."""

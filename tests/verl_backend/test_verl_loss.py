@@ -14,6 +14,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 
 from qarl.errors import UserError
+from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.tbpo import TBPOConfig, reduce_metrics, tbpo_loss
 from qarl.verl.plugin.config import QuantFSDPEngineConfig, TBPOPolicyLossConfig, tbpo_config
@@ -154,6 +155,7 @@ def test_quant_settings_refuse_what_they_do_not_know():
 
 def test_statistics_of_a_step_are_those_of_all_its_tokens(rows):
     statistics = StepStatistics()
+    tokens = torch.randint(0, 2, (B, T), generator=torch.Generator().manual_seed(0))
     found = []
     for start in range(0, B, 4):
         part = slice(start, start + 4)
@@ -161,7 +163,13 @@ def test_statistics_of_a_step_are_those_of_all_its_tokens(rows):
         found.append(call(rows, part)[2])
         statistics.add(found[-1])
         statistics.add_tokens(*(rows[name][part] for name in ("old_log_prob", "rollout_log_prob", "response_mask")))
+        text = {"responses": tokens, "rollout_log_probs": rows["rollout_log_prob"], **rows}
+        statistics.add_text({name: tensor[part] for name, tensor in text.items()}, vocabulary=30)
     metrics = statistics.metrics()
+    once = text_statistics(tokens, rows["rollout_log_prob"], rows["advantages"], rows["response_mask"], vocabulary=30)
+    expected_text = text_metrics([once])
+    assert "error_tokens/neg_garbled_frac" in expected_text and expected_text["rollout/entropy"] > 0
+    assert {name: metrics[name] for name in expected_text} == pytest.approx(expected_text)
     expected = mismatch_metrics(rows["old_log_prob"], rows["rollout_log_prob"], rows["response_mask"])
     expected |= reduce_metrics(found)
     expected["actor/inside_band_frac_after_first"] = reduce_metrics(found[1:])["actor/inside_band_frac"]

@@ -55,6 +55,11 @@ def test_the_config_of_the_large_mixture_trains_a_tiny_one(changes: list[str], t
         limit = resolve_limit(None, "linears", response_length=entry["response_length/mean"])
         assert 0 < entry["mismatch/abs_mean"] <= limit and entry["mismatch/over_limit"] == 0
         assert 0 <= entry["mismatch/other_experts_frac"] < 0.5
+    # A step logs the publish before its rollout: all tensors before the first, then changes.
+    first, second = steps
+    assert [first["publish/delta"], second["publish/delta"]] == [0, 1]
+    assert second["publish/changed_words"] > 0
+    assert 0 < second["publish/mbytes"] < first["publish/mbytes"]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["finished"] and summary["failed"] is None and Path(summary["checkpoint"]).is_dir()
 

@@ -81,7 +81,7 @@ def test_a_step_logs_the_preemptions_of_its_generation(sampler, servers, caplog)
     servers |= {"vllm_server_0_0": counters(2.0), "vllm_server_1_0": counters(1.0, 4.0)}
     with caplog.at_level(logging.WARNING):
         assert sampler.sample(2, "train", 4)[1]["rollout/preemptions"] == 7.0
-    assert "7 times a response was put off and computed again, because the KV cache is too small" in caplog.text
+    assert "7 times vLLM interrupted a response and computed it again, because the KV cache is too small" in caplog.text
 
 
 def test_those_of_an_evaluation_are_no_steps(sampler, servers):

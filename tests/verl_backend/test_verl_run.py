@@ -120,7 +120,8 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
 
 
 def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
-    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update."""
+    """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update. The
+    second publish knows that nothing has changed."""
     settings = {
         "output_dir": tmp_path,
         "model.path": model,
@@ -151,6 +152,11 @@ def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
     for entry in steps:
         assert entry["mismatch/abs_max"] < BF16_STEP
         assert entry["actor/seq_ratio_abs_dev_max"] == 0
+    # A step logs the publish before its rollout.
+    first, second = steps
+    assert first["publish/delta"] == 0 and "publish/changed_words" not in first
+    assert second["publish/delta"] == 1 and second["publish/changed_words"] == 0
+    assert 0 < second["publish/mbytes"] < first["publish/mbytes"] / 2
 
 
 def test_a_verl_users_own_command_line(tmp_path, model, data, site):
@@ -177,3 +183,4 @@ def test_a_verl_users_own_command_line(tmp_path, model, data, site):
     for metrics in steps:
         assert metrics["actor/mismatch/abs_max"] < BF16_STEP
         assert metrics["actor/seq_tis_above_cap_frac"] == 0
+    assert [metrics["actor/publish/delta"] for metrics in steps] == [0, 1]

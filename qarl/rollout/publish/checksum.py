@@ -1,11 +1,17 @@
-"""A 64-bit checksum of a tensor's bytes. It is fast, and every device computes the same value.
+"""A fast 64-bit checksum of a tensor's bytes. Every device computes the same value.
 
-The bytes are read as 64-bit words. Each word is mixed (its upper half is XORed into its lower half), multiplied by an
-odd weight that depends on its position, and mixed again. The results are added modulo 2**64. A long tensor is split
-into blocks of words, and the sums of the blocks are treated like words. For one word each step is one-to-one, so damage
-within one word is always found. Damage to several words is missed with a probability of about 2**-32. Without the
-mixing, flips of the top bits of two words would cancel. The checksum detects accidents, not attacks.
-`tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
+The bytes are read as 64-bit words. There are three steps for each word:
+
+1. Mix: XOR the upper half of the word into its lower half.
+2. Multiply by an odd weight that depends on the word's position.
+3. Mix again.
+
+The results are added modulo 2**64. A long tensor is split into blocks of words, and the sums of the blocks are treated
+like words.
+
+Each step is one-to-one, so damage within one word is always found. Damage to several words is missed with a probability
+of about 2**-32. (Without the mixing, flips of the top bits of two words would cancel.) The checksum detects accidents,
+not attacks. `tensor_digest` of `qarl.checkpoint.folder` (SHA-256, computed on the CPU) also detects attacks.
 """
 
 from __future__ import annotations
@@ -15,13 +21,13 @@ from functools import lru_cache
 
 import torch
 
-_BLOCK = 4096  # words in a block; every block is multiplied by `_weights(1, ...)`
+_BLOCK = 4096  # words in a block; all blocks have the same weights, `_weights(1, ...)`
 _CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
 _LOWER = 0xFFFFFFFF
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the checksum of each tensor (any dtype, shape, strides and device). Copy results once per device."""
+    """Return the checksum of each tensor (any dtype, shape, strides and device)."""
     sums = [_checksum(tensor.detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(sums):

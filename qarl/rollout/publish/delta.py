@@ -1,21 +1,27 @@
-"""The changes between two versions of one tensor: which words changed, and their new values.
+"""Encode the changes between two versions of one tensor: which words changed, and their new values.
 
-A word is one element, read as an integer: int32 for packed int4 codes, a byte for int8 and e4m3, two bytes for BF16.
-So NaN payloads and signed zeros count like all other bits. A payload (uint8) is self-contained:
+A word is one element, read as an integer of the same size. So NaNs and signed zeros are compared bit by bit.
+
+The changes of a tensor are encoded in one uint8 tensor, the payload. It has three parts:
 
     header      two int64: the coding of the positions, and the number of changed words
     values      the new words, padded to 8 bytes
-    positions   of the words, in ascending order, in one of three codings
+    positions   the ascending positions of these words, in the smallest of three codings
 
-    0  mask     one bit per word of the tensor
-    1, 2  gaps  the number of unchanged words before each changed word, in 8 or 16 bits. The largest number of that
-                width means "as many unchanged words, and then no changed one"
+The codings are:
 
-The smallest coding is chosen for each tensor. 16-bit gaps are best below about 0.4% of changed words, a mask is best
-above 12%. verl's delta engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
+    0  mask         one bit per word of the tensor
+    1  8-bit gaps   the number of unchanged words before each changed word
+    2  16-bit gaps  the same in 16 bits
 
-Values are absolute and not differences, so applying a payload twice does no harm. Nothing in a payload proves that it
-was applied to the right tensor. The checksum of the whole tensor does (`qarl.rollout.publish.receive`).
+A gap of 255 (or 65535) or more is split: each number 255 (or 65535) counts this many unchanged words, and the next
+number continues the gap.
+
+16-bit gaps are smallest if less than about 0.4% of the words changed, and a mask if more than 12% did. verl's delta
+engine (verl/checkpoint_engine/delta_sync) sends four bytes per position.
+
+Values are absolute, so applying a payload twice does no harm. A payload does not say which tensor it is for. So the
+receiver then compares the checksum of the whole tensor (`qarl.rollout.publish.receive`).
 """
 
 from __future__ import annotations
@@ -29,13 +35,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = 16
 _MASK = 0
 _GAPS = {1: torch.uint8, 2: torch.int16}
-"""Coding -> the type of its symbols. A coding of gaps is named by the bytes of a symbol."""
+"""Coding -> dtype of a gap. The number of the coding is the number of bytes of a gap."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """`changed` of `words` words differ. `payload`: uint8 for `apply`, or None if no word differs, or if the payload
-    would not be smaller than the tensor."""
+    """The result of `find_changes`: `changed` of `words` words differ. `payload`: for `apply_changes`. It is None if no
+    word differs, or if it would not be smaller than the tensor."""
 
     changed: int
     words: int
@@ -43,7 +49,7 @@ class Changes:
 
 
 def find_changes(before: torch.Tensor, now: torch.Tensor) -> Changes:
-    """Compare two contiguous tensors bit by bit. The payload is on their device.
+    """Compare two contiguous tensors bit by bit. They must be on one device. The payload is on this device, too.
 
     Raises:
         ValueError: they differ in dtype or shape.
@@ -99,11 +105,10 @@ def _padded(size: int) -> int:
 
 
 def _differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return which words differ: their positions (int64), or a bool for every word if many may differ.
+    """Return the int64 positions of the words that differ, or, if many differ, a bool for every word.
 
-    Eight bytes at a time are compared first, because few words change between two steps, and a search through single
-    bytes takes most of the time. Positions take eight bytes for each word, so they are made only if few groups of eight
-    bytes differ.
+    Groups of eight bytes are compared first, because usually few words differ. Positions are returned only if few
+    groups differ, because each position needs eight bytes.
     """
     per_group = 8 // new.itemsize
     whole = new.numel() // per_group * per_group
@@ -120,7 +125,8 @@ def _differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _smallest(positions: torch.Tensor, total: int) -> tuple[int, int, torch.Tensor]:
-    """Return the smallest coding of `positions` (ascending, not empty), its bytes without padding, and its tensor."""
+    """Encode ascending `positions` (at least one) in the smallest coding. Return (coding, bytes without padding,
+    encoded positions)."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     sizes = {_MASK: -(-total // 8)} | {
         width: width * (positions.numel() + int((gaps // _escape(width)).sum())) for width in _GAPS
@@ -138,7 +144,7 @@ def _escape(width: int) -> int:
 
 
 def _to_symbols(gaps: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the gaps in symbols of `width` bytes, with escapes for the long ones."""
+    """Encode gaps in numbers of `width` bytes. A long gap is split, as the module's docstring says."""
     escape = _escape(width)
     escapes = gaps // escape
     ends = (escapes + 1).cumsum(0)

@@ -1,14 +1,14 @@
 """Experts in the engine's model: where their tensors belong, and how they are written on a CPU.
 
 A checkpoint has three matrices per expert, `mlp.experts.M.gate_proj` and so on. vLLM stacks all experts of a layer in
-one module, `mlp.experts.routed_experts`. For each expert, `w13_*` holds gate_proj above up_proj, and `w2_*` holds
-down_proj. (The parent `mlp.experts`, a MoERunner, has no parameters.) An expert's tensors `weight_shape` are checked
-but not passed to vLLM. `w13` would get one from gate_proj and one from up_proj, and vLLM's layerwise reload would count
-the second as an additional weight.
+one module, `mlp.experts.routed_experts`. For each expert, `w13_*` contains gate_proj above up_proj, and `w2_*` contains
+down_proj.
 
-The writers are for the classes of QaRL's plugin. Without the plugin, vLLM on a CPU cannot serve low-bit experts, and
-returns wrong outputs for BF16 experts (`qarl.rollout.vllm_plugin`). On other devices, experts go through vLLM's
-layerwise reload.
+The tensors `weight_shape` of experts are checked, but not passed to vLLM. `w13` would get two of them, one from
+gate_proj and one from up_proj, and vLLM's layerwise reload would count the second as an additional weight.
+
+On a CPU, experts are written by the functions of this module. They require QaRL's plugin for vLLM
+(`qarl.rollout.vllm_plugin`). On other devices, vLLM's layerwise reload writes experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qarl.rollout.vllm_plugin import not_loaded
 
 Part = dict[str, torch.Tensor]
 MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-"""Each matrix of an expert -> vLLM's stack that holds it. `write_low_bit` and `write_bf16` rely on this order."""
+"""Each matrix of an expert -> vLLM's stack that contains it. `write_low_bit` and `write_bf16` rely on this order."""
 _STACKED = ".routed_experts"
 _OWNER = re.compile(rf"(.*)[.](\d+)[.]({'|'.join(MATRICES)})")
 
@@ -55,7 +55,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def matrices_of(name: str, module: nn.Module) -> list[str]:
-    """Return the names of the checkpoint modules that the RoutedExperts `name` holds."""
+    """Return the names of the checkpoint modules that the RoutedExperts module `name` contains."""
     layer: Any = module
     parent = name.removesuffix(_STACKED)
     return [f"{parent}.{expert}.{matrix}" for expert in range(layer.global_num_experts) for matrix in MATRICES]
@@ -71,7 +71,7 @@ def quantized_experts(model: nn.Module) -> set[str]:
 
 
 def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None:
-    """Raise UserError unless the publish holds exactly the experts that the engine has in this layer."""
+    """Raise UserError if the published experts of a layer (`owners`) are not those of the engine (`module`)."""
     ours, theirs = set(owners), set(matrices_of(name, module))
     if ours != theirs:
         raise UserError(
@@ -83,8 +83,8 @@ def check_all_there(name: str, module: nn.Module, owners: Iterable[str]) -> None
 
 
 def writer_of(module: nn.Module, direct: bool) -> Any:
-    """Return the function that writes these experts, or None if vLLM's layerwise reload does it. Raise UserError if
-    the engine runs without QaRL's plugin."""
+    """Return the function that writes the experts of `module`, or None if vLLM's layerwise reload writes them. Raise
+    UserError if the plugin is required but not loaded."""
     method = next((name for name in _WRITERS if _is_a(module, name)), None)
     if method is None:
         raise not_loaded()
@@ -92,13 +92,13 @@ def writer_of(module: nn.Module, direct: bool) -> Any:
 
 
 def _is_a(module: nn.Module, method: str) -> bool:
-    """Return whether the `quant_method` of `module` has the class named `method`, or a subclass of it. Classes are
-    compared by name, because vLLM's modules are slow to import and may not be installed."""
+    """Return whether the class of `module.quant_method`, or one of its base classes, is named `method`. Names are
+    compared, because vLLM's modules are slow to import and may not be installed."""
     return any(kind.__name__ == method for kind in type(getattr(module, "quant_method", None)).__mro__)
 
 
 def write_low_bit(module: nn.Module, parts: list[Part]) -> None:
-    """Pass the wire tensors of all expert matrices of a layer to the kernel that multiplies them."""
+    """Pass the published tensors of all expert matrices of a layer to the layer's kernel."""
     layer: Any = module
     layer.quant_method.write(layer, *_stacked(parts))
 
@@ -115,7 +115,7 @@ _WRITERS = {"LowBitExpertsMethod": write_low_bit, "RepairedUnquantizedMethod": w
 
 
 def _stacked(parts: list[Part]) -> tuple[Part, Part]:
-    """Return gate_up [E, 2I, ...] and down [E, H, ...], made from three parts per expert."""
+    """Stack the matrices of all experts: return gate_up [E, 2I, ...] and down [E, H, ...]."""
     gates, ups, downs = parts[0::3], parts[1::3], parts[2::3]
     names = [name for name in gates[0] if name != "weight_shape"]
     both = list(zip(gates, ups, strict=True))

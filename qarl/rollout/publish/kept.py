@@ -1,14 +1,14 @@
-"""The tensors of the last complete publish, which the next publish changes in a few words.
+"""Keep the tensors of the last complete publish, so that the next one can send only the words that changed.
 
-Both sides keep them in host memory, in the format of the wire. The receiver needs them because vLLM stores weights in
-the layout of its kernels, where one published word may be spread over several places, or summed into another tensor.
-So the receiver changes words here and writes whole tensors with the writers that it has anyway. The cost is one set of
-published tensors per receiver in host memory, and one more per sender in another process. If sender and receiver share
-a process, the sender compares with the receiver's tensors and keeps none.
+Sender and receiver both keep the tensors in host memory, in the published format. This costs one copy of all published
+tensors per receiver, and one per sender. If both are in one process, they share a copy.
 
-The fingerprint says which tensors are kept. It is a hash of the version and of the checksums of all tensors. A delta
-publish names the fingerprint that it changes. A receiver with another one, or with none, refuses it before it writes
-anything. While a publish is under way there is no fingerprint, and if the publish fails, there is none afterwards.
+vLLM stores weights in a different layout, in which parts of one published word may be in several places. So the
+receiver changes words of its kept tensors, and then writes whole tensors into vLLM.
+
+A fingerprint identifies the kept tensors. It is a hash of the publish's version and the checksums of all tensors. A
+delta publish names the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, it refuses
+the publish before it writes anything. During a publish, and after a failed one, there is no fingerprint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fingerprint_of(version: int, digests: Mapping[str, int]) -> str:
 
 
 class KeptTensors:
-    """Tensors and their checksums by name. `fingerprint`: that of the complete publish that they are from, or None."""
+    """Tensors and their checksums by name. `fingerprint` is None unless the last publish was complete."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -39,13 +39,13 @@ class KeptTensors:
         self.fingerprint: str | None = None
 
     def begin(self, *, changes: bool) -> None:
-        """Begin a publish. `changes`: whether it changes the kept tensors. If not, all of them are replaced."""
+        """Begin a publish. `changes`: true if it sends only changes, false if it sends all tensors."""
         self.fingerprint = None
         if not changes:
             self.digests = {}
 
     def put(self, name: str, tensor: torch.Tensor, digest: int) -> None:
-        """Keep a copy of `tensor`. It uses the memory of the earlier tensor of this name, if dtype and shape fit."""
+        """Keep a copy of `tensor`, in the memory of the earlier tensor of this name if dtype and shape are equal."""
         tensor = tensor.detach()
         kept = self.tensors.get(name)
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
@@ -75,8 +75,8 @@ class KeptTensors:
 
 @dataclass
 class Tally:
-    """The changed words of one publish, by kind: `codes` (quantized weights), `scales`, `other`. `known`: whether the
-    publish could be compared with the one before."""
+    """Counts the changed words of a publish, by kind: `codes` (quantized weights), `scales`, `other`. `known`: whether
+    the publish was compared with the one before."""
 
     known: bool = False
     changed: dict[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Tally:
             self.words[kind] = self.words.get(kind, 0) + tensor.numel()
 
     def metrics(self) -> dict[str, float]:
-        """Return `publish/changed_words` and shares of words, or nothing if the changes are not known."""
+        """Return `publish/changed_words` and the fractions of changed words, or {} if `known` is false."""
         words = sum(self.words.values())
         if not self.known or not words:
             return {}
@@ -104,12 +104,12 @@ _LOW_BIT = (torch.int32, torch.int8, torch.float8_e4m3fn)
 
 
 class Sent:
-    """`bytes`: the bytes of a stream, records included."""
+    """Counts all bytes of a stream, in the attribute `bytes`."""
 
     bytes = 0
 
     def count(self, stream: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
-        """Pass `stream` on, and count its bytes."""
+        """Yield the tensors of `stream`, and count their bytes."""
         for name, tensor in stream:
             self.bytes += tensor.nbytes
             yield name, tensor
@@ -118,7 +118,7 @@ class Sent:
 def changed_members(
     members: Iterable[NamedTensor], base: KeptTensors, tally: Tally
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield each tensor that differs from the kept one: name, what to send, and whether that is a payload."""
+    """Yield (name, tensor to send, whether that is a payload) for each tensor that differs from the one in `base`."""
     for name, tensor in members:
         now = tensor.detach().contiguous()
         if name not in base.tensors or base.tensors[name].shape != now.shape or base.tensors[name].dtype != now.dtype:

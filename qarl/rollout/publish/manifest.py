@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,10 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -75,15 +80,20 @@ class PublishReport:
 
 
 def expected_manifest(
-    hf_config: Any, scheme: Scheme, ignore: Sequence[str], *, trust_remote_code: bool = False
+    hf_config: Any,
+    scheme: Scheme,
+    ignore: Sequence[str],
+    *,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Manifest:
     """Return name, dtype and shape of each checkpoint tensor of a model with this Hugging Face config, if all linear
-    layers except those in `ignore` are quantized with `scheme`."""
+    layers except those in `ignore` are quantized with `scheme`. `dtype`: that of all other tensors."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = meta_model(config, trust_remote_code=trust_remote_code)
-    linears = select_linears(model, scheme, ignore)[0]
+    model = meta_model(config, trust_remote_code=trust_remote_code, dtype=dtype)
+    linears = select_linears(model, scheme, ignore)[0] if scheme.quantized else {}
     tied = tied_names(model)
     manifest: Manifest = {}
     for name, tensor in unstacked((name, t) for name, t in model.state_dict().items() if name not in tied):

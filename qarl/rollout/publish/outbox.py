@@ -1,7 +1,7 @@
 """The sender's side of delta publishes to receivers in other processes.
 
-The sender keeps the tensors that it sent last, as the receivers do. It never assumes that they arrived. Before each
-publish it is told what every receiver holds, and sends changes only if all of them hold exactly what it has kept.
+The sender keeps the tensors that it sent last, as the receivers do (`kept.py`). It does not assume that they arrived.
+Before each publish it gets the fingerprints of all receivers. It sends changes only if they all equal its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_p
 
 
 class Outbox:
-    """What one sender has sent last. `kept`: the tensors. `tally`: the words that changed in
-    the last publish. `sent`: its bytes."""
+    """The last publish of one sender. `kept`: its tensors. `tally`: its changed words. `sent`: its bytes."""
 
     def __init__(self) -> None:
         self.kept = KeptTensors()
@@ -34,7 +33,7 @@ class Outbox:
     ) -> Iterator[NamedTensor]:
         """Yield the stream of a publish, as `qarl.rollout.publish.wire.encode_publish` does with `options`.
 
-        `held`: the fingerprint that each receiver holds, or None for a receiver that holds none."""
+        `held`: the fingerprint of each receiver, or None for a receiver without one."""
         mine = self.kept.fingerprint
         base = self.kept if mine is not None and held and all(one == mine for one in held) else None
         self.tally, self.sent = Tally(), Sent()

@@ -157,7 +157,7 @@ class WeightReceiver:
                 f"the changes of version {self._open} are for other tensors than the engine has",
                 where=f"for {base}, the engine has {held}",
                 why="the engine was restarted, or a publish in between was lost",
-                fix="publish again, with all tensors",
+                fix=wire.RETRY,
             )
         if record.get("keep"):
             self.kept = self.kept or KeptTensors()
@@ -177,7 +177,7 @@ class WeightReceiver:
                 f"{record['unit']} did not arrive as it was sent",
                 where=f"lost: {lost[:4]}; not sent: {extra[:4]}",
                 why="the transport dropped, added or reordered tensors",
-                fix="publish again; if the error comes back, check the transport",
+                fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
             )
         whole = self._whole_unit(record)
         if doubled := [name for name, _ in whole if name in self._seen]:
@@ -185,7 +185,7 @@ class WeightReceiver:
                 f"{record['unit']} arrived twice",
                 where=", ".join(doubled[:4]),
                 why="the transport delivered the same tensors again",
-                fix="publish again; if the error comes back, check the transport",
+                fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
             )
         known = {name: self.expected[name] for name, _ in whole if name in self.expected}
         check_specs([(name, TensorSpec.of(tensor)) for name, tensor in whole], known)
@@ -197,7 +197,7 @@ class WeightReceiver:
                     f"{name} was damaged on the way to the engine",
                     where=f"checksum {found & (2**64 - 1):016x}, sent as {digests[name] & (2**64 - 1):016x}",
                     why="the engine did not receive the bytes that the trainer's forward used",
-                    fix="publish again; if the error comes back, check the transport and the memory of this machine",
+                    fix=f"{wire.RETRY}; if the error comes back, check the memory of this machine",
                 )
         start = time.perf_counter()
         chosen = self.plan.whole_modules(set(names)) if self._is_delta and self.skip_unchanged else None
@@ -227,7 +227,7 @@ class WeightReceiver:
                 raise wire.TransferFailed(
                     f"the changes of {name} cannot be applied",
                     why=str(error),
-                    fix="publish again; if the error comes back, check the transport",
+                    fix=f"{wire.RETRY}; if the error comes back, the program that carries the tensors is at fault",
                 ) from error
         device = next(self.model.parameters()).device
         return [(name, self.kept.tensors[name].to(device)) for name in names]
@@ -246,7 +246,7 @@ class WeightReceiver:
             raise wire.TransferFailed(
                 f"the engine has other tensors than version {self._open} of the trainer",
                 why="their checksums differ in a tensor that was not sent",
-                fix="publish again, with all tensors",
+                fix=wire.RETRY,
             )
         start = time.perf_counter()
         refresh_tied_layers(self.model)

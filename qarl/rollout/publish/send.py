@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors, Sent, Tally
 from qarl.rollout.publish.manifest import Manifest, PublishReport, TensorSpec, check_complete, quantized_layers
-from qarl.rollout.publish.wire import NamedTensor, TransferFailed, encode_publish
+from qarl.rollout.publish.wire import RETRY, NamedTensor, TransferFailed, encode_publish
 
 if TYPE_CHECKING:
     from qarl.rollout.publish.receive import WeightReceiver
@@ -58,7 +58,11 @@ def publish_weights(
         )
         receiver.feed(engine.transport(sent.count(encoded)))
         if receiver.version != version:
-            raise TransferFailed("the publish ended before its last record", fix="publish again")
+            raise TransferFailed(
+                "the publish ended before its last record",
+                why=f"the engine still waits for the rest of version {version}: {receiver.stale_because}",
+                fix=RETRY,
+            )
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
     except BaseException as error:

@@ -1,18 +1,17 @@
-"""The part of each published tensor that one worker of an engine holds under tensor parallelism.
+"""Cut published tensors for tensor parallelism. Each worker of an engine gets whole tensors and writes only its part.
 
-A publish sends whole tensors to every worker. The writers write what a worker holds, so here each tensor is cut as
-vLLM's own weight loaders cut it (vllm 0.29.0: model_executor/layers/linear.py, vocab_parallel_embedding.py,
-fused_moe/routed_experts.py):
+The parts are those of vLLM's own weight loaders (vllm 0.29.0: model_executor/layers/linear.py,
+vocab_parallel_embedding.py, fused_moe/routed_experts.py):
 
     column-parallel    the worker's share of the output channels, for weight, scale and bias
-    q/k/v              the same by heads; workers share a key-value head if there are fewer heads than workers
-    row-parallel       the worker's share of the inputs, for weights and the scales of groups. Scales per output channel
-                       and biases stay whole
+    q/k/v              the same, but in whole heads. If there are fewer key-value heads than workers, workers share them
+    row-parallel       the worker's share of the inputs, for weights and scales of groups. Scales per output channel
+                       and biases are not cut
     vocabulary         the worker's rows, without vLLM's padding
-    experts            gate and up as column-parallel, down as row-parallel, each expert on every worker
-    replicated         everything
+    experts            gate and up are column-parallel, down is row-parallel; every worker has a part of each expert
+    replicated         the whole tensor
 
-Tensors are cut only for the vLLM classes in `_CUTS` and for experts. A subclass may cut differently, so it is unknown.
+Only the vLLM classes in `_CUTS` and experts are supported, not their subclasses, which may cut differently.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from qarl.rollout.publish import experts
 
 Part = dict[str, torch.Tensor]
 Cut = Callable[[nn.Module, list[Part]], list[Part]]
-"""Takes a module and the whole tensors of its checkpoint modules, and returns the worker's part of them."""
+"""A function of a module and the whole tensors of its checkpoint modules. It returns the worker's part of these."""
 
 
 def cut_of(module: nn.Module, parts: int) -> Cut | None:
-    """Return the function that cuts tensors for `module`, or None if it is not known how vLLM cuts them.
+    """Return the function that cuts tensors for `module`, or None if the module's class is not supported.
 
-    `parts`: number of checkpoint modules that `module` holds."""
+    `parts`: number of checkpoint modules in `module`, which is more than 1 if vLLM fuses them."""
     if experts.holds_experts(module):
         return None if _parallel_of_experts(module).use_ep else _cut_experts
     if getattr(module, "tp_size", 1) == 1 or any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__):
         return _whole
     cut = _CUTS.get(type(module).__name__)
     if cut in (_cut_columns, _cut_heads) and parts != len(getattr(module, "output_partition_sizes", ())):
-        return None  # a matrix that is fused in the checkpoint: a share of it is not a share of each part
+        return None  # the checkpoint has one fused matrix, and equal cuts would mix its layers
     return cut
 
 
@@ -101,7 +100,7 @@ def _parallel_of_experts(module: nn.Module) -> Any:
 
 
 def _rows(part: Part, rank: int, size: int) -> Part:
-    """Return `size` output channels of each tensor; the format of a packed weight does not depend on their number."""
+    """Return the `size` output channels of worker `rank` from each tensor."""
     return {
         name: tensor if name == "weight_shape" else tensor[rank * size : (rank + 1) * size]
         for name, tensor in part.items()
@@ -109,10 +108,10 @@ def _rows(part: Part, rank: int, size: int) -> Part:
 
 
 def _columns(part: Part, rank: int, count: int) -> Part:
-    """Return one of `count` equal shares of the inputs.
+    """Return share `rank` of `count` equal shares of the inputs.
 
     Raises:
-        UserError: the share would end inside a group of weights that have one scale.
+        UserError: the cut would be inside a group of weights that share one scale.
     """
     split = {"weight", "weight_packed"} | ({"weight_scale"} if "weight_packed" in part else set())
     found = dict(part)

@@ -1,16 +1,20 @@
 """Carries a publish between processes or hosts over TCP: one sender, one connection per receiver and publish.
 
-    receiver -> sender    hello: the shared token, and the fingerprint of the tensors that the receiver holds
-    sender -> receiver    the stream of `qarl.rollout.publish.wire`, one frame per tensor or record
+    sender -> receiver    a challenge
+    receiver -> sender    hello: its own challenge, its proof, and the fingerprint of the tensors that it holds
+    sender -> receiver    the sender's proof, then the stream of `qarl.rollout.publish.wire`, one frame per tensor
     receiver -> sender    the answer, after the last record: the version and the fingerprint that it holds now, or its
                           error. A receiver that fails reads the rest of the stream first, so its answer is not lost
+    sender -> receiver    the verdict: whether all receivers have the publish. If one lacks it, all others become stale,
+                          because the workers of one engine would compute with weights of two versions
 
 A frame is a JSON header, preceded by its length, and the tensor's bytes. Nothing is unpickled. TCP delivers bytes in
 order, and reports at once that a peer was killed. Every operation has a time limit, because TCP does not report a peer
 that is stopped or a host that is gone. The publish is checked like every other one (manifest, checksums, versions).
 
-The token only prevents mistakes, such as a connection to the engine of another run. The data are not encrypted. So, as
-with NCCL and verl's transports, use this only inside a trusted network.
+Both sides know a token, and prove it by a keyed hash of both challenges (RFC 2104). The token itself is not sent. A
+receiver allocates memory only for a sender that has proved the token, and only up to a limit. The data are neither
+encrypted nor signed. So, as with NCCL and verl's transports, use this only inside a trusted network.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +31,26 @@ from typing import Any
 
 import torch
 
-from qarl.rollout.publish.wire import COMMIT, NamedTensor, TransferFailed
+from qarl.rollout.publish.wire import COMMIT, RETRY, NamedTensor, TransferFailed
 
 DEFAULT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
 _MAX_HELLO = 1 << 12
 _MAX_HEADER = 1 << 20
+_MAX_DIMENSIONS = 8
 _PIECE = 1 << 20
+SMALLEST_LIMIT = 1 << 26
+"""Bytes that every frame may have, for records and for deltas of small tensors."""
+DEFAULT_LIMIT = 1 << 33
+"""The limit for a receiver that does not know the tensors that it will get. The embedding of a model with a vocabulary
+of 256,000 and a hidden size of 16,384 fits into it."""
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+}
 Address = tuple[str, int]
 MakeStream = Callable[[Sequence[str | None]], Iterator[NamedTensor]]
 
@@ -45,7 +63,8 @@ class WeightServer:
     """The sender's side. It listens until `close`. `address`: host and port for the receivers.
 
     `token`: a secret that both sides know. `receivers`: number of receivers in every publish. `seconds`: limit for the
-    receivers to connect, and for every single read and write after that."""
+    receivers to connect, and for every single read and write after that. All of a receiver's hello must arrive within
+    `_HELLO_SECONDS`, however slowly its bytes come."""
 
     def __init__(
         self,
@@ -81,11 +100,17 @@ class WeightServer:
             for peer in peers:
                 with _lost("a receiver", self.seconds):
                     answers.append(_receive_header(peer))
-        for answer in answers:
-            if answer.get("error"):
-                raise TransferFailed(
-                    "the engine refused the publish", why=str(answer["error"]), fix="publish again, with all tensors"
-                )
+            errors = [str(answer["error"]) for answer in answers if answer.get("error")]
+            briefly = "; ".join(text.partition("\n")[0][:200] for text in errors[:4])
+            for peer in peers:
+                with _lost("a receiver", self.seconds):
+                    _send(peer, {"complete": not errors, "why": briefly})
+        if errors:
+            raise TransferFailed(
+                f"{len(errors)} of {len(answers)} workers of the engines refused the publish",
+                why=errors[0],
+                fix=RETRY,
+            )
         return [answer.get("held") for answer in answers]
 
     def _accept(self, open_sockets: ExitStack) -> tuple[list[socket.socket], list[str | None]]:
@@ -98,17 +123,27 @@ class WeightServer:
                 peer, _ = self._socket.accept()
             open_sockets.callback(peer.close)
             try:
-                hello = _receive_header(peer, most=_MAX_HELLO, end=min(end, time.monotonic() + _HELLO_SECONDS))
+                hello = self._welcome(peer, end=min(end, time.monotonic() + _HELLO_SECONDS))
             except (OSError, TransferFailed):  # not a receiver, or one that is gone: the others may still come
-                continue
-            if not hmac.compare_digest(repr(hello.get("token")).encode(), repr(self.token).encode()):
-                continue
-            if _is_closed(peer):
+                peer.close()
                 continue
             peer.settimeout(self.seconds)
             peers.append(peer)
-            held.append(hello.get("held"))
+            found = hello.get("held")
+            held.append(found if isinstance(found, str) else None)
         return peers, held
+
+    def _welcome(self, peer: socket.socket, end: float) -> dict[str, Any]:
+        """Exchange proofs with a new connection, and return its hello. `end`: time limit (`time.monotonic`)."""
+        mine = secrets.token_hex(16)
+        peer.settimeout(max(end - time.monotonic(), 1e-3))
+        _send(peer, {"challenge": mine})
+        hello = _receive_header(peer, most=_MAX_HELLO, end=end)
+        theirs = hello.get("challenge")
+        if not isinstance(theirs, str) or not _proves(hello, _proof(self.token, "receiver", mine, theirs)):
+            raise TransferFailed("a connection did not prove the token of this run")
+        _send(peer, {"proof": _proof(self.token, "sender", mine, theirs)})
+        return hello
 
     def close(self) -> None:
         self._socket.close()
@@ -117,40 +152,97 @@ class WeightServer:
 class WeightClient:
     """The receiver's side of one publish. Use it in a `with` block, which closes the connection.
 
+    `limit`: the most bytes that one tensor may have.
+
     Raises:
-        PeerLost: nobody listens at `address`, or the sender was lost.
+        PeerLost: nobody listens at `address`, or the sender was lost, or it did not begin a publish in time.
+        TransferFailed: the sender has another token.
     """
 
     def __init__(
-        self, address: Address, token: str, *, held: str | None = None, seconds: float = DEFAULT_SECONDS
+        self,
+        address: Address,
+        token: str,
+        *,
+        held: str | None = None,
+        seconds: float = DEFAULT_SECONDS,
+        limit: int = DEFAULT_LIMIT,
     ) -> None:
-        self.seconds = seconds
-        with _lost(f"the trainer at {address[0]}:{address[1]}", seconds):
+        self.seconds, self.limit = seconds, max(limit, SMALLEST_LIMIT)
+        where = f"{address[0]}:{address[1]}"
+        with _lost(f"the trainer at {where}", seconds):
             self._socket = socket.create_connection((address[0], address[1]), timeout=seconds)
-        with _lost("the trainer", seconds):
-            _send(self._socket, {"token": token, "held": held})
+        try:
+            with _lost(f"the trainer at {where}", seconds):
+                self._introduce(token, held, where)
+                self._socket.settimeout(seconds)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _introduce(self, token: str, held: str | None, where: str) -> None:
+        """Exchange proofs with the sender. It may be busy with other receivers, but all of this has one time limit."""
+        end, mine = time.monotonic() + self.seconds, secrets.token_hex(16)
+        theirs = _receive_header(self._socket, most=_MAX_HELLO, end=end).get("challenge")
+        proof = _proof(token, "receiver", str(theirs), mine)
+        _send(self._socket, {"challenge": mine, "proof": proof, "held": held})
+        try:
+            answer = _receive_header(self._socket, most=_MAX_HELLO, end=end)
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}; a trainer with another token closes the connection here") from error
+        if not _proves(answer, _proof(token, "sender", str(theirs), mine)):
+            raise TransferFailed(
+                "the program that sends weights is not the trainer of this run",
+                where=where,
+                why="it did not prove that it knows the token of this run, so nothing was taken from it",
+                fix="pass the trainer's address and token again: in vLLM by init_weight_transfer_engine; in verl the "
+                "checkpoint engine passes them for every publish, so another program has taken the port",
+            )
 
     def stream(self) -> Iterator[NamedTensor]:
         """Yield the tensors and records of the publish, up to its last record. Each tensor has its own memory.
 
-        The names of records may end with a number that a transport added, for example `qarl.commit#7`."""
+        The names of records may end with a number that a transport added, for example `qarl.commit#7`.
+
+        Raises:
+            PeerLost: the sender was lost.
+            TransferFailed: a frame cannot be read, or its tensor has more than `limit` bytes.
+        """
         name = ""
         while name.partition("#")[0] != COMMIT:
             with _lost("the trainer", self.seconds):
                 header = _receive_header(self._socket)
-                name, tensor = str(header["name"]), _receive_tensor(self._socket, header)
+                name, tensor = str(header.get("name")), _receive_tensor(self._socket, header, self.limit)
             yield name, tensor
 
-    def answer(self, *, version: int | None = None, held: str | None = None, error: str | None = None) -> None:
-        """Tell the sender how the publish ended."""
+    def answer(self, *, version: int | None = None, held: str | None = None) -> None:
+        """Tell the sender that this receiver has the publish, and wait until all receivers have answered.
+
+        Raises:
+            PeerLost: the sender was lost.
+            TransferFailed: another receiver does not have the publish. The caller must not use its weights either.
+        """
         with _lost("the trainer", self.seconds):
-            _send(self._socket, {"version": version, "held": held, "error": error})
+            _send(self._socket, {"version": version, "held": held})
+            verdict = _receive_header(self._socket)
+        if verdict.get("complete") is not True:
+            raise TransferFailed(
+                "another worker did not get the publish, so this one does not use it",
+                why=f"its error: {verdict.get('why')}. All workers of an engine must have weights of one version",
+                fix=RETRY,
+            )
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the sender that this receiver does not have the publish."""
+        with _lost("the trainer", self.seconds):
+            _send(self._socket, {"error": f"{type(error).__name__}: {error}"[:4000]})
 
     def feed(self, receiver: Any) -> None:
         """Feed the publish to `receiver` (`qarl.rollout.publish.receive.WeightReceiver`), and answer.
 
         Raises:
-            UserError: what the receiver raised, or `PeerLost`. After any error the receiver is stale.
+            UserError: what the receiver raised, or `PeerLost`, or `TransferFailed` because another receiver failed.
+                After any error the receiver is stale.
         """
         stream = self.stream()
         try:
@@ -158,14 +250,16 @@ class WeightClient:
         except PeerLost:
             raise
         except BaseException as error:
-            with suppress(PeerLost):
+            with suppress(TransferFailed):
                 for _ in stream:
                     pass
-                self.answer(error=f"{type(error).__name__}: {error}"[:4000])
+                self.refuse(error)
             raise
-        if receiver.stale:
-            raise TransferFailed(receiver.stale_because, fix="publish again")
-        self.answer(version=receiver.version, held=receiver.held)
+        try:
+            self.answer(version=receiver.version, held=receiver.held)
+        except TransferFailed as error:
+            receiver.mark_stale(f"{error.what}: {error.why}")
+            raise
 
     def __enter__(self) -> WeightClient:
         return self
@@ -189,7 +283,7 @@ class _lost:
             raise PeerLost(
                 f"{self.who} did not answer for {self.seconds:g} s" if late else f"the publish lost {self.who}",
                 why=f"{type(error).__name__}: {error}; it was killed, is stuck, or the network failed",
-                fix="start it again if it is gone, then publish again: all tensors will be sent",
+                fix=f"start it again if it is gone, then {RETRY}",
             ) from error
 
 
@@ -201,15 +295,16 @@ def _send(peer: socket.socket, header: dict[str, Any], data: memoryview | bytes 
         peer.sendall(view[start : start + _PIECE])
 
 
-def _is_closed(peer: socket.socket) -> bool:
-    """Return whether the peer has gone. One that gave up earlier may have left a whole hello behind."""
-    peer.setblocking(False)
-    try:
-        return not peer.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def _proof(token: str, role: str, senders: str, receivers: str) -> str:
+    """Return the proof of one side (`role`) that it knows the token, for the challenges of both sides."""
+    text = json.dumps([role, senders, receivers])
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _proves(header: dict[str, Any], expected: str) -> bool:
+    """Return whether the header has the expected proof. The time that this takes does not depend on the proof."""
+    found = header.get("proof")
+    return isinstance(found, str) and found.isascii() and hmac.compare_digest(found, expected)
 
 
 def _receive(peer: socket.socket, size: int, end: float | None = None) -> bytearray:
@@ -236,15 +331,27 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
         raise TransferFailed(
             "a frame of a publish cannot be read",
             why=f"its header has {size} bytes and is not a JSON object",
-            fix="publish again; if the error comes back, another program uses this port",
+            fix=f"{RETRY}; if the error comes back, another program uses this port",
         )
     return content
 
 
-def _receive_tensor(peer: socket.socket, header: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = getattr(torch, str(header.get("dtype")), None), header.get("shape")
-    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list) or not all(_is_size(n) for n in shape):
-        raise TransferFailed("a frame of a publish has no dtype or shape", why=str(header)[:200], fix="publish again")
+def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> torch.Tensor:
+    dtype, shape = _DTYPES.get(str(header.get("dtype"))), header.get("shape")
+    is_shape = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(_is_size(n) for n in shape)
+    if dtype is None or not isinstance(shape, list) or not is_shape:
+        raise TransferFailed(
+            "a frame of a publish has no dtype or shape",
+            why=f"its header is {str(header)[:200]}",
+            fix=f"{RETRY}; if the error comes back, install the same version of QaRL on both sides",
+        )
+    if math.prod(max(n, 1) for n in shape) * dtype.itemsize > limit:  # a shape with 0 must fit into an integer, too
+        raise TransferFailed(
+            f"a frame of a publish announces {header['dtype']} {shape}, which is more than {limit} bytes",
+            where=str(header.get("name"))[:200],
+            why="no tensor of this model is so large, so the sender publishes another model or is not a trainer",
+            fix="start trainer and engine with the same model",
+        )
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

@@ -34,6 +34,13 @@ PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
 
 
+RETRY = (
+    "publish all tensors once more; backend=local does so by itself; with backend=verl run the same command again, "
+    "which resumes from the last checkpoint; in your own program call publish (or send_weights) again"
+)
+"""What to do about a publish that failed on its way."""
+
+
 class TransferFailed(UserError):
     """The received data differs from the sent data. Publishing again may work."""
 
@@ -115,7 +122,7 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         raise TransferFailed(
             f"the record {name} of a publish cannot be read",
             why=f"{type(error).__name__}: {error}",
-            fix="publish again; if the error comes back, the transport damages the data",
+            fix=f"{RETRY}; if the error comes back, the network or the memory of one of the machines damages the data",
         ) from error
     assert isinstance(content, dict)
     return content

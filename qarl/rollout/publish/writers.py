@@ -1,16 +1,16 @@
-"""Write published tensors into the parameters of vLLM's modules, from inside its worker. There are two ways:
+"""Write published tensors into the parameters of vLLM's modules, inside vLLM's worker. There are two ways:
 
-- Direct: if the engine's storage format of a weight is known, the weight is written directly into the engine's storage.
-  This covers every layer on CPU, and experts with QaRL's plugin for vLLM. It is faster than vLLM's layerwise reload,
-  which unpacks and packs every int4 weight in Python. After an exception the same write can be repeated. Under tensor
-  parallelism each worker writes its own part of every tensor (`qarl.rollout.publish.shards`).
-- Layerwise reload: all other cases (every GPU kernel) use vLLM's reload, called only for the modules whose tensors have
-  arrived. It moves a module's parameters to the meta device and back. So an exception during reload breaks the engine
+- Direct: QaRL writes the weight into the engine's storage. This works for every layer on CPU, and for experts with
+  QaRL's plugin for vLLM. It is faster than a reload, which unpacks and packs every int4 weight in Python. After an
+  exception the same write can be repeated. Under tensor parallelism each worker writes its own part of every tensor
+  (`qarl.rollout.publish.shards`).
+- Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as all GPU kernels. It
+  moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
   permanently (`ReloadFailed`).
 
-Layerwise reload of W8A8 on CPU gives NaN. The oneDNN handler keeps the raw address of the scales (csrc/cpu/
-dnnl_helper.cpp), and the reload frees them. The writer here makes a new handler with scales that are not freed (vLLM
-0.29 and 0.32). So a layer with such a handler is written directly or refused.
+After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Their oneDNN handler keeps the raw address
+of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
+refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from qarl.rollout.publish import experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
-"""The tensors of one checkpoint module. The keys are the last part of their names: `weight_packed`, `bias`, ..."""
+"""The tensors of one checkpoint module. A key is the last component of a tensor's name: `weight_packed`, `bias`, ..."""
 
 Writer = Callable[[nn.Module, list[Part]], None]
 
 
 class ReloadFailed(UserError):
-    """vLLM's layerwise reload failed. The module that it was loading is lost, so only a new engine helps."""
+    """vLLM's layerwise reload failed. The module that was being loaded is broken, so a new engine is needed."""
 
     def __init__(self, what: str, *, why: str) -> None:
         super().__init__(
@@ -49,8 +49,8 @@ class ReloadFailed(UserError):
 @dataclass
 class Target:
     """One vLLM module. `writer`: the function that writes it, or None for layerwise reload. `cut`: a function
-    that returns this worker's part of whole tensors. `parts`: the checkpoint modules that `module` holds, in order.
-    There are several if vLLM fuses them."""
+    that returns this worker's part of whole tensors. `parts`: the checkpoint modules in `module`, in order. There are
+    several if vLLM fuses them."""
 
     name: str
     module: nn.Module
@@ -77,15 +77,18 @@ DERIVED = {
     "_expert_map": "of expert parallelism, computed from the config",
     "expert_mask": "of expert parallelism, computed from the config",
 }
-"""Parameters and buffers of the engine that a publish need not contain -> what they are."""
+"""Parameters and buffers of the engine that are not published -> a description."""
 
 
 class WritePlan:
     """The place of every tensor of `expected` in the engine's `model`, and the way to write it.
 
-    `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt. Raise UserError if a
-    tensor has no place in the engine's model, if a parameter or buffer of the engine gets no tensor, or if the engine
-    does not compute the scheme that it was asked for."""
+    `direct=False`: use vLLM's layerwise reload for all modules except those that it would corrupt.
+
+    Raises:
+        UserError: a tensor has no place in the engine's model; no tensor is published for a parameter or buffer of the
+            engine; or the engine computes a different scheme.
+    """
 
     def __init__(self, model: nn.Module, vllm_config: Any, expected: Manifest, *, direct: bool = True) -> None:
         self.model, self.vllm_config = model, vllm_config
@@ -117,7 +120,8 @@ class WritePlan:
         self._check_all_written(expected)
 
     def _check_all_written(self, expected: Manifest) -> None:
-        """Check that every parameter and buffer is published, shares memory with one that is, or is in `DERIVED`."""
+        """Raise UserError if a parameter or buffer is not published, shares no memory with a published one, and is not
+        in `DERIVED`."""
         leaves: dict[str, set[str]] = {}
         for name in expected:
             owner, _, leaf = name.rpartition(".")
@@ -142,7 +146,7 @@ class WritePlan:
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise UserError(
-                f"the engine has {len(left)} parameters or buffers that no publish would write",
+                f"the engine has {len(left)} parameters or buffers that QaRL would never write",
                 where=f"{type(self.model).__name__}: {shown}",
                 why="the trainer's model has no such tensors, so the engine would generate with the random numbers "
                 "that it starts with",
@@ -182,7 +186,7 @@ class WritePlan:
         return {part for name in names for part in self.by_owner[name.rpartition(".")[0]].parts}
 
     def _is_implied(self, name: str) -> bool:
-        """Return whether `name` is an expert's `weight_shape`. vLLM takes it from its config, not from the reload."""
+        """Return whether `name` is an expert's `weight_shape`, which vLLM computes from its config."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight_shape" and experts.holds_experts(self.by_owner[owner].module)
 
@@ -193,8 +197,8 @@ def _fused_names(model: nn.Module) -> dict[str, str]:
 
 
 def _place(owner: str, modules: Mapping[str, nn.Module], fused_into: Mapping[str, str]) -> str | None:
-    """Return the engine's module for the checkpoint module `owner`. It is the experts' module, the fused layer, the
-    module of the same name, or its nearest parent, in this order. Return None if the engine has no such module."""
+    """Return the engine's module for the checkpoint module `owner`: the first that exists of the experts' module, the
+    fused layer, the module of the same name, and its nearest parent. Return None if none exists."""
     if place := experts.place_of(owner, modules):
         return place
     parent, _, leaf = owner.rpartition(".")
@@ -240,9 +244,9 @@ def _choose_writer(target: Target, direct: bool) -> Writer | None:
 def _cannot_be_cut(target: Target) -> UserError:
     layer: Any = target.module
     return UserError(
-        f"QaRL cannot write W8A8 weights into {target.name}, of which each worker holds a part",
+        f"QaRL cannot write W8A8 weights into {target.name}, which is split over the workers",
         where=f"rollout.tensor_model_parallel_size={layer.tp_size}",
-        why=f"it does not know how a {type(layer).__name__} splits {len(target.parts)} matrices, and after vLLM's own "
+        why=f"QaRL does not know how {type(layer).__name__} splits {len(target.parts)} matrices, and after vLLM's own "
         "reload this layer would return NaN on a CPU",
         fix="set rollout.tensor_model_parallel_size=1, or choose another quant.scheme",
     )
@@ -256,8 +260,7 @@ def _write_plain(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_unquantized(module: nn.Module, parts: list[Part]) -> None:
-    """Write BF16 weights, and let vLLM pack them again. (vLLM drops the plain weight of some linear layers after
-    packing, and may pad an embedding.)"""
+    """Write BF16 weights, and let vLLM pack them again."""
     layer: Any = module
     weight = _stacked(parts, "weight")
     if layer.weight.numel():
@@ -278,7 +281,7 @@ def _write_wna16(module: nn.Module, parts: list[Part]) -> None:
 
 
 def _write_int8(module: nn.Module, parts: list[Part]) -> None:
-    """Write int8 weights into a new oneDNN handler, their only copy, which also points to the layer's scales."""
+    """Write int8 weights into a new oneDNN handler. It has the only copy of the weights, and points to the scales."""
     from vllm import _custom_ops as ops
 
     layer: Any = module
@@ -309,7 +312,7 @@ _WRITERS: dict[str, Writer] = {
     "UnquantizedLinearMethod": _write_unquantized,
     "UnquantizedEmbeddingMethod": _write_unquantized,
 }
-"""Writers by the name of vLLM's class. The modules of these classes differ between releases."""
+"""Name of vLLM's class -> writer. (Releases of vLLM define these classes in different modules.)"""
 
 
 def _write_bias(layer: Any, parts: list[Part]) -> None:
@@ -323,8 +326,9 @@ def _stacked(parts: list[Part], name: str) -> torch.Tensor:
 
 
 def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run vLLM's layerwise reload for `modules` only. The reload moves their parameters to the meta device, loads the
-    `tensors`, processes them as at the engine's start, and copies the results into the old storage."""
+    """Load `tensors` into `modules` with vLLM's layerwise reload.
+
+    It processes them as at the engine's start, and copies the results into the old storage."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -345,9 +349,10 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
 
 def refresh_tied_layers(model: nn.Module) -> None:
-    """Let layers that share one weight pack it again for their kernel. On CPU vLLM packs each weight for its matrix
-    product once, at load. A publish has no tensor for a tied lm_head, so without this function lm_head would keep
-    multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
+    """Pack the weights of tied layers again. Call this after a publish.
+
+    On CPU, vLLM packs each weight once, at load. A publish has no tensor for a tied lm_head, so without this function
+    lm_head would keep multiplying by the old weight (seen in vLLM 0.29, also after its own reload).
     """
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -1,11 +1,14 @@
 """QaRL's plugin for vLLM, so that vLLM serves mixtures of experts on CPUs. vLLM loads the plugin in each of its
 processes through the entry point `vllm.general_plugins`.
 
-On a CPU, vLLM 0.29 serves only BF16 experts, returns wrong outputs for them after any reload of weights, and does not
-return the experts that a token was routed to. With the plugin, vLLM serves W4A16, W8A8 and FP8 experts in the format of
-compressed-tensors, and multiplies with the function that the trainer calls (`qarl.kernels.cpu.experts`). BF16 experts
-are correct after a reload, and the routing is returned. On other devices the plugin leaves experts to vLLM's own
-backends.
+On a CPU, the plugin adds three things that vLLM 0.29 lacks:
+
+- W4A16, W8A8 and FP8 experts, in the format of compressed-tensors. They are multiplied by the same function as in the
+  trainer (`qarl.kernels.cpu.experts`).
+- Correct BF16 experts after a reload of weights. vLLM alone returns wrong outputs.
+- The routing: the experts that each token was sent to.
+
+On other devices, vLLM's own backends serve experts.
 
 On every device, the plugin also registers the transfer engine `qarl`, which receives publishes from another process or
 host (`transfer.py`).
@@ -27,7 +30,7 @@ ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
 _CALLED = "vLLM has not called it"
 _why_not: str | None = _CALLED
-"""Why the plugin is not registered in this process. None if the plugin is registered, or if vLLM does not need it."""
+"""The reason why the plugin is not registered in this process, or None if it is registered or not needed."""
 
 
 def register() -> None:
@@ -53,7 +56,7 @@ def register() -> None:
 def _register_transfer() -> None:
     """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it.
 
-    vLLM 0.24 cannot: its worker passes a transfer engine no config, and reloads the model during each update."""
+    vLLM 0.24 cannot use it, because its worker reloads the model during each update."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     except ImportError:
@@ -65,7 +68,7 @@ def _register_transfer() -> None:
 
 
 def check_loaded(hf_config: Any) -> None:
-    """Raise UserError if `hf_config` is a mixture of experts and vLLM in this process has not registered the plugin."""
+    """Raise UserError if `hf_config` is a mixture of experts and the plugin is not registered in this process."""
     if not experts_of(hf_config):
         return
     from vllm.plugins import load_general_plugins
@@ -76,8 +79,8 @@ def check_loaded(hf_config: Any) -> None:
 
 
 def check_installed(hf_config: Any) -> None:
-    """Raise UserError if `hf_config` is a mixture of experts and vLLM would not find the plugin, which such a model
-    needs on a CPU. This does not import vLLM."""
+    """Raise UserError if `hf_config` is a mixture of experts and vLLM would not find the plugin. Call this only for
+    runs on a CPU. It does not import vLLM."""
     if not experts_of(hf_config):
         return
     points = importlib.metadata.entry_points(group="vllm.general_plugins")

@@ -4,9 +4,9 @@
     LowBitExpertsMethod           loads W4A16, W8A8 and FP8 experts, and multiplies them with the trainer's function
     RepairedUnquantizedMethod     BF16 experts, packed again after each reload
 
-The parameters of low-bit experts have the names and shapes of vLLM's own: `w13_*` [E, 2I, ...], gate before up, and
-`w2_*` [E, H, ...], in checkpoint format. They are emptied after loading, because the kernel keeps its own packed copy
-and multiplies with that. Before a new load, vLLM's layerwise reload restores their shapes. `write` needs no shapes.
+The parameters of low-bit experts have the same names and shapes as vLLM's own: `w13_*` [E, 2I, ...], gate before up,
+and `w2_*` [E, H, ...], in checkpoint format. After loading they are emptied, because the kernel uses its own packed
+copy. vLLM's layerwise reload restores their shapes before it loads new weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register() -> str | None:
 
 
 class _ShowsRouting(CPUUnquantizedExperts):
-    """vLLM's experts on a CPU, which also report the experts that vLLM's `_select_experts` chooses for each token."""
+    """vLLM's experts on a CPU, which also report the routing (the experts chosen for each token)."""
 
     def supports_routing_replay_capture(self) -> bool:
         return True
@@ -172,7 +172,7 @@ class LowBitExpertsMethod(FusedMoEMethodBase):
         self.write(layer, *loaded)
 
     def write(self, layer: Any, gate_up: Tensors, down: Tensors) -> None:
-        """Use these stacked wire tensors as the new weights: gate_up [E, 2I, ...], down [E, H, ...]."""
+        """Replace the weights by published tensors, stacked over experts: gate_up [E, 2I, ...], down [E, H, ...]."""
         prepared = VllmCpuExperts.prepare(gate_up, down)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -222,7 +222,7 @@ def _ignore_weight(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Do nothing. This is the weight loader of `weight_shape`, whose content is known from the config."""
+    """Ignore a loaded `weight_shape`, because the shape is known from the config."""
     return True if return_success else None
 
 
@@ -261,10 +261,10 @@ def scheme_of(found: Mapping[str, Any]) -> tuple[str, int | None] | None:
 
 
 class RepairedUnquantizedMethod(UnquantizedFusedMoEMethod):
-    """BF16 experts whose routing can be captured, and whose outputs are right after a reload.
+    """BF16 experts that report their routing, and whose outputs are right after a reload.
 
-    vLLM 0.29 packs the weights for its CPU operator only the first time that it processes them. After any later load
-    the operator multiplies unpacked weights as if they were packed. The outputs are wrong, but there is no error."""
+    vLLM 0.29 packs weights for its CPU operator only at the first load. After any later load the operator reads
+    unpacked weights as if they were packed, and returns wrong outputs without an error."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe)

@@ -1,8 +1,7 @@
 """All internals of vLLM that the plugin uses. No other file of the plugin imports vLLM's layers.
 
-The list below was checked against the source of vLLM 0.29.0, and the plugin was run with that version. Of vLLM 0.24.0,
-which serves on GPUs, only the source was read. That version has the same RoutedExperts, but no class
-CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
+The list below is for vLLM 0.29.0, with which the plugin was run. The source of vLLM 0.24.0 has the same RoutedExperts,
+but no class CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
 
     register_quantization_config, get_quantization_config
         a config registered under a built-in name replaces vLLM's
@@ -10,7 +9,7 @@ CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
     _add_fused_moe_to_target_scheme_map()
         vLLM's CompressedTensorsMoEMethod.get_moe_method calls these to find the scheme of a layer's experts
     RoutedExperts
-        the module that holds the experts of a layer (`mlp.experts.routed_experts`): `moe_config`, `weight_loader`, and
+        the module of a layer's experts (`mlp.experts.routed_experts`): `moe_config`, `weight_loader`, and
         the routing settings (`use_grouped_topk`, `renormalize`, `scoring_func`, `custom_routing_function`). Its loader
         splits a parameter according to the attributes `is_transposed` and, for scales, `quant_method` ("group",
         "channel").
@@ -23,7 +22,7 @@ CPUUnquantizedExperts. So `register` refuses vLLM 0.24.0 on a CPU.
         are "monolithic": they route the tokens themselves. For modular experts vLLM would route with
         `_moe_C.topk_softmax`, which does not exist on CPUs.
     supports_routing_replay_capture, routing_replay_capture_fn
-        members of monolithic experts: with enable_return_routed_experts vLLM checks the first and sets the second
+        members of monolithic experts. With enable_return_routed_experts, vLLM checks the first and sets the second
     UnquantizedFusedMoEMethod.register_oot, experts_cls, _setup_kernel
         the method of BF16 experts. `_setup_kernel` packs the weights only the first time it is called.
 """
@@ -71,7 +70,7 @@ MEMBERS = {
 
 
 def changed() -> str | None:
-    """Return a sentence that names the `MEMBERS` which this vLLM lacks, or None if it has them all."""
+    """Return a sentence with the names of all `MEMBERS` that this vLLM lacks, or None if it lacks none."""
     missing = [
         f"{kind.__name__}.{name}" for kind, names in MEMBERS.items() for name in names if not hasattr(kind, name)
     ]

@@ -7,15 +7,24 @@ engines load BF16 weights by layerwise reload. This one receives the stream of `
     trainer                                           vLLM's worker
     init_weight_transfer_engine(address, token)  ->   makes its receiver from its own config
     start_weight_update()                        ->   marks its weights as stale
-    update_weights({})                           ->   connects, receives, checks, writes, answers
-    finish_weight_update(version)                ->   raises unless the publish is complete
+    update_weights({})                           ->   connects, receives, checks, writes, answers, waits for the verdict
+    finish_weight_update(version)                ->   ends vLLM's update
 
-Three things are missing in vLLM's interface. First, vLLM never asks a transfer engine whether its weights are complete.
-So after a failed publish vLLM itself would still generate, and the trainer must not ask it to. Second,
-`finish_weight_update` does not reset the prefix cache, and `send_weights` has no way to do so. The client must. Third,
-a transfer engine gets the model but not the model runner. So it looks in the attention layers for the KV caches, which
-must be set to zero after NaN. `update_weights` is overridden because that of the base class synchronizes an
-accelerator, which a CPU lacks.
+A publish that fails for one worker fails for all of them (`qarl.rollout.publish.sockets`), and the trainer learns the
+reason from their answers. Four things are missing in vLLM's interface.
+
+- vLLM never asks a transfer engine whether its weights are complete. So after a failed publish this engine makes the
+  model's LogitsProcessor raise, until a publish is complete. That layer runs before every sampled token, and outside of
+  CUDA graphs. The error ends vLLM's engine core. A trainer that publishes again first loses nothing.
+- If several workers raise in one call, vLLM's executor reads the first error only, and takes the other replies for
+  those to the next call (`MultiprocExecutor.collective_rpc`). If one of several raises, vLLM closes its update in that
+  worker only, and refuses the next `start_weight_update` in the others. So with several workers a failed
+  `update_weights` does not raise. The trainer knows anyway, and ends the update with `finish_weight_update`.
+- `finish_weight_update` does not reset the prefix cache, and `send_weights` has no way to do so. The client must.
+- A transfer engine gets the model but not the model runner. So it looks in the attention layers for the KV caches,
+  which must be set to zero after NaN.
+
+`update_weights` is overridden because that of the base class synchronizes an accelerator, which a CPU lacks.
 
 According to its source, vLLM 0.24 cannot run this engine. It passes a transfer engine neither the config nor the start
 and end of an update, and its worker begins a layerwise reload of the whole model before the engine has seen a record.
@@ -23,12 +32,17 @@ and end of an update, and its worker begins a layerwise reload of the whole mode
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -38,13 +52,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from qarl.errors import UserError
+from qarl.rollout.publish.addresses import own_address
 from qarl.rollout.publish.manifest import engines_manifest
 from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer
 from qarl.rollout.publish.wire import NamedTensor, encode_publish
+
+_log = logging.getLogger("qarl.rollout.vllm_plugin")
 
 
 @dataclass
@@ -53,7 +71,7 @@ class QaRLInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     seconds: float = DEFAULT_SECONDS
 
 
@@ -70,6 +88,8 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     supports_draft_weight_update = False
     receiver: WeightReceiver | None = None
     info: QaRLInitInfo | None = None
+    failed = False
+    """Whether the last publish failed."""
 
     def init_transfer_engine(self, init_info: QaRLInitInfo) -> None:
         """Remember the trainer's address. A later call replaces it, for a trainer that was restarted."""
@@ -79,24 +99,48 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
             self.receiver = WeightReceiver(
                 self.model, self.vllm_config, expected, kv_caches=lambda: kv_caches(self.vllm_config)
             )
+            refuse_logits(self.model, self._refusal)
 
     def start_weight_update(self) -> None:
         self._ready()[0].mark_stale("a publish was announced, but has not come", doubt=False)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception:
+            if self.parallel_config.world_size == 1:
+                raise
+            _log.exception("the publish failed; this engine generates nothing until the next one is complete")
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: QaRLUpdateInfo) -> None:
+        """Receive one publish.
+
+        Raises:
+            UserError: as `WeightClient` and `WeightClient.feed` raise it. Until a publish is complete, the model
+                refuses to compute logits.
+        """
         receiver, info = self._ready()
-        with WeightClient((info.host, info.port), info.token, held=receiver.held, seconds=info.seconds) as client:
+        self.failed = True
+        largest = max(spec.nbytes for spec in receiver.expected.values())
+        with WeightClient(
+            (info.host, info.port), info.token, held=receiver.held, seconds=info.seconds, limit=largest
+        ) as client:
             client.feed(receiver)
+        self.failed = False
 
     def finish_weight_update(self) -> None:
-        receiver, _ = self._ready()
-        if receiver.stale:
-            raise UserError("the weights of this engine are not complete", why=receiver.stale_because, fix="publish")
+        """Do nothing: the trainer knows how its publish ended, and an error here would leave vLLM's update open."""
+
+    def _refusal(self) -> UserError | None:
+        if not self.failed or self.receiver is None:
+            return None
+        return UserError(
+            "this engine does not generate, because its last publish failed",
+            why=self.receiver.stale_because,
+            fix="publish again before you generate: send_weights in the trainer sends all tensors",
+        )
 
     def shutdown(self) -> None:
         self.receiver = None
@@ -104,9 +148,25 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     def _ready(self) -> tuple[WeightReceiver, QaRLInitInfo]:
         if self.receiver is None or self.info is None:
             raise UserError(
-                "the engine does not know where the trainer is", fix="call init_weight_transfer_engine first"
+                "the engine does not know where the trainer is",
+                where="vLLM's worker, weight_transfer_config.backend=qarl",
+                why="its weight update was started before init_weight_transfer_engine",
+                fix="make the trainer's side first with WeightTransferTrainerFactory.trainer_init; after a restart of "
+                "the engine call its connect()",
             )
         return self.receiver, self.info
+
+
+def refuse_logits(model: nn.Module, refusal: Callable[[], UserError | None]) -> None:
+    """Make the model raise before it computes logits, if `refusal()` returns an error."""
+
+    def check(*_: Any) -> None:
+        if (error := refusal()) is not None:
+            raise error
+
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.register_forward_pre_hook(check)
 
 
 def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
@@ -121,13 +181,14 @@ def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
 @dataclass
 class QaRLTrainerInitInfo(TrainerInitInfo):
     """How the trainer publishes. `workers`: workers of all engines, each of which receives everything. `delta`: whether
-    to send only changes if possible. `host`: address of this host that the engines can reach."""
+    to send only changes if possible. `host`: address of this host that the engines can reach, by default as
+    `own_address` chooses it. `token`: a secret of this run, which the engines get by `init_weight_transfer_engine`."""
 
     backend: ClassVar[str] = "qarl"
 
-    token: str
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     workers: int = 1
-    host: str = "127.0.0.1"
+    host: str | None = None
     delta: bool = True
     seconds: float = DEFAULT_SECONDS
 
@@ -159,8 +220,10 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         self.info, self.outbox, self.version = init_info, Outbox(), 0
         self.server: WeightServer | None = None
         if self.is_sender:
+            url = getattr(client, "base_url", None)  # of vLLM's client for HTTP
+            host = init_info.host or own_address(urlsplit(url).hostname if isinstance(url, str) else None)
             self.server = WeightServer(
-                init_info.token, host=init_info.host, receivers=init_info.workers, seconds=init_info.seconds
+                init_info.token, host=host, receivers=init_info.workers, seconds=init_info.seconds
             )
             self.connect()
 
@@ -181,10 +244,16 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
 
         Raises:
             PeerLost: a worker was lost. Restart the engine, call `connect`, and publish again.
-            TransferFailed: a worker refused the publish.
+            TransferFailed: a worker refused the publish. Publish again: no engine generates before that.
             Exception: what the client raised.
         """
-        assert self.source is not None, "pass a source, for example PackedSource(policy.quantize)"
+        if self.source is None:
+            raise UserError(
+                "the trainer has no tensors to publish",
+                where="WeightTransferTrainerFactory.trainer_init(..., source=None)",
+                why="send_weights reads them from its source",
+                fix="pass source=PackedSource(policy.quantize), or your own function that yields (name, tensor)",
+            )
         self.version = self.version + 1 if version is None else version
         if self.server is None:
             for _ in self.source:
@@ -207,6 +276,9 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             thread.join(self.info.seconds)
             if failures:
                 error.add_note(f"the engine's side: {type(failures[0]).__name__}: {failures[0]}")
+            if not thread.is_alive():
+                with suppress(Exception):  # ends an update that is open in vLLM, which would refuse to start the next
+                    self.client.finish_weight_update(None)
             raise
         thread.join(self.info.seconds)
         if failures:

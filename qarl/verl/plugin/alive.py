@@ -1,8 +1,7 @@
 """Asks Ray whether the processes that generate are alive. They are found by the names that verl gives its actors.
 
-verl notices a dead engine or server only while it waits for an answer from that process. It then treats the responses
-of the remaining processes as the whole batch. So the sampler makes this check while it waits for responses, and the
-trainer makes it before a publish.
+If an engine or server dies, verl treats the responses of the other processes as the whole batch. To prevent this, the
+sampler makes this check while it waits for responses, and the trainer makes it before a publish.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ OTHERS = ("agent_loop_worker_", "reward_loop_worker_")
 
 
 class Watch:
-    """Asks actors whether they are alive. Remembers all that it has seen, because Ray does not list dead actors.
+    """Asks actors whether they are alive. It remembers all actors that it saw, because Ray does not list dead ones.
 
-    `only_servers`: whether to leave out the workers of agent loops and rewards.
+    `only_servers`: ask only rollout servers, not the workers of agent loops and rewards.
     """
 
     def __init__(self, only_servers: bool = False) -> None:
@@ -29,9 +28,10 @@ class Watch:
         self._asked: dict[str, Future[Any]] = {}
 
     def ask(self, again: bool = False) -> None:
-        """Ask each actor whether it is alive, but not while it owes an answer. Drop earlier answers without an error.
+        """Ask each actor whether it is alive, except actors that have not answered yet. Answers without an error are
+        dropped.
 
-        `again`: also ask actors that owe an answer, because an engine that has died never answers.
+        `again`: ask those actors too, because an engine that has died never answers.
         """
         import ray
 
@@ -62,7 +62,7 @@ class Watch:
 
 
 def engine_servers() -> dict[str, Any]:
-    """Return the Ray actors that own an engine, by name. Each replica has one such actor."""
+    """Return the Ray actors that have an engine, by name. There is one in each replica."""
     import ray
 
     if not ray.is_initialized():  # otherwise the call below would start Ray
@@ -71,7 +71,7 @@ def engine_servers() -> dict[str, Any]:
 
 
 def has_stopped(what: str, dead: dict[str, str]) -> UserError:
-    """Return the error for stopped processes. `dead` maps their names to reasons. `what` is the error's first line."""
+    """Return the error for stopped processes. `what`: the error's first line. `dead`: process name -> reason."""
     return UserError(
         what,
         where="; ".join(f"{name}: {why}" for name, why in sorted(dead.items())[:4]),

@@ -7,26 +7,34 @@ verl uses checkpoint engines only in trainers with separate rollout workers (`tr
 verl/experimental). Its synchronous trainers share the GPUs and set the backend `naive`.
 
 The actor's first rank sends the stream of `qarl.verl.plugin.transport` once to every rollout worker over TCP
-(`qarl.rollout.publish.sockets`), with deltas if all engines hold what was sent last. The other ranks only take part in
-the gathers. Each rollout worker passes the stream on to its vLLM worker, as verl does with any backend. QaRL's receiver
-in the vLLM worker checks it like any publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
+(`qarl.rollout.publish.sockets`). The other ranks only take part in the gathers. Each rollout worker passes the stream
+on to its vLLM worker, as verl does with any backend. QaRL's receiver in the vLLM worker checks it like any publish.
+verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
+
+While verl's manager publishes, it has both sides at work, so the vLLM workers wait for tensors and answer no questions.
+Therefore a rollout worker itself says what its vLLM worker holds: the fingerprint of the last publish, if it was
+complete for all. verl calls `finalize` only then. If a vLLM worker holds something else after all, its receiver refuses
+the delta. The last record goes to the vLLM workers only after all rollout workers have the whole stream.
 
 The stream names its run by the host's Raylet, and each host has a different one. So a rollout worker replaces the
 actor's Raylet in the stream with its own. A token proves that actor and rollout worker belong to one run. The actor
-makes a new token for every publish, and verl's manager passes it on.
+makes a new token for every publish, and verl's manager passes it on. If Ray has nodes on several hosts, the actor
+listens at the address of its node, and otherwise at the loopback address.
 """
 
 from __future__ import annotations
 
 import secrets
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from qarl.errors import UserError
+from qarl.rollout.publish.addresses import own_address
 from qarl.rollout.publish.sockets import Address, WeightClient, WeightServer
-from qarl.rollout.publish.wire import BEGIN, NamedTensor, read_record, record
+from qarl.rollout.publish.wire import BEGIN, COMMIT, NamedTensor, read_record, record
 from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 
 
@@ -35,7 +43,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
     """One side of a publish. verl calls its methods in the order of this class, once per publish.
 
     `is_master`: whether this is the actor's first rank. `bucket_size`: verl's, not used. `host`: the address of the
-    actor's host that the rollout workers can reach; by default the one that its name resolves to."""
+    actor's host that the rollout workers can reach; by default as `own_address` chooses it. It is set by
+    actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.qarl.host."""
 
     wire_format = "named_tensors"
 
@@ -44,15 +53,16 @@ class QaRLCheckpointEngine(CheckpointEngine):
         self.token = ""
         self.address: Address | None = None
         self.server: WeightServer | None = None
+        self._held: str | None = None
+        self._arrived: str | None = None
 
     def prepare(self) -> dict[str, Any]:
         """On the actor's first rank, start to listen, and return the address and a new token. Other ranks return {}."""
-        self.finalize()
+        self._close()  # after a publish that failed, verl did not call `finalize`
         if not self.is_master:
             return {}
-        host = self.host or socket.gethostbyname(socket.gethostname())
         self.token = secrets.token_hex(16)
-        self.server = WeightServer(self.token, host=host, seconds=publish_timeout())
+        self.server = WeightServer(self.token, host=self.host or own_address(), seconds=publish_timeout())
         return {"address": self.server.address, "token": self.token}
 
     @classmethod
@@ -83,38 +93,72 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
         Raises:
             PeerLost: a rollout worker was killed or did not answer within QARL_PUBLISH_TIMEOUT.
+            TransferFailed: a rollout worker refused the publish.
+            UserError: `weights` are not from QaRL's engine.
         """
-        if self.server is None:
-            for _ in weights:
-                pass
-            return
         try:
-            self.server.publish(lambda held: iter(weights))
+            if self.server is not None:
+                _check_ours(weights)
+
+                def stream(held: Sequence[str | None]) -> Iterator[NamedTensor]:
+                    weights.tell(held)
+                    return iter(weights)
+
+                self.server.publish(stream)
         except BaseException:
-            for _ in weights:  # the other ranks still gather each tensor together with this one
-                pass
+            with suppress(Exception):  # the first error is the one to see
+                _read_all(weights)
             raise
+        _read_all(weights)
 
     def receive_weights(self, global_steps: int | None = None) -> Publication:  # type: ignore[override]  # async in verl
         """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.
 
         Raises:
             PeerLost: in the middle of the stream, if the actor was lost.
+            TransferFailed: at its end, if another rollout worker did not get the publish.
         """
         assert self.address is not None, "init_process_group was not called"
         return guarded(self._received(self.address))
 
     def _received(self, address: Address) -> Iterator[NamedTensor]:
-        with WeightClient(address, self.token, seconds=publish_timeout()) as client:
+        held, self._held, self._arrived = self._held, None, None
+        with WeightClient(address, self.token, held=held, seconds=publish_timeout()) as client:
             for name, tensor in client.stream():
-                if name.partition("#")[0] == BEGIN:
+                plain = name.partition("#")[0]
+                if plain == BEGIN:
                     yield name, record(BEGIN, read_record(BEGIN, tensor) | {"run": run_identity()})[1]
-                else:
-                    yield name, tensor
-            client.answer()
+                    continue
+                if plain == COMMIT:
+                    fingerprint = read_record(COMMIT, tensor).get("fingerprint")
+                    client.answer(held=fingerprint)
+                    self._arrived = fingerprint
+                yield name, tensor
 
     def finalize(self) -> None:
-        """Stop listening."""
+        """End a publish that was complete on all workers. verl does not call this after an error."""
+        self._held, self._arrived = self._arrived, None
+        self._close()
+
+    def _close(self) -> None:
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def _read_all(weights: Any) -> None:
+    """Read what is left of `weights`, because all ranks of the actor gather each tensor together."""
+    for _ in weights:
+        pass
+
+
+def _check_ours(weights: Any) -> None:
+    if not isinstance(weights, Publication):
+        raise UserError(
+            "the checkpoint engine `qarl` was given weights that QaRL's engine did not make",
+            where="actor_rollout_ref.rollout.checkpoint_engine.backend",
+            why="verl's own engine yields BF16 tensors without the records of a publish, and the rollout workers would "
+            "wait for the last record",
+            fix="set actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.plugin.config.QuantFSDPEngineConfig, or "
+            "choose one of verl's backends",
+        )

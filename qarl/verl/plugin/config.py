@@ -16,17 +16,34 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.errors import UserError
+from qarl.objectives.settings import Correction, Settings
 from qarl.tbpo import TBPOConfig
 
 _TBPO = TBPOConfig()
 PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 """The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
+_WRAPS = "replaces or wraps layers that QaRL computes as vLLM does"
+_REASONS = {
+    "strategy": "low-bit weights travel through hooks of FSDP2",
+    "param_dtype": "the engine computes in BF16",
+    "mixed_precision": "QaRL sets up FSDP2 itself and would ignore the other keys of mixed_precision",
+    "offload_policy": "shards are quantized on the GPU",
+    "_target_": "a reference model computes without quantization",
+    "enable": "qat would quantize the weights a second time",
+    "lora_rank": "QaRL trains and publishes whole weights, no adapters",
+    "use_fused_kernels": "fused kernels replace the forward in which QaRL computes log-probs",
+    "enable_activation_offload": f"activation offload {_WRAPS}",
+    "use_liger": f"Liger {_WRAPS}",
+}
+"""The last part of a key of verl's -> why QaRL's engine does not support other values of it."""
 
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them. `loss_mode` is `tbpo`.
+    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them.
 
+    `loss_mode` is `tbpo`, or `qarl` for any other objective; then `objective` is QaRL's `actor.loss`. `correction` is
+    QaRL's section `rollout_correction`. verl has `clip_ratio_*`, `tau_*` and `loss_scale_factor` in the actor's config.
     `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
     """
 
@@ -38,12 +55,19 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
     seq_tis_imp_ratio_cap: float = _TBPO.seq_tis_imp_ratio_cap
     mismatch_outside_cap: str = _TBPO.mismatch_outside_cap
     positive_band: str = _TBPO.positive_band
+    band_scaling: str = _TBPO.band_scaling
+    band_reference_length: int = _TBPO.band_reference_length
+    objective: str = "tbpo"
+    mis_imp_ratio_cap: float = 2.0
+    correction: Any = field(default_factory=dict)
 
 
 @dataclass
 class QuantSettings(BaseConfig):
     """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
-    section `rollout`, `publish_delta` is `publish.delta`, and all others are from the section `quant`."""
+    section `rollout`, `publish_delta` is `publish.delta`, `old_log_probs*` are from the section `actor` and need
+    `trainer.v1.trainer_mode=qarl_sync`, `head_dtype` is `model.head_dtype` (the engine needs it too, in its
+    `hf_overrides`), and all others are from the section `quant`."""
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -53,6 +77,9 @@ class QuantSettings(BaseConfig):
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
     publish_delta: str = "auto"
+    head_dtype: str = "model"
+    old_log_probs: str = "recompute"
+    old_log_probs_sample: float = 0.125
 
 
 @dataclass
@@ -72,9 +99,10 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     known = {one.name for one in fields(QuantSettings)} - {"_target_"}
     if unknown := sorted(set(given) - known - {"_target_"}):
         raise UserError(
-            f"unknown keys: {', '.join(unknown)}",
+            f"QaRL has no settings of quantization named {', '.join(unknown)}",
             where="actor_rollout_ref.actor.fsdp_config.quant",
-            fix=f"use {', '.join(sorted(known))}",
+            why="a misspelt key would otherwise leave its setting at the default without a word",
+            fix=f"correct or remove it; the keys are {', '.join(sorted(known))}",
         )
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
@@ -83,7 +111,8 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
         raise UserError(
             f"publish_delta={values['publish_delta']} is not known",
             where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
-            fix="use auto or off",
+            why="a publish sends either only changes where that is smaller (auto), or all tensors (off)",
+            fix="set it to auto or off",
         )
     return QuantSettings(**values)
 
@@ -105,6 +134,26 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
             fix="set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean, "
             "and give each band as a positive distance from 1",
         ) from error
+
+
+def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
+    """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does."""
+    policy_loss = actor.policy_loss
+    correction = Correction(**dict(getattr(policy_loss, "correction", {})))
+    if policy_loss.loss_mode == "tbpo":
+        return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
+    return Settings(
+        loss=policy_loss.objective,
+        loss_agg_mode=loss_agg_mode,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        mis_imp_ratio_cap=policy_loss.mis_imp_ratio_cap,
+        loss_scale_factor=actor.loss_scale_factor or 1,
+        correction=correction,
+    )
 
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
@@ -130,6 +179,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
         raise UserError(
             "QaRL's quantized actor does not support these verl settings",
             where=", ".join(key for key, _ in wrong),
+            why="; ".join(_REASONS[key.rpartition(".")[2]] for key, _ in wrong),
             fix="set " + ", ".join(f"{key}={value}" for key, value in wrong),
         )
 

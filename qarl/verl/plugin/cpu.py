@@ -1,9 +1,9 @@
-"""The value of `actor_rollout_ref.model.external_lib` on CPU: verl imports this module when it reads a model's config.
+"""Prepares verl's processes on CPU. They import this module when they read a model's config, because the key
+`actor_rollout_ref.model.external_lib` names it.
 
-A trainer imports this module before it makes its process group. verl would ask torch for one group over two devices,
-"cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU both are the same device, and torch refuses
-that. If a group already exists, verl uses it, so this module makes one. A worker of agent loops imports this module
-before it looks up a loop, so this module also registers QaRL's loop.
+- In a trainer, this module makes the process group, and verl then uses it. Otherwise verl would ask torch for a group
+  over "cpu:gloo" and the platform's device (verl/utils/distributed.py). On CPU these are one device, and torch raises.
+- In a worker of agent loops, this module registers QaRL's loop (`agent_loop.py`).
 """
 
 import importlib

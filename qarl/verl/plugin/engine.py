@@ -1,6 +1,6 @@
 """verl's FSDP engine with a quantized forward and the data that TBPO needs. It replaces verl's own engine.
 
-Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here only calls verl's method. Otherwise:
+Without `QuantFSDPEngineConfig` and without `loss_mode` tbpo or qarl every method here only calls verl's. Otherwise:
 
     _build_module          swaps linears and decoder blocks before FSDP wraps them; state-dict keys stay the same
     _build_fsdp_module     sets up FSDP2 so that it does not cast the FP32 residual stream between aligned blocks
@@ -12,6 +12,8 @@ Without `QuantFSDPEngineConfig` and without `loss_mode=tbpo` every method here o
     infer_batch            counts its calls, so that train_batch notices if nobody computed the old log-probs
     train_batch, forward_step   give the loss the rollout log-probs and the number of non-empty responses, and
                            collect statistics
+    optimizer_step, lr_scheduler_step   do nothing if the first mini-batch shows that the old log-probs, which are the
+                           rollout's, are not the trainer's (`qarl.verl.plugin.first_mini_batch`)
     forward_backward_batch   quantizes the shards that have changed, which FSDP2 then gathers in low bits
     save_checkpoint        also writes a record of the state. load_checkpoint compares the loaded state with the record
     get_per_tensor_param   publishes exactly the tensors that the next forward multiplies by. On CPU it also publishes
@@ -26,6 +28,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,15 +56,17 @@ from qarl.verl.plugin.config import (
     check_engine_config,
     refuse_shared_rows,
 )
+from qarl.verl.plugin.first_mini_batch import DIFFERING, FirstMiniBatch, relies_on
 from qarl.verl.plugin.guard import SOURCE, UNQUANTIZED, temperature_of
 from qarl.verl.plugin.head import LogProbHead, ask, replace_head, take
 from qarl.verl.plugin.held import all_hold
-from qarl.verl.plugin.loss import MICRO_BATCH, MicroBatch
+from qarl.verl.plugin.loss import MICRO_BATCH, OURS, MicroBatch
 from qarl.verl.plugin.optimizer import build_optimizer, is_ours, muon_metrics
 from qarl.verl.plugin.outputs import chosen_log_probs
-from qarl.verl.plugin.publishing import guarded, publish_timeout, run_identity
+from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, run_identity
 from qarl.verl.plugin.routing import RouterReplay
 from qarl.verl.plugin.rows import row_inputs
+from qarl.verl.plugin.samples import log_samples
 from qarl.verl.plugin.state import check_files, check_record, save_record
 from qarl.verl.plugin.statistics import StepStatistics, count_mini_batch
 from qarl.verl.plugin.transport import encode
@@ -83,9 +88,12 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
+    _tokens: int = 1
     _updated: bool = False
     """Whether this process has made an update. After an update the weights are no longer the loaded ones."""
     _temperature: float = 1.0
+    _keeps_lr: bool = False
+    """Whether the next `lr_scheduler_step` does nothing, because the update was dropped."""
     _log_prob_passes: int = 0
     """Calls of `infer_batch` since the last training step."""
 
@@ -100,6 +108,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             refuse_shared_rows(engine_config)
         self._statistics = StepStatistics()
         self._routing = RouterReplay()
+        self._first: FirstMiniBatch | None = None
         self._servers = Watch(only_servers=True)
         self._outbox = Outbox() if self.quant is not None and self.quant.publish_delta == "auto" else None
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -120,7 +129,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         )
         self.align = aligned.level
         check_rows(module.config, packed=self.use_remove_padding)
-        self._head = replace_head(module, len(self.model_config.tokenizer))
+        self._head = replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.rank == 0:
             _log.info("%s\n%s", report, aligned)
         return module
@@ -165,6 +174,16 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         if is_ours(self.optimizer_config):
             return build_optimizer(module, self.optimizer_config)
         return super()._build_optimizer(module)
+
+    def optimizer_step(self) -> float:
+        if self._first is not None and self._first.close(self.get_data_parallel_group()):
+            if self._first.dropped:
+                self.optimizer_zero_grad()
+                return 0.0
+            if not self._updated:
+                self._check_mismatch(self._first.mismatch, self._first.response_length, before_first_update=True)
+        self._updated = True
+        return float(super().optimizer_step())
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -232,12 +251,19 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         return super().infer_batch(data, loss_function)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        if self.quant is None and loss_mode(loss_function) != "tbpo":
+        if self.quant is None and loss_mode(loss_function) not in OURS:
             return super().train_batch(data, loss_function)
+        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
+        last = tu.get(data, key="update_lr_scheduler", default=True)
+        if self._first is None:
+            self._first = FirstMiniBatch(relies_on(data))
+        elif self._first.dropped:
+            return self._dropped(last)
         counts = count_mini_batch(_tokens_of(data), self.get_data_parallel_group())
         self._temperature = temperature_of(data)
-        self._responses = max(counts.responses, 1)
-        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not self._log_prob_passes:
+        self._responses, self._tokens = max(counts.responses, 1), max(counts.tokens, 1)
+        passes = self._log_prob_passes or self._first.relies
+        if loss_mode(loss_function) == "tbpo" and counts.all_equal and not passes:
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
                 where="algorithm.rollout_correction.bypass_mode",
@@ -245,16 +271,18 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
                 "the last step; TBPO's weight for the mismatch would always be 1",
                 fix="set algorithm.rollout_correction.bypass_mode=False",
             )
-        if not self._updated:
+        if not self._updated and not self._first.relies:
             self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
-        self._updated = True
-        self._statistics.begin_mini_batch()
+        if self._statistics.begin_mini_batch() == 1:
+            log_samples(self, data)
         try:
             outputs = super().train_batch(data, loss_function)
         finally:
             self._responses = None
-        # In verl `update_lr_scheduler` is true only for the last mini-batch of a step.
-        if tu.get(data, key="update_lr_scheduler", default=True):
+        if self._first.dropped:
+            return self._dropped(last)
+        if last:
+            self._first = None
             lengths = self._statistics.mean_length
             self._statistics.routing = self._routing.take()
             found, self._statistics = self._statistics.metrics(self.get_data_parallel_group()), StepStatistics()
@@ -267,6 +295,21 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             outputs["metrics"].update({name: [value] for name, value in found.items()})
             self._log_prob_passes = 0
         return outputs
+
+    def _dropped(self, last: bool) -> Any:
+        """Return the outputs of a mini-batch of a dropped update. `last`: whether this is its last mini-batch."""
+        assert self._first is not None
+        outputs = {"model_output": {}, "loss": [0.0], "metrics": {DIFFERING: [float(self._first.differing)]}}
+        if last:
+            self._routing.take()
+            self._statistics, self._first, self._keeps_lr = StepStatistics(), None, True
+        return outputs
+
+    def lr_scheduler_step(self) -> float:
+        if self._keeps_lr:
+            self._keeps_lr = False
+            return float(self.lr_scheduler.get_last_lr()[0])
+        return float(super().lr_scheduler_step())
 
     def _check_mismatch(self, abs_mean: float | None, length: float, *, before_first_update: bool = False) -> bool:
         """Return whether the mismatch is over its limit, and warn if it is. Before the first update, raise instead.
@@ -293,25 +336,31 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         rows = _tokens_of(micro_batch)
         rollout = rows.get("rollout_log_probs", None)
-        mine = MicroBatch(rollout, self._responses)
+        mine = MicroBatch(rollout, self._responses, self._tokens)
         token = MICRO_BATCH.set(mine)
         try:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             MICRO_BATCH.reset(token)
         self._statistics.add(mine.statistics)
-        if rollout is not None:
-            self._statistics.add_tokens(rows["old_log_probs"], rollout, rows["response_mask"])
+        self._statistics.add_text(_text_of(micro_batch), vocabulary=len(self.model_config.tokenizer))
+        if rollout is not None and self._first is not None:
+            old = self._first.see(output, rows, micro_batch)
+            if old is not None:
+                self._statistics.add_tokens(old, rollout.to(old.device), rows["response_mask"].to(old.device))
         return loss, output
 
     def get_per_tensor_param(self, layered_summon: Any = False, base_sync_done: Any = False, **kwargs: Any) -> Any:
         if self.quant is None and (get_device_name() != "cpu" or self.model_config.lora_rank > 0):
             return super().get_per_tensor_param(layered_summon, base_sync_done, **kwargs)
-        held = self._ask_servers()
+        # verl sets `base_sync_done` only if it publishes itself (checkpoint_engine.backend=naive). With other backends
+        # the servers wait for tensors already and answer no questions. The checkpoint engine says what they hold.
+        held = [self._ask_servers()] if base_sync_done else []
+        outbox = self._outbox if base_sync_done or self.rank == 0 else None  # only the first rank's stream is sent
         # The scheduler counts training steps, and a checkpoint restores its count.
         version = self.lr_scheduler.last_epoch
-        run, outbox = run_identity(), self._outbox
-        return guarded(encode(self._wire_tensors(), version=version, run=run, outbox=outbox, held=[held])), None
+        stream = encode(self._wire_tensors(), version=version, run=run_identity(), outbox=outbox, held=held)
+        return guarded(stream) if base_sync_done else Publication(stream, ExitStack(), held), None
 
     def _ask_servers(self) -> str | None:
         """Return the fingerprint of the published tensors that all engines hold, or None if any does not hold those
@@ -351,6 +400,12 @@ def _tokens_of(batch: Any) -> Any:
     """Return `response_mask`, `rollout_log_probs` and `old_log_probs`, if `batch` has them, each padded to [B, T]."""
     names = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name in batch]
     return batch.select(*names).to_padded_tensor()
+
+
+def _text_of(batch: Any) -> Any:
+    """Return the tokens of the responses and what describes them, each padded to [B, T], or None if one is missing."""
+    names = ("responses", "rollout_log_probs", "advantages", "response_mask")
+    return batch.select(*names).to_padded_tensor() if all(name in batch for name in names) else None
 
 
 def flash_cross_entropy() -> bool:

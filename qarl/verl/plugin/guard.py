@@ -1,8 +1,7 @@
 """Applies the mismatch guard of `qarl.metrics.guard` to an actor in verl.
 
-The guard cannot run before training starts, because verl lets a trainer generate only inside a step. The first
-mini-batch is the first data with log-probs from both trainer and engine. The guard checks it before the first update.
-If the guard refuses the run, one generation is lost, but nothing has been trained.
+verl generates only inside a training step, so the guard cannot run before training starts. It checks the first
+mini-batch, before the first update. If it refuses the run, one generation is lost, but nothing has been trained.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import torch
 
 UNQUANTIZED = "linears"
 """An actor without `fsdp_config.quant` gets the limit of this level, because both sides use the same BF16 weights."""
-SOURCE = "that an actor without quant.mismatch_limit may show (+qarl=bf16 has that key)"
+SOURCE = "that is allowed by default (+qarl=bf16 adds the key quant.mismatch_limit, which sets the limit)"
 
 
 def temperature_of(data: Any) -> float:
-    """Return the lowest temperature of a verl batch, which has one number for all rows or a tensor with one per row."""
+    """Return the lowest temperature of a verl batch. verl gives a number for all rows or a tensor with one per row."""
     value = data.get("temperature", 1.0)
     value = value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
     return float(value.min()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,13 +1,15 @@
-"""`loss_mode=tbpo` in verl's registry of policy losses.
+"""`loss_mode=tbpo` and `loss_mode=qarl` in verl's registry of policy losses. `qarl` is any other value of `actor.loss`.
 
-verl passes the log-probs, advantages and mask of a micro-batch to a policy loss. It does not pass `rollout_log_probs`
-or the number of non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. During its
-forward and backward it stores both in a context variable of this module.
+verl passes the log-probs, advantages and mask of a micro-batch to a policy loss, and the weights of
+`algorithm.rollout_correction` if its trainer computed them. It does not pass `rollout_log_probs` or the number of
+non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. During its forward and
+backward it stores both in a context variable of this module.
 
 verl's own losses divide the sum over sequences by `global_batch_size`, which is ppo_mini_batch_size * rollout.n. Rows
 with an empty mask add nothing to the sum, but they count in the divisor. So empty responses, and the rows that verl
-adds to pad a batch, make the gradient smaller. TBPO divides by the number of non-empty responses over all micro-batches
-and ranks. As in verl's `agg_loss`, the loss is then multiplied by the number of ranks, because FSDP averages gradients.
+adds to pad a batch, make the gradient smaller. QaRL's divide by the number of non-empty responses over all
+micro-batches and ranks. As in verl's `agg_loss`, the loss is then multiplied by the number of ranks, because FSDP
+averages gradients.
 """
 
 from __future__ import annotations
@@ -20,21 +22,25 @@ import torch
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from qarl.errors import UserError
-from qarl.tbpo import tbpo_loss
-from qarl.verl.plugin.config import tbpo_config
+from qarl.objectives.loss import objective_loss
+from qarl.verl.plugin.config import objective_settings
+
+OURS = ("tbpo", "qarl")
+"""The values of `loss_mode` that this module registers."""
 
 
 @dataclass
 class MicroBatch:
     """Data about the current micro-batch that the engine passes to the loss.
 
-    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`: number of non-empty responses in the
-    whole mini-batch, over micro-batches and ranks. `statistics`: a dict that the loss fills for
-    `qarl.tbpo.reduce_metrics`.
+    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`, `tokens`: number of non-empty
+    responses in the whole mini-batch, over micro-batches and ranks, and of their tokens. `statistics`: a dict that the
+    loss fills for `qarl.objectives.metrics.reduce_metrics`.
     """
 
     rollout_log_prob: torch.Tensor | None
     responses: int
+    tokens: int = 1
     statistics: dict[str, float] = field(default_factory=dict)
 
 
@@ -62,29 +68,60 @@ def tbpo_policy_loss(
             where="algorithm.rollout_correction.rollout_is",
             fix="set it to null; actor_rollout_ref.actor.policy_loss.seq_tis_imp_ratio_cap caps TBPO's weight",
         )
+    return _loss("tbpo", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, None)
+
+
+@register_policy_loss("qarl")
+def qarl_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Compute the objective that `policy_loss.objective` names, otherwise as `tbpo_policy_loss`.
+
+    `rollout_is_weights`: the weights of verl's trainer, for the whole batch of a step."""
+    return _loss("qarl", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
+
+
+def _loss(
+    mode: str,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
     micro_batch = MICRO_BATCH.get()
     if micro_batch is None:
         raise UserError(
-            "loss_mode=tbpo needs an engine that hands it the rollout's log-probs",
+            f"loss_mode={mode} needs an engine that hands it the rollout's log-probs",
             where="actor_rollout_ref.actor.strategy",
             why="verl's losses are not given rollout_log_probs; QaRL's FSDP engine adds them",
             fix="set actor_rollout_ref.actor.strategy=fsdp2",
         )
     if micro_batch.rollout_log_prob is None:
         raise UserError(
-            "TBPO needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
+            f"loss_mode={mode} needs the rollout engine's log-probs, but the batch has no rollout_log_probs",
             where="actor_rollout_ref.rollout.calculate_log_probs",
             why="the trainer's own log-probs cannot replace them, because that would hide every mismatch",
             fix="set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
-    loss, statistics = tbpo_loss(
+    loss, statistics = objective_loss(
         log_prob,
         old_log_prob,
         micro_batch.rollout_log_prob.to(log_prob.device),
         advantages,
         response_mask,
-        tbpo_config(config.policy_loss, loss_agg_mode),
-        global_batch_size=micro_batch.responses,
+        objective_settings(config, loss_agg_mode),
+        weight=weight,
+        responses=micro_batch.responses,
+        tokens=micro_batch.tokens,
     )
     micro_batch.statistics.update(statistics)
     return loss * config.global_batch_info.get("dp_size", 1), {}

@@ -1,13 +1,12 @@
 """QaRL's optimizer in verl's FSDP2 engine: Muon, and BF16 parameters with stochastic rounding.
 
-verl's `build_optimizer` imports any class that `optim.optimizer_impl` and `optim.optimizer` name, but gives it the
-parameters without their names, and Muon is chosen by name (`qarl.optim.muon.use_muon`). So the engine calls
-`build_optimizer` of this module if the config names QaRL's class. Its state consists of DTensors and step numbers,
-which verl's own code saves, loads and offloads.
+verl's `build_optimizer` passes parameters to an optimizer without their names. But the names decide which parameters
+Muon updates (`qarl.optim.muon.use_muon`). So if the config names QaRL's class, the engine calls `build_optimizer` of
+this module. verl's own code saves, loads and offloads the state, which consists of DTensors and step numbers.
 
-FSDP2 gives a BF16 parameter a BF16 gradient: each micro-batch is reduced in FP32 and then rounded. FSDP2 would also add
-up the micro-batches in BF16. A hook turns the gradient into FP32 after the first micro-batch, and FSDP2 adds the others
-to it in place. The local backend rounds and adds in the same way.
+FSDP2 reduces the gradient of each micro-batch in FP32, and rounds it to BF16 if the parameter is BF16. It would also
+add up the micro-batches in BF16. To prevent this, a hook converts the gradient of the first micro-batch to FP32, and
+FSDP2 adds the others to it in place. The local backend rounds and adds in the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
         return MuonAdamW(named, **settings, **(config.override_optimizer_config or {}))
     except TypeError as error:
         raise UserError(
-            "QaRL's optimizer does not take these arguments",
+            "QaRL's optimizer does not have these arguments",
             where="actor_rollout_ref.actor.optim.override_optimizer_config",
             why=str(error),
             fix="use eps, muon_lr, muon_momentum and seed",
@@ -55,7 +54,7 @@ def build_optimizer(module: torch.nn.Module, config: Any) -> MuonAdamW:
 
 
 def muon_metrics(optimizer: Any) -> dict[str, float]:
-    """Return Muon's current learning rate, in the unit of `qarl.optim.muon`; nothing if Muon is not used."""
+    """Return Muon's current learning rate, in the unit of `qarl.optim.muon`, or {} if Muon is not used."""
     rates = [group["lr"] for group in optimizer.param_groups if group.get("use_muon")]
     return {"muon_lr": rates[0]} if rates else {}
 

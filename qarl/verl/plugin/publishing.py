@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -183,12 +183,21 @@ def _is_abandoned(holder: Path) -> bool:
 
 
 class Publication:
-    """The stream of one publish. `held` (turn and time limits) is closed when nothing refers to the stream any more.
-    verl's sender has then cleaned up, whether it read the whole stream, a part of it or nothing."""
+    """The stream of one publish. `reserved` (turn and time limits) is closed when nothing refers to the stream any
+    more. verl's sender has then cleaned up, whether it read the whole stream, a part of it or nothing.
 
-    def __init__(self, stream: Iterator[NamedTensor], held: ExitStack) -> None:
-        self._stream = stream
-        self._release = weakref.finalize(self, held.close)
+    `receivers`: the list that the stream reads when it begins, with the fingerprint that each receiver holds."""
+
+    def __init__(
+        self, stream: Iterator[NamedTensor], reserved: ExitStack, receivers: list[str | None] | None = None
+    ) -> None:
+        self._stream, self._receivers = stream, receivers
+        self._release = weakref.finalize(self, reserved.close)
+
+    def tell(self, held: Sequence[str | None]) -> None:
+        """Say what each receiver holds (see `Outbox.stream`), before the first tensor is read."""
+        if self._receivers is not None:
+            self._receivers[:] = held
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return self

@@ -1,13 +1,12 @@
 """verl's replay buffer for synchronous training, which polls more often and refuses incomplete batches.
 
-The trainer polls the rollout's progress. verl 0.9.1 sleeps two seconds between polls, and no key changes that, so a
-step of a small model would be mostly sleep. `trainer.v1.sampler.custom_sampler` names this class to poll more often.
+`trainer.v1.sampler.custom_sampler` chooses this class. It differs from verl 0.9.1 in three ways:
 
-If the generation of a group fails, verl treats the group as finished, with the responses that it has so far. If an
-engine dies, those are mostly short responses, and the update would use only them. Here a failed group is an error. If a
-process dies while the sampler waits for its responses, that is an error too.
-
-The sampler also counts preemptions, because verl adds the metrics that a sampler returns to those of the step.
+- It polls the progress of the rollout more often. verl sleeps two seconds between polls, which is longer than a step of
+  a small model.
+- A group without all its responses is an error, and so is a process that dies. verl would train on the responses that
+  are finished, which are mostly short ones.
+- It counts preemptions. verl adds the metrics that a sampler returns to those of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from qarl.verl.plugin.preemptions import Preemptions
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-"""After a group has failed, the sampler waits at most this many seconds for the answers of processes."""
+"""After a group has failed, the sampler asks which processes are alive, and waits at most this many seconds."""
 METRIC = "rollout/preemptions"
 VERLS_OWN = "trainer.v1.sampler.custom_sampler.path=null and .name=null, which chooses verl's own sampler"
 
@@ -37,9 +36,8 @@ _log = logging.getLogger("qarl.verl.plugin")
 class PromptReplayBuffer(ReplayBuffer):
     """The sampler for `trainer.v1.trainer_mode=sync`.
 
-    verl's filter of groups and its refill of failed groups work only in verl's own samplers.
-    `trainer.v1.sampler.sampler_kwargs` tells this sampler whether the config asks for them: `filter_groups` and
-    `sync_refill_failed_groups`. Raise UserError if the config asks for either, or if the trainer mode is not sync.
+    It does not support `filter_groups` and `sync_refill_failed_groups`, which only verl's own samplers implement. Raise
+    UserError if one of them is set in `trainer.v1.sampler.sampler_kwargs`, or if the trainer mode is not sync.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -58,7 +56,7 @@ class PromptReplayBuffer(ReplayBuffer):
             return batch, metrics
         if found:
             _log.warning(
-                "%d times a response was put off and computed again, because the KV cache is too small: raise "
+                "%d times vLLM interrupted a response and computed it again, because the KV cache is too small: raise "
                 "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU engine_kwargs.vllm.kv_cache_memory_bytes) "
                 "or lower max_num_seqs",
                 found,
@@ -79,7 +77,7 @@ class PromptReplayBuffer(ReplayBuffer):
 
 
 def refuse_ignored(trainer_mode: str, asked: Any) -> None:
-    """Raise UserError if the config asks for something that only verl's own samplers do."""
+    """Raise UserError if the config sets something that only verl's own samplers support."""
     ignored = {
         f"trainer.v1.trainer_mode={trainer_mode}": trainer_mode != "sync",
         "algorithm.filter_groups.enable=True": bool(asked.get("filter_groups")),
@@ -95,7 +93,7 @@ def refuse_ignored(trainer_mode: str, asked: Any) -> None:
 
 
 def refuse_failed(failed: list[str], dead: dict[str, str]) -> None:
-    """Raise UserError for prompts that lack a response. `dead`: the processes that died, and the reasons."""
+    """Raise UserError for prompts without all responses. `dead`: name of each dead process -> reason."""
     if dead:
         raise _stopped(dead, f"and {len(failed)} prompts lack responses")
     raise UserError(

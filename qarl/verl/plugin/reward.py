@@ -1,12 +1,11 @@
 """The reward function that verl calls: `reward.function` with the checks and the time limit of the local backend.
 
 verl calls a custom reward in a thread of a Ray worker, without a time limit, and accepts any result. It trains on NaN,
-and `SystemExit` ends the worker. So verl gets `score` as its reward function. `reward_kwargs` hold the name of the
-user's function and the time limit. Errors of `score` are ordinary exceptions that name the data source. verl logs them
-and counts the prompt as failed. `qarl.data.time_limit` says how exact the limit is in a thread.
+and `SystemExit` ends the worker. So verl calls `score` instead. `reward_kwargs` contain the name of the user's function
+and the time limit. If `score` raises, verl logs the error and counts the prompt as failed.
 
-The built-in rewards have their own limits, so they get no limit here. `math_verify` waits for a pool of processes, and
-a limit here would also count its time in the queue.
+Built-in rewards have no limit here, because they have their own. `math_verify` uses a pool of processes, and a limit
+here would also count its time in the queue.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def score(
 ) -> float | dict[str, Any]:
     """Score one response with the reward function `function`. Return the score, or the function's dict with `score`.
 
-    `more`: arguments that verl adds for rewards that call a reward model. Raise the UserErrors of
+    `more`: other arguments that verl passes to a reward function. Raise the same UserErrors as
     `qarl.data.rewards.score_responses`.
     """
     with _LOADING:

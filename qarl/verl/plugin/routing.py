@@ -1,8 +1,8 @@
 """Router replay in verl's FSDP engine: the actor's routers use the experts that verl's batch names for each token.
 
-vLLM never routes the last sampled token. So verl's agent loop takes the routing that vLLM returns and adds zeros up to
-the length of prompt and response (verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the
-actor's own router chooses, as in verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py).
+The routing is unknown for the last sampled token, which vLLM never routes. For such tokens, verl's batch contains zeros
+(verl/experimental/agent_loop/agent_loop.py). If all experts of a token are 0, the actor's own router chooses, as in
+verl's VeOmni engine (verl/workers/engine/veomni/transformer_impl.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from qarl.align.routing import RecordedRouting, differing_tokens, known_routing,
 
 
 class RouterReplay:
-    """Replays the routing of one forward at a time. A replay stays active until the next forward begins, because with
-    gradient checkpointing the backward computes the forward again."""
+    """Replays the routing of one forward at a time. A replay stays active until the next forward begins, because
+    gradient checkpointing computes the forward again in the backward."""
 
     def __init__(self) -> None:
         self._held = ExitStack()
         self._record: RecordedRouting | None = None
         self._given: torch.Tensor | None = None
         self.other = self.known = 0
-        """Token counts since the last `take`, in passes that compute old log-probs. `known`: tokens whose experts the
-        batch names. `other`: `known` tokens that the actor's own routers would send to different experts."""
+        """Numbers of tokens since the last `take`, in passes that compute old log-probs. `known`: tokens whose routing
+        is in the batch. `other`: those of them that the actor's own routers would send to different experts."""
 
     def begin(self, module: Any, micro_batch: Any, input_ids: torch.Tensor) -> None:
         """Call before a forward of `input_ids`, [B, T] padded on the right or [1, tokens] packed."""
@@ -54,8 +54,8 @@ class RouterReplay:
 
 
 def as_forward(routed: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return verl's nested [B, tokens, layers, k] as [places, layers, k] of the same dtype. Places are in the order in
-    which the forward flattens `input_ids`. Places without a token hold -1."""
+    """Flatten verl's nested routing [B, tokens, layers, k] to [positions, layers, k] of the same dtype. The positions
+    are those of the flattened `input_ids`. Positions without a token get -1."""
     values, lengths = routed.values(), routed.offsets().diff()
     given = torch.full((*input_ids.shape, *values.shape[1:]), -1, dtype=values.dtype, device=values.device)
     if len(input_ids) != len(lengths):  # packed

@@ -47,6 +47,9 @@ def engine_state(engine: Any, parts: Collection[str] = PARTS) -> State:
     if "extra" in parts:
         state["scheduler"] = _digest(repr(sorted(engine.lr_scheduler.state_dict().items(), key=str)).encode())
     local = {name: _local(tensor) for name, tensor in tensors.items()}
+    # With param_offload verl has only begun to copy them to the host (`non_blocking` in verl/utils/fsdp_utils.py).
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     sums = checksums(local.values())
     return state | {name: f"{value & (2**64 - 1):016x}" for name, value in zip(local, sums, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Statistics of TBPO and of the mismatch for one training step, over all its mini-batches, micro-batches and ranks.
+"""Statistics of the objective and of the mismatch for one step, over all its mini-batches, micro-batches and ranks.
 
 verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
 responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from verl.utils.device import get_device_id
 
+from qarl.metrics.error_tokens import text_metrics, text_statistics
 from qarl.metrics.mismatch import mismatch_metrics
-from qarl.tbpo import after_first_metrics, reduce_metrics
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,31 @@ class StepStatistics:
     """Statistics that one rank has collected since the step began."""
 
     tbpo: list[list[dict[str, float]]] = field(default_factory=list)
+    text: list[dict[str, float]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     routing: tuple[int, int] = (0, 0)
     """Two counts: tokens that the actor's own routers sent to different experts than the rollout did, and all tokens
     whose experts in the rollout are known."""
 
-    def begin_mini_batch(self) -> None:
+    def begin_mini_batch(self) -> int:
+        """Begin a mini-batch, and return its number in the step, from 1."""
         self.tbpo.append([])
+        return len(self.tbpo)
 
     def add(self, statistics: dict[str, float]) -> None:
-        """Add TBPO's statistics of one micro-batch."""
+        """Add the objective's statistics of one micro-batch."""
         if statistics:
             self.tbpo[-1].append(statistics)
+
+    def add_text(self, rows: Any, *, vocabulary: int) -> None:
+        """Add statistics of one micro-batch's text. `rows`: its responses, rollout log-probs, advantages and mask, each
+        [B, T], or None. `vocabulary`: number of the tokenizer's tokens."""
+        if rows is None:
+            return
+        tokens, log_probs = rows["responses"], rows["rollout_log_probs"]
+        self.text.append(
+            text_statistics(tokens, log_probs, rows["advantages"], rows["response_mask"], vocabulary=vocabulary)
+        )
 
     def add_tokens(self, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
         """Add log-probs and mask of one micro-batch, each [B, T]."""
@@ -96,17 +110,18 @@ class StepStatistics:
 
     def metrics(self, group: Any = None) -> dict[str, float]:
         """Return the step's metrics on the first rank of `group`, and {} on the others. All ranks must call it."""
-        gathered = _gather((self.tbpo, self.tokens, self.routing), group)
+        gathered = _gather((self.tbpo, self.tokens, self.routing, self.text), group)
         if gathered is None:
             return {}
-        ranks = [tbpo for tbpo, _, _ in gathered]
+        ranks = [tbpo for tbpo, *_ in gathered]
         everything = [one for rank in ranks for mini_batch in rank for one in mini_batch]
         later = [one for rank in ranks for mini_batch in rank[1:] for one in mini_batch]
         found = reduce_metrics(everything) | after_first_metrics(later)
-        tokens = [part for _, parts, _ in gathered for part in parts]
+        found |= text_metrics(part for *_, parts in gathered for part in parts)
+        tokens = [part for _, parts, *_ in gathered for part in parts]
         if any(old.numel() for old, _, _ in tokens):
             found |= mismatch_metrics(*_padded(tokens))
-        other, known = (sum(counts) for counts in zip(*(routing for _, _, routing in gathered), strict=True))
+        other, known = (sum(counts) for counts in zip(*(routing for _, _, routing, _ in gathered), strict=True))
         if known:
             found["mismatch/other_experts_frac"] = other / known
         return found

@@ -26,7 +26,7 @@ def encode(
 ) -> Iterator[NamedTensor]:
     """Yield the stream of a publish by the run `run`. All records in it have unique names.
 
-    `held`: what the engines hold (see `Outbox.stream`)."""
+    `held`: what the engines hold (see `Outbox.stream`). It is read when the stream begins."""
     numbers = count()
     if outbox is None:
         stream = encode_publish(tensors, version=version, run=run)

@@ -1,12 +1,12 @@
 """Receives published weights in vLLM's workers under verl. The weights arrive already quantized, in checkpoint format.
 QaRL's receiver loads them one decoder layer at a time (`qarl.rollout.publish.receive`).
 
-verl's own extension passes each bucket to `load_weights` as it arrives. This fails for layers whose parameters vLLM
-repacked when it loaded them: every quantized layer, and on CPU every linear. The key
+verl's own extension passes each bucket of weights to `load_weights`. This fails for layers whose parameters vLLM has
+repacked, which are all quantized layers, and on CPU all linears. The key
 `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls` chooses the class of this module.
 
-After an error the worker still receives all buckets before it raises. If it raised at once, the trainer would wait
-until its time limit, because it expects an acknowledgement of each bucket.
+After an error the worker still receives all buckets before it raises. Otherwise the trainer would wait for the
+acknowledgement of the next bucket until its time limit.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def qarl_check_held(self, fingerprint: str) -> None:
-        """Raise RuntimeError unless this worker has kept exactly the tensors of `fingerprint` (see `held.py`).
+        """Raise RuntimeError if this worker does not have the tensors of `fingerprint` (see `held.py`).
 
-        Only the last worker of an engine answers. All workers get the same streams, so they hold the same tensors. But
-        vLLM's executor reads replies up to the first error, and would take what is left for replies to the next call.
+        Only the last worker of an engine raises. This is sufficient, because all workers receive the same tensors. If
+        several raised, vLLM's executor would read only the first error, and mistake the others for later replies.
         """
         held = self._qarl_receiver.held if hasattr(self, "_qarl_receiver") else None
         workers = self.parallel_config.world_size
         if held != fingerprint and self.rank % workers == workers - 1:
-            raise RuntimeError(f"this worker holds {held}, so the trainer sends all tensors instead of changes")
+            raise RuntimeError(f"this worker's fingerprint is {held}, so the trainer sends all tensors")
 
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -99,8 +99,8 @@ class QaRLWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def _traceback_as_text(error: BaseException) -> None:
-    """Keep the traceback of `error` as text in a note, and drop its frames. Variables in the frames would keep the
-    bucket alive. Then verl's receiver could not close its shared memory, and would fail before its last reply."""
+    """Replace the traceback of `error` with a note. Variables in its frames would keep the bucket alive, so verl's
+    receiver could not close its shared memory."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:

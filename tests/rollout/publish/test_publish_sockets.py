@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from checkout import ROOT
 from publish_streams import engine_model, receiver, weights
 
+from qarl.errors import UserError
 from qarl.rollout.publish.outbox import Outbox
-from qarl.rollout.publish.sockets import PeerLost, WeightClient, WeightServer, _bytes_of, _send
+from qarl.rollout.publish.sockets import SMALLEST_LIMIT, PeerLost, WeightClient, WeightServer, _bytes_of, _send
 from qarl.rollout.publish.wire import TransferFailed, encode_publish
 
 TOKEN = "of this run"
@@ -106,6 +108,17 @@ def publish_in_thread(server: WeightServer, make_stream: Any) -> tuple[threading
     return thread, outcome
 
 
+def feeders_of(clients: list[WeightClient], receivers: list[Any]) -> list[threading.Thread]:
+    """Threads that feed a publish to each receiver, which is stale after an error."""
+
+    def feed(client: WeightClient, found: Any) -> None:
+        with client, suppress(UserError, OSError):
+            client.feed(found)
+
+    pairs = zip(clients, receivers, strict=True)
+    return [threading.Thread(target=feed, args=pair, daemon=True) for pair in pairs]
+
+
 def client_of(server: WeightServer, found: Any, seconds: float = 10) -> WeightClient:
     return WeightClient(server.address, TOKEN, held=found.held, seconds=seconds)
 
@@ -120,6 +133,70 @@ def test_a_refusal_reaches_both_sides(server):
         client.feed(found)
     thread.join(20)
     assert isinstance(outcome[0], TransferFailed) and "the engine expects" in str(outcome[0]) and found.stale
+
+
+def test_if_one_worker_refuses_no_worker_has_the_publish():
+    """Otherwise the workers of one engine would hold weights of two versions. The next publish sends all tensors."""
+    server = WeightServer(TOKEN, receivers=2, seconds=20)
+    pair, outbox, tensors = [receiver(engine_model("llama")) for _ in range(2)], Outbox(), weights("llama")
+    take = pair[1]._take
+    for version, fails in ((1, False), (2, True), (3, False), (4, False)):
+
+        def failing(name: str, tensor: Any, fails: bool = fails) -> None:
+            if fails and name == LATE:
+                raise OSError("no memory")
+            take(name, tensor)
+
+        pair[1]._take = failing
+        thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
+        feeders = feeders_of([client_of(server, found) for found in pair], pair)
+        for one in feeders:
+            one.start()
+        for one in (*feeders, thread):
+            one.join(20)
+        if fails:
+            assert isinstance(outcome[0], TransferFailed) and "1 of 2 workers" in str(outcome[0])
+            assert "no memory" in str(outcome[0])
+            assert [found.held for found in pair] == [None, None] and all(found.stale for found in pair)
+            assert "another worker did not get the publish" in pair[0].stale_because and "no memory" in str(
+                pair[0].stale_because
+            )
+        else:
+            assert outcome == [[outbox.kept.fingerprint] * 2] and [f.version for f in pair] == [version] * 2
+        assert outbox.tally.known == (version in (2, 4))
+        tensors = moved(tensors)
+    server.close()
+
+
+def test_a_sender_that_dies_before_its_verdict(server):
+    """The receiver cannot know whether the others have the publish, so it is stale."""
+    found, tensors = receiver(engine_model("llama")), weights("llama")
+    sent = threading.Event()
+
+    def stream(held: Any) -> Any:
+        yield from encode_publish(tensors, version=1, keep=True)
+        sent.set()
+
+    answers = []
+
+    def no_answer(peer: Any, **limits: Any) -> Any:
+        answers.append(peer)
+        raise OSError("killed")
+
+    thread, outcome = publish_in_thread(server, stream)
+    with client_of(server, found) as client:
+        server_module = sys.modules[WeightServer.__module__]
+        real = server_module._receive_header
+        server_module._receive_header = lambda peer, **limits: (
+            real(peer, **limits) if peer is client._socket else no_answer(peer)
+        )
+        try:
+            with pytest.raises(PeerLost):
+                client.feed(found)
+        finally:
+            server_module._receive_header = real
+    thread.join(20)
+    assert sent.is_set() and answers and found.stale and found.held is None and isinstance(outcome[0], PeerLost)
 
 
 @pytest.mark.parametrize("when", ["before", "middle"])
@@ -168,8 +245,8 @@ def test_strangers_are_not_receivers(server):
     socket.create_connection(server.address).close()
     with socket.create_connection(server.address) as peer:
         peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with WeightClient(server.address, "of another run", seconds=5) as client, pytest.raises(PeerLost):
-        list(client.stream())
+    with pytest.raises(PeerLost, match="another token"):
+        WeightClient(server.address, "of another run", seconds=5)
     with client_of(server, found) as client:
         client.feed(found)
     thread.join(20)
@@ -182,7 +259,7 @@ def test_two_receivers_get_one_stream():
     for version in (1, 2):
         thread, outcome = publish_in_thread(server, partial(stream_of, outbox, tensors, version))
         clients = [client_of(server, found) for found in pair]
-        feeders = [threading.Thread(target=c.feed, args=(f,)) for c, f in zip(clients, pair, strict=True)]
+        feeders = feeders_of(clients, pair)
         for one in (*feeders, thread):
             one.start() if one is not thread else one.join(20)
         for one in feeders:
@@ -192,24 +269,10 @@ def test_two_receivers_get_one_stream():
     server.close()
 
 
-@pytest.mark.parametrize(
-    "header",
-    [{"name": "a"}, {"name": "a", "dtype": "float99", "shape": [1]}, {"name": "a", "dtype": "bfloat16", "shape": [-1]}],
-)
-def test_frames_that_say_nothing_are_refused(header):
-    ours, theirs = socket.socketpair()
-    client = object.__new__(WeightClient)
-    client.seconds, client._socket = 1, theirs
-    _send(ours, header)
-    with pytest.raises(TransferFailed, match="no dtype or shape"):
-        next(client.stream())
-    ours.close(), theirs.close()
-
-
 def test_every_tensor_survives_a_socket():
     ours, theirs = socket.socketpair()
     client = object.__new__(WeightClient)
-    client.seconds, client._socket = 5, theirs
+    client.seconds, client.limit, client._socket = 5, SMALLEST_LIMIT, theirs
     bits = torch.arange(512, dtype=torch.int16).view(torch.uint8)
     tensors = [
         ("a", bits.view(torch.bfloat16).view(16, 32)),

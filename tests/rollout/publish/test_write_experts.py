@@ -123,7 +123,7 @@ def test_a_parameter_of_experts_that_nothing_writes_is_refused() -> None:
     plan_of(model, tensors)
     routed = model.get_submodule(f"{PREFIX}.routed_experts")
     routed.w13_bias = nn.Parameter(torch.zeros(EXPERTS, 2 * WIDTH))
-    with pytest.raises(UserError, match=r"no publish would write(?s:.*)w13_bias"):
+    with pytest.raises(UserError, match=r"QaRL would never write(?s:.*)w13_bias"):
         plan_of(model, tensors)
 
 

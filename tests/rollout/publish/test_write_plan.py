@@ -40,7 +40,7 @@ PLANTED = {
 def test_a_parameter_or_buffer_that_no_publish_writes_is_refused(what):
     model = engine_model("llama")
     PLANTED[what](model)
-    with pytest.raises(UserError, match=r"(?s)no publish would write.*bias"):
+    with pytest.raises(UserError, match=r"(?s)QaRL would never write.*bias"):
         receiver(model)
 
 

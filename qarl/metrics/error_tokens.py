@@ -1,0 +1,142 @@
+"""Find error tokens: responses that repeat themselves at their end, and runs of very unlikely tokens.
+
+The QaRL paper (arXiv 2604.07853, section 3.2 and table 6) calls the repetitive, garbled tokens of quantized rollouts
+error tokens. It finds them mostly in negative samples, and names them as the cause of collapse. It gives no rule to
+detect them, so the two rules here are ours. Both look at a response alone:
+
+- repetition: the share of n-grams (n = 6) in the last 256 tokens that already occurred among them. A loop has a share
+  near 1. Text rarely has 0.3. The worked additions of the quickstart, character by character, have at most 0.25
+- garbled: the smallest mean log-prob of 8 consecutive tokens under the rollout. A model that has lost its way samples
+  from flat distributions, so its tokens are unlikely one after the other; a single unlikely token is exploration. The
+  limit is a mean probability of 1%, or, for vocabularies below 700 tokens, 70% of the way to random tokens
+
+The functions return sums, which are added up over micro-batches and ranks. Legend: B responses, T token positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+NGRAM, TAIL, FEWEST_NGRAMS = 6, 256, 10
+"""Tokens of an n-gram, tokens at the end of a response that are searched, and the fewest n-grams that can be judged."""
+WINDOW = 8
+"""Consecutive tokens whose mean log-prob is taken."""
+REPETITIVE = 0.5
+"""Share of repeated n-grams from which a response counts as repetitive."""
+UNLIKELY = math.log(0.01)
+
+
+def garbled_limit(vocabulary: int | None) -> float:
+    """Return the mean log-prob of `WINDOW` tokens, in nats, below which they are garbled. `vocabulary`: its size."""
+    return UNLIKELY if vocabulary is None else max(UNLIKELY, -0.7 * math.log(max(vocabulary, 2)))
+
+
+def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the share of repeated n-grams in each response's last `TAIL` tokens: FP64 [B], 0 if there are too few.
+
+    tokens: int64 [B, T]. mask: bool [B, T]; only tokens with a true mask count, in their order."""
+    ends, known = _tails(tokens, mask)
+    if ends.shape[1] < NGRAM:
+        return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    # An n-gram is known by a hash modulo 2^64: a sum of products with fixed odd numbers.
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (NGRAM,), generator=generator) * 2 + 1
+    grams = ((ends + 1).unfold(1, NGRAM, 1) * factors.to(tokens.device)).sum(-1)
+    whole = known.unfold(1, NGRAM, 1).all(-1)
+    # Incomplete n-grams are all made equal, so that they add one distinct value at most.
+    nothing = torch.iinfo(torch.int64).min
+    ordered = grams.masked_fill(~whole, nothing).sort(dim=1).values
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    distinct = (new & (ordered != nothing)).sum(1)
+    count = whole.sum(1)
+    return torch.where(count >= FEWEST_NGRAMS, 1 - distinct.double() / count.clamp(min=1), 0.0)
+
+
+def least_likely_run(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the smallest mean log-prob of `WINDOW` consecutive tokens of each response: FP64 [B].
+
+    A shorter response gives 0, because it has no such run. log_prob: [B, T], any value where the mask is false."""
+    values, known = _packed(log_prob.detach().double().masked_fill(~mask, 0.0), mask)
+    if values.shape[1] < WINDOW:
+        return torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    means = values.unfold(1, WINDOW, 1).mean(-1)
+    return means.masked_fill(~known.unfold(1, WINDOW, 1).all(-1), 0.0).amin(1)
+
+
+def text_statistics(
+    tokens: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    vocabulary: int | None = None,
+) -> dict[str, float]:
+    """Return sums over responses and tokens for `text_metrics`.
+
+    tokens: int64 [B, T]. rollout_log_prob: [B, T]. advantages: [B], or [B, T] constant over the valid tokens of a row.
+    response_mask: bool or 0/1 [B, T]. Responses without tokens are left out."""
+    mask = response_mask != 0
+    present = mask.any(1)
+    if advantages.dim() == 2:
+        advantages = advantages.gather(1, mask.int().argmax(1, keepdim=True)).squeeze(1)
+    repeats = repetition(tokens, mask)
+    repetitive = repeats >= REPETITIVE
+    garbled = least_likely_run(rollout_log_prob, mask) < garbled_limit(vocabulary)
+    groups = {"all": present, "pos": present & (advantages > 0), "neg": present & (advantages < 0)}
+    sums = {
+        "sum/text/tokens": mask.sum(),
+        "sum/text/surprise": -torch.where(mask, rollout_log_prob.detach().double(), 0.0).sum(),
+    }
+    for name, rows in groups.items():
+        sums[f"sum/text/{name}"] = rows.sum()
+        sums[f"sum/text/{name}_repetition"] = torch.where(rows, repeats, 0.0).sum()
+        sums[f"sum/text/{name}_repetitive"] = (rows & repetitive).sum()
+        sums[f"sum/text/{name}_garbled"] = (rows & garbled).sum()
+    values = torch.stack([value.double() for value in sums.values()])
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return metrics from the results of `text_statistics`, which may be mixed with other statistics.
+
+    A group without responses is left out. GROUP is empty for all responses, or `pos_` or `neg_` for those with A > 0 or
+    A < 0:
+        error_tokens/GROUPrepetition: mean share of repeated n-grams
+        error_tokens/GROUPrepetitive_frac, GROUPgarbled_frac: share of responses that count as repetitive, or garbled
+        rollout/entropy: entropy of the distributions that tokens were sampled from, in nats per token. It is estimated
+            by the mean of -log-prob over the sampled tokens, which has the same expectation
+    """
+    total: dict[str, float] = {}
+    for one in statistics:
+        for key, value in one.items():
+            if key.startswith("sum/text/"):
+                total[key.removeprefix("sum/text/")] = total.get(key.removeprefix("sum/text/"), 0.0) + value
+    metrics = {}
+    for group, prefix in (("all", ""), ("pos", "pos_"), ("neg", "neg_")):
+        if count := total.get(group):
+            metrics[f"error_tokens/{prefix}repetition"] = total[f"{group}_repetition"] / count
+            metrics[f"error_tokens/{prefix}repetitive_frac"] = total[f"{group}_repetitive"] / count
+            metrics[f"error_tokens/{prefix}garbled_frac"] = total[f"{group}_garbled"] / count
+    if tokens := total.get("tokens"):
+        metrics["rollout/entropy"] = total["surprise"] / tokens
+    return metrics
+
+
+def _packed(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's valid values moved to its start, in their order, and the mask of where they are now."""
+    order = (~mask).int().argsort(dim=1, stable=True)
+    return values.gather(1, order), mask.gather(1, order)
+
+
+def _tails(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's last `TAIL` valid values, or fewer, and the mask of where there are such values."""
+    packed, known = _packed(values, mask)
+    lengths = known.sum(1, keepdim=True)
+    width = min(TAIL, values.shape[1])
+    places = (lengths - width).clamp(min=0) + torch.arange(width, device=values.device)
+    return packed.gather(1, places), places < lengths

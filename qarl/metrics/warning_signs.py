@@ -1,0 +1,300 @@
+"""Find warning signs of a collapse in the metrics of a run: what was seen, since which step, and what to try.
+
+A run that collapses shows it in other metrics before its reward falls. The QaRL paper (arXiv 2604.07853) names error
+tokens and rising entropy, arXiv 2605.14220 a skew of the loss contributions by sign. Jumps of entropy and gradient norm
+are well-known signs of a mismatch. `SignFinder` looks for these signs after each step, and reports each of them once.
+
+The rules are ours. They must not disturb healthy runs, whose metrics are noisy. So they compare medians: of the last
+few steps (recent) with those of up to `WINDOW` steps before them (usual) or the first `EARLY` steps of the run (early).
+A change counts only if it is beyond a factor or a difference, which each rule names, and beyond several times the usual
+spread (1.4826 times the median absolute deviation, a standard deviation if values are normally distributed).
+docs/warning_signs.md lists the runs that the rules were checked on.
+
+This module needs no torch. Its state depends only on the metrics that it was given, so a resumed run can rebuild it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+RECENT, WINDOW, FEWEST, EARLY = 3, 30, 10, 20
+"""Steps of a recent median, of a usual median at most and at least, and of an early median."""
+TREND = 10
+"""Steps of the recent median if it is compared with the early one, so at a trend and not a jump."""
+DEVIATIONS, JUMP_DEVIATIONS = 6.0, 4.0
+"""How many times the usual spread a change must be; `JUMP_DEVIATIONS` if logarithms are compared."""
+EQUAL_REWARDS = 5
+"""Steps in a row, in all of which all groups have equal rewards."""
+
+Point = tuple[int, float]
+"""A training step and the value of a metric."""
+
+
+@dataclass(frozen=True)
+class WarningSign:
+    """A sign of trouble. `sign`: its name. `step`: the step after which it was reported. `since_step`: the first of the
+    steps that show it without interruption. `text`: what was seen. `remedy`: what to try."""
+
+    sign: str
+    step: int
+    since_step: int
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"warning sign {self.sign}, since step {self.since_step}: {self.text}\n  try: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Two medians of a metric, the first step of the recent change, and words that say what `before` is."""
+
+    before: float
+    now: float
+    since_step: int
+    than: str
+
+
+class SignFinder:
+    """Finds warning signs in a run's metrics, step by step."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, list[Point]] = {name: [] for name in METRICS}
+        self._found: set[str] = set()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> list[WarningSign]:
+        """Add the metrics of one training step. Return the signs that show now and have not been reported yet.
+
+        Metrics that are missing or not finite are skipped. Steps must be given in order."""
+        values = {**metrics, **_derived(metrics)}
+        for name, points in self._series.items():
+            value = values.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                points.append((step, float(value)))
+        found = []
+        for sign, (rule, remedy) in SIGNS.items():
+            seen = None if sign in self._found else rule(self._series)
+            if seen is not None:
+                self._found.add(sign)
+                since, text = seen
+                found.append(WarningSign(sign, step, since, text, remedy))
+        return found
+
+
+def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
+    """Return the warnings of a whole run. `history`: objects with `step` and metrics (`tracker.read_metrics`)."""
+    signs = SignFinder()
+    return [warning for entry in history for warning in signs.add(int(entry["step"]), entry)]
+
+
+def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that only the rules need: what the mismatch adds to C(r) for each sign of advantage."""
+    found = {}
+    try:
+        for sign in ("pos", "neg"):
+            name = f"zero_centred_loss_{sign}"
+            own, to_rollout = (metrics[f"actor/{prefix}{name}"] for prefix in ("", "rollout_"))
+            found[f"skew/{sign}"] = to_rollout - own
+            found[f"skew/{sign}_own"] = abs(own)
+    except (KeyError, TypeError):
+        return {}
+    return {
+        "skew/net": found["skew/pos"] + found["skew/neg"],
+        "skew/own": found["skew/pos_own"] + found["skew/neg_own"],
+    }
+
+
+def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | None:
+    """Return (median of the last `recent` values, usual median, usual spread), or None if there are too few values."""
+    before = values[:-recent][-WINDOW:]
+    if len(before) < FEWEST:
+        return None
+    middle = median(before)
+    spread = 1.4826 * median([abs(value - middle) for value in before])
+    return median(values[-recent:]), middle, spread
+
+
+def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Change | None:
+    """Return the change if the recent median is `factor` times the usual one; a factor below 1 means a fall.
+
+    It must also be beyond `JUMP_DEVIATIONS` times the usual spread. Values above 0 are compared by their logarithms, in
+    which a rise and a fall by the same factor are equally far; other values are left out."""
+    positive = [(step, math.log(value)) for step, value in points if value > 0]
+    found = usual([value for _, value in positive], recent)
+    if found is None:
+        return None
+    now, middle, spread = found
+    up = 1.0 if factor > 1 else -1.0
+    far = abs(math.log(factor))
+    if up * (now - middle) < max(far, JUMP_DEVIATIONS * spread):
+        return None
+    since = _since(positive, lambda value: up * (value - middle) >= far)
+    return Change(math.exp(middle), math.exp(now), since, "usual")
+
+
+def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | None:
+    """Return the change if the median of the last `TREND` values is `factor` times the early one and at least `least`.
+
+    An early median below `least` / `factor` counts as that, so a metric that begins at 0 must reach `least`."""
+    if len(points) < EARLY + TREND:
+        return None
+    early = [value for _, value in points[:EARLY]]
+    middle = max(median(early), least / factor)
+    spread = 1.4826 * median([abs(value - median(early)) for value in early])
+    now = median(value for _, value in points[-TREND:])
+    if now < factor * middle or now <= middle + DEVIATIONS * spread:
+        return None
+    limit = factor * middle
+    return Change(median(early), now, _since(points, lambda value: value >= limit), f"in the first {EARLY} steps")
+
+
+def _since(points: Sequence[Point], shows: Callable[[float], bool]) -> int:
+    """Return the first step of the last stretch of values that show a change. One value may lie back between others."""
+    since = points[-1][0]
+    missed = 0
+    for step, value in reversed(points):
+        if shows(value):
+            since, missed = step, 0
+        else:
+            missed += 1
+            if missed > 1:
+                break
+    return since
+
+
+Series = Mapping[str, Sequence[Point]]
+Seen = tuple[int, str] | None
+
+
+def _entropy(series: Series) -> Seen:
+    for name in ("rollout/entropy", "actor/entropy"):
+        for factor, verb in ((2.0, "rose"), (1 / 3, "fell")):
+            if change := jump(series[name], factor):
+                return _words(name, verb, change)
+    return None
+
+
+def _grad_norm(series: Series) -> Seen:
+    change = jump(series["actor/grad_norm"], 5.0)
+    return None if change is None else _words("actor/grad_norm", "rose", change)
+
+
+def _delta_tail(series: Series) -> Seen:
+    change = trend(series["mismatch/abs_p999"], 3.0, least=0.05)
+    return None if change is None else _words("mismatch/abs_p999", "grew", change)
+
+
+def _k3(series: Series) -> Seen:
+    change = trend(series["mismatch/k3"], 4.0, least=4e-4)
+    return None if change is None else _words("mismatch/k3", "grew", change)
+
+
+def _skew(series: Series) -> Seen:
+    """The mismatch's net push is the sum over both signs of C(r w) - C(r); symmetric noise adds up to 0."""
+    points, own = series["skew/net"], series["skew/own"]
+    if len(points) < 2 * EARLY:
+        return None
+    early, recent = ([value for _, value in part] for part in (points[:EARLY], points[-EARLY:]))
+    push, before = median(recent), abs(median(early))
+    spread = max(1.4826 * median([abs(value - median(part)) for value in part]) for part in (early, recent))
+    error = 1.2533 * spread / math.sqrt(EARLY)  # the standard error of a median of normally distributed values
+    floor = median(value for _, value in own[-EARLY:])
+    if abs(push) < 3 * before or abs(push) < DEVIATIONS * error or abs(push) <= floor:
+        return None
+    since = _since(points, lambda value: value * push > 0 and abs(value) >= abs(push) / 2)
+    text = (
+        f"the mismatch pushes samples of the two signs unequally: C(r w) - C(r) summed over the signs is {push:.2g} "
+        f"(median of {EARLY} steps), {before:.2g} in the first {EARLY}; |C(r)| alone is {floor:.2g}"
+    )
+    return since, text
+
+
+def _length(series: Series) -> Seen:
+    for factor, verb in ((1.5, "rose"), (1 / 1.5, "fell")):
+        if change := jump(series["response_length/mean"], factor, recent=5):
+            return _words("response_length/mean", verb, change)
+    return None
+
+
+def _repetition(series: Series) -> Seen:
+    for name in ("error_tokens/repetitive_frac", "error_tokens/garbled_frac"):
+        points = series[name]
+        found = usual([value for _, value in points], 5)
+        if found is None:
+            continue
+        now, middle, spread = found
+        limit = middle + max(0.1, DEVIATIONS * spread)
+        if now > limit:
+            since = _since(points, lambda value, limit=limit: value > limit)  # type: ignore[misc]
+            return _words(name, "rose", Change(middle, now, since, "usual"))
+    return None
+
+
+def _equal_rewards(series: Series) -> Seen:
+    points = series["actor/zero_advantage_frac"]
+    if len(points) < EQUAL_REWARDS or any(value < 1 for _, value in points[-EQUAL_REWARDS:]):
+        return None
+    since = next(step for step, value in points[-EQUAL_REWARDS:] if value >= 1)
+    return since, (
+        f"in {EQUAL_REWARDS} steps in a row all responses to the same prompt had the same reward, for every prompt: "
+        "there is nothing to learn, but the optimizer's momentum still moves the weights"
+    )
+
+
+def _words(name: str, verb: str, change: Change) -> tuple[int, str]:
+    return change.since_step, f"{name} {verb} from {change.before:.3g} ({change.than}) to {change.now:.3g}"
+
+
+_MISMATCH = (
+    "raise quant.align (off < linears < model < exact); if it is model or exact already, `python -m qarl.diagnose` "
+    "says which tokens differ"
+)
+SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
+    "entropy": (
+        _entropy,
+        "lower optim.lr or add optim.lr_warmup_steps; if entropy rose, look at error_tokens/* and mismatch/*; if it "
+        "fell, responses become alike: raise rollout.temperature",
+    ),
+    "grad_norm": (
+        _grad_norm,
+        "lower optim.lr; lower actor.grad_clip to the usual norm; narrow actor.neg_seq_clip_ratio_high",
+    ),
+    "delta_tail": (_delta_tail, _MISMATCH),
+    "k3": (_k3, _MISMATCH),
+    "skew": (
+        _skew,
+        "raise quant.align to model or exact; lower actor.seq_tis_imp_ratio_cap, or set "
+        "actor.mismatch_outside_cap=drop",
+    ),
+    "length": (
+        _length,
+        "read the responses: a reward that can be had by length, or responses that do not end; lower optim.lr",
+    ),
+    "repetition": (
+        _repetition,
+        "read the responses; narrow actor.neg_seq_clip_ratio_high, raise quant.align, lower optim.lr",
+    ),
+    "equal_rewards": (
+        _equal_rewards,
+        "use prompts that are sometimes solved and sometimes not, or a larger rollout.n; if the task is solved, stop",
+    ),
+}
+"""Name of a sign -> the rule that finds it, and its remedy."""
+METRICS = (
+    "rollout/entropy",
+    "actor/entropy",
+    "actor/grad_norm",
+    "mismatch/abs_p999",
+    "mismatch/k3",
+    "skew/net",
+    "skew/own",
+    "response_length/mean",
+    "error_tokens/repetitive_frac",
+    "error_tokens/garbled_frac",
+    "actor/zero_advantage_frac",
+)
+"""The metrics that the rules read."""

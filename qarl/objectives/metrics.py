@@ -1,0 +1,144 @@
+"""Statistics of the objectives' calls, and the metrics of a step that they combine to.
+
+A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`, and the prefix says how the values of micro-batches and ranks
+are combined (as in `qarl.tbpo.loss`, whose statistics are combined by `qarl.tbpo.reduce_metrics`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from qarl import tbpo
+from qarl.tbpo.loss import combine
+from qarl.tbpo.ratios import ratio_deviation, sequence_log_ratio
+from qarl.tbpo.tokens import token_metrics, token_statistics
+
+_VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
+"""verl's metrics of a call, which are means over its tokens, and the names of their sums."""
+_IS_TBPO = "sum/pos_outside"
+"""A statistic that only TBPO has."""
+_MEANS = {
+    "actor/pg_clipfrac": ("clipped", "kept_tokens"),
+    "actor/pg_clipfrac_lower": ("clipped_lower", "kept_tokens"),
+    "actor/ppo_kl": ("ppo_kl", "kept_tokens"),
+    "actor/zero_advantage_frac": ("zero", "responses"),
+    "actor/seq_ratio_mean": ("ratio", "responses"),
+    "actor/zero_centred_loss_pos": ("centred_pos", "responses"),
+    "actor/zero_centred_loss_neg": ("centred_neg", "responses"),
+    "actor/rollout_zero_centred_loss_pos": ("rollout_centred_pos", "responses"),
+    "actor/rollout_zero_centred_loss_neg": ("rollout_centred_neg", "responses"),
+    "correction/rejected_response_frac": ("rejected_responses", "all_responses"),
+    "correction/rejected_token_frac": ("rejected_tokens", "all_tokens"),
+    "correction/weight_mean": ("weight", "weighted_tokens"),
+    "correction/weight_zero_frac": ("weight_zero", "weighted_tokens"),
+}
+
+
+def correction_statistics(mask: torch.Tensor, keep: torch.Tensor, weight: torch.Tensor | None) -> dict[str, float]:
+    """Return the statistics of a correction: what it rejected, and its weights on what was left. All [B, T].
+
+    `mask` and `keep`: the tokens before and after the rejection, bool."""
+    nonempty = mask.any(dim=-1)
+    values = {
+        "sum/all_responses": nonempty.sum(),
+        "sum/all_tokens": mask.sum(),
+        "sum/rejected_responses": (nonempty & ~keep.any(dim=-1)).sum(),
+        "sum/rejected_tokens": (mask & ~keep).sum(),
+    }
+    if weight is not None:
+        on_kept = weight.detach().double().masked_fill(~keep, 0.0)
+        values |= {
+            "sum/weight": on_kept.sum(),
+            "sum/weight_squared": on_kept.square().sum(),
+            "sum/weight_zero": (keep & (weight == 0)).sum(),
+            "sum/weighted_tokens": keep.sum(),
+            "min/weight": on_kept.masked_fill(~keep, math.inf).amin(),
+            "max/weight": on_kept.amax(),
+        }
+    return _as_numbers(values)
+
+
+def loss_statistics(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantage: torch.Tensor,
+    keep: torch.Tensor,
+    verl_metrics: dict[str, float],
+) -> dict[str, float]:
+    """Return the statistics of a call of verl's losses. `advantage`: [B]; `keep`: bool [B, T]; the log-probs: [B, T].
+
+    The ratios of a response are geometric means over its kept tokens, as TBPO's are, so that runs can be compared."""
+    with torch.no_grad():
+        nonempty, tokens = keep.any(dim=-1), keep.sum()
+        log_ratio = sequence_log_ratio(log_prob, old_log_prob, keep)
+        log_rollout_ratio = sequence_log_ratio(log_prob, rollout_log_prob, keep)
+        deviation = ratio_deviation(log_ratio)
+        centred, rollout_centred = -deviation * advantage, -ratio_deviation(log_rollout_ratio) * advantage
+        pos, neg = nonempty & (advantage > 0), nonempty & (advantage < 0)
+        sums = {
+            "responses": nonempty,
+            "kept_tokens": keep,
+            "zero": nonempty & (advantage == 0),
+            "ratio": torch.where(nonempty, 1 + deviation, 0.0),
+            "centred_pos": torch.where(pos, centred, 0.0),
+            "centred_neg": torch.where(neg, centred, 0.0),
+            "rollout_centred_pos": torch.where(pos, rollout_centred, 0.0),
+            "rollout_centred_neg": torch.where(neg, rollout_centred, 0.0),
+        }
+        values = {f"sum/{name}": value.double().sum() for name, value in sums.items()}
+        values["min/deviation"] = deviation.double().masked_fill(~nonempty, math.inf).amin()
+        values["max/deviation"] = deviation.double().masked_fill(~nonempty, -math.inf).amax()
+        means = {f"sum/{name}": verl_metrics[key] * tokens for key, name in _VERL.items() if key in verl_metrics}
+    return _as_numbers(values | means) | token_statistics(log_prob, old_log_prob, advantage, keep)
+
+
+def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of a step from the statistics of all its calls (micro-batches and ranks).
+
+    TBPO's metrics are those of `qarl.tbpo.reduce_metrics`. The others, over kept tokens or responses:
+        actor/pg_clipfrac, actor/pg_clipfrac_lower: share of tokens that are clipped, and by dual clip's third bound
+        actor/ppo_kl: mean of old_log_prob - log_prob over tokens
+        actor/zero_advantage_frac, actor/seq_ratio_*, actor/*zero_centred_loss_*: as TBPO's
+        correction/rejected_response_frac, _token_frac: share of responses without a token left, and of rejected tokens
+        correction/weight_mean, _min, _max, _zero_frac, _ess: the weights on kept tokens; the share of them that is 0;
+            their effective sample size mean(w)^2 / mean(w^2)
+    """
+    statistics = list(statistics)
+    total = combine(statistics)
+    metrics = tbpo.reduce_metrics(statistics) if _IS_TBPO in total else {}
+    for name, (numerator, denominator) in _MEANS.items():
+        if name not in metrics and f"sum/{numerator}" in total and total[f"sum/{denominator}"]:
+            metrics[name] = total[f"sum/{numerator}"] / total[f"sum/{denominator}"]
+    if total.get("sum/responses") and "actor/seq_ratio_max" not in metrics:
+        low, high = total["min/deviation"], total["max/deviation"]
+        metrics |= {"actor/seq_ratio_min": 1 + low, "actor/seq_ratio_max": 1 + high}
+        metrics["actor/seq_ratio_abs_dev_max"] = max(abs(low), abs(high))
+    if total.get("sum/weighted_tokens"):
+        metrics |= {"correction/weight_min": total["min/weight"], "correction/weight_max": total["max/weight"]}
+        if total["sum/weight_squared"]:
+            square = total["sum/weight_squared"] * total["sum/weighted_tokens"]
+            metrics["correction/weight_ess"] = total["sum/weight"] ** 2 / square
+    return metrics
+
+
+def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return TBPO's metrics of that name or, for other losses, the `pg_clipfrac*` metrics of `reduce_metrics` with
+    `_after_first` appended, and those of `qarl.tbpo.tokens.token_metrics`.
+
+    `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
+    later = list(statistics)
+    if any(_IS_TBPO in one for one in later):
+        return tbpo.after_first_metrics(later)
+    clipped = {name: value for name, value in reduce_metrics(later).items() if "/pg_clipfrac" in name}
+    return {f"{name}_after_first": value for name, value in clipped.items()} | token_metrics(combine(later))
+
+
+def _as_numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return all values with one transfer from the device to the CPU."""
+    stacked = torch.stack([value.detach().double() for value in values.values()])
+    return dict(zip(values, stacked.tolist(), strict=True))

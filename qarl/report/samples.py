@@ -1,0 +1,122 @@
+"""`samples.jsonl` of a run folder: a few responses of some steps, with δ of each token.
+
+δ is the trainer's log-prob minus the rollout's, in nats. One line is one response:
+
+    {"step": 20, "prompt": "1+2", "tokens": ["=", "3"], "delta": [0.0, -0.012], "left_out": 0, "length": 2,
+     "reward": 1.0, "advantage": 0.9, "finish_reason": "stop"}
+
+A long response keeps its first and last `ENDS` tokens, because repetition and garbled text show at the end. `left_out`
+counts the tokens between them. `reward` and `finish_reason` are null if the backend does not know them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qarl.checkpoint.json_file import json_safe
+from qarl.checkpoint.storage import writing
+
+SAMPLES_FILE = "samples.jsonl"
+ENDS = 256
+"""Tokens of a response that are kept at each end."""
+PROMPT_CHARACTERS = 2000
+EVERY, LATE, EVERY_LATE = 10, 500, 50
+
+
+def is_logged(step: int, last: int | None = None) -> bool:
+    """Return whether samples and report are written after `step`: the first step, every tenth, from step 500 on every
+    fiftieth, and the `last`. A report takes 0.1 s per 500 steps that it shows, so late ones are rarer."""
+    return step in (1, last) or step % (EVERY if step <= LATE else EVERY_LATE) == 0
+
+
+def choose_rows(deltas: Sequence[Sequence[float]], advantages: Sequence[float]) -> list[int]:
+    """Return at most three rows: the one with the largest |δ|, and the first ones with A > 0 and with A < 0.
+
+    NaN counts as the largest |δ|. Rows without tokens are never chosen.
+    """
+    sizes = [max((_size(delta) for delta in row), default=-1.0) for row in deltas]
+    present = [row for row, size in enumerate(sizes) if size >= 0]
+    chosen = [max(present, key=sizes.__getitem__)] if present else []
+    for sign in (1, -1):
+        chosen += [row for row in present if advantages[row] * sign > 0][:1]
+    return list(dict.fromkeys(chosen))
+
+
+def _size(delta: float) -> float:
+    return math.inf if math.isnan(delta) else abs(delta)
+
+
+def make_sample(
+    step: int,
+    prompt: str,
+    token_ids: Sequence[int],
+    delta: Sequence[float],
+    decode: Callable[[list[int]], str],
+    *,
+    advantage: float,
+    reward: float | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    """Return the line of one response as a dict. `token_ids` and `delta`: one entry per token of the response."""
+    length = len(token_ids)
+    kept = range(length) if length <= 2 * ENDS else [*range(ENDS), *range(length - ENDS, length)]
+    return {
+        "step": step,
+        "prompt": prompt[-PROMPT_CHARACTERS:],
+        "tokens": [decode([token_ids[place]]) for place in kept],
+        "delta": [_rounded(delta[place]) for place in kept],
+        "left_out": length - len(kept),
+        "length": length,
+        "reward": reward,
+        "advantage": _rounded(advantage),
+        "finish_reason": finish_reason,
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> None:
+    """Add lines to `samples.jsonl`. Raise StorageError if the disk refuses."""
+    path = Path(run_dir) / SAMPLES_FILE
+    text = "".join(json.dumps(json_safe(sample), allow_nan=False) + "\n" for sample in samples)
+    with writing(path), path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        # A line that a crash has cut off must not swallow the next one.
+        torn = file.read(1) not in (b"", b"\n")
+        file.write((b"\n" if torn else b"") + text.encode())
+
+
+def loads(text: str) -> Any:
+    """Return what the JSON `text` holds, with NaN and infinities, which JSON lacks but Python reads, as strings."""
+    return json.loads(text, parse_constant=str)
+
+
+def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the samples in order of `step`. A resumed run repeats steps; its newer samples replace the older ones.
+
+    Lines that are not samples are skipped. Without the file the list is empty."""
+    path = Path(run_dir) / SAMPLES_FILE
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            sample = loads(line)
+            step, fits = int(sample["step"]), len(sample["tokens"]) == len(sample["delta"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if fits:
+            if found and step < found[-1]["step"]:
+                found = [earlier for earlier in found if earlier["step"] < step]
+            found.append(sample)
+    return found

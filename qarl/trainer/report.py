@@ -1,0 +1,60 @@
+"""What a local run adds to its report: samples of a step's batch, and the page itself while the run lasts.
+
+A report that cannot be written never stops a run: the metrics are safe in metrics.jsonl, and `python -m qarl.report`
+writes the page from them at any time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qarl.config import Config
+from qarl.console import say
+from qarl.errors import UserError
+from qarl.report.page import write_report
+from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
+from qarl.trainer.batch import Batch
+
+
+def log_samples(config: Config, step: int, batch: Batch, old_log_probs: torch.Tensor, tokenizer: Any) -> None:
+    """Append some responses of `step` to samples.jsonl, if samples of this step are wanted.
+
+    `old_log_probs`: the trainer's log-probs before the update, FP32 [B, R]."""
+    if not config.trainer.report or not is_logged(step, config.trainer.total_training_steps):
+        return
+    lengths = batch.response_mask.sum(1).tolist()
+    differences = (old_log_probs - batch.rollout_log_probs).cpu()
+    deltas = [row[:length].tolist() for row, length in zip(differences, lengths, strict=True)]
+    advantages = batch.advantages.tolist()
+    samples = []
+    for row in choose_rows(deltas, advantages):
+        prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
+        samples.append(
+            make_sample(
+                step,
+                tokenizer.decode(prompt),
+                batch.responses[row, : lengths[row]].tolist(),
+                deltas[row],
+                tokenizer.decode,
+                advantage=advantages[row],
+                reward=float(batch.rewards[row]),
+                finish_reason=None if batch.finish_reasons is None else batch.finish_reasons[row],
+            )
+        )
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        append_samples(config.run_dir, samples)
+    except (UserError, OSError) as error:
+        say(f"warning: the samples of step {step} were not written: {error}")
+
+
+def update_report(config: Config, step: int) -> None:
+    """Write report.html after `step`, if it is one after which it is written."""
+    if not config.trainer.report or not is_logged(step):
+        return
+    try:
+        write_report(config.run_dir)
+    except (UserError, OSError) as error:
+        say(f"warning: the report was not written after step {step}: {error}")

@@ -1,0 +1,72 @@
+"""verl's keys for the objective, the advantages and the corrections of a run."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.objectives.settings import objective_settings
+from qarl.tbpo.config import TBPOConfig
+from qarl.verl.checks import PLUGIN
+
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def objective_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the loss: verl's own, those of QaRL's class, and which loss of verl's registry it is."""
+    settings, root = objective_settings(config), "actor_rollout_ref.actor"
+    bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
+    ours = {name: getattr(config.actor, name) for name in bands} | {
+        "objective": settings.loss,
+        "mis_imp_ratio_cap": settings.mis_imp_ratio_cap,
+        "correction": config.rollout_correction.model_dump(),
+    }
+    keys = {
+        f"{root}.loss_agg_mode": settings.loss_agg_mode,
+        f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
+        f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
+        **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
+        # Used only if the section verl sets use_kl_loss. `+` gives KL's own gradient, that of k2; k3's is biased.
+        f"{root}.kl_loss_type": "low_var_kl+",
+    }
+    if settings.loss != "tbpo":
+        names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "loss_scale_factor")
+        keys |= {f"{root}.{name}": getattr(settings, name) for name in names}
+    return keys
+
+
+def algorithm_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the advantages, and of the weights that verl's trainer computes for the whole batch.
+
+    The loss does everything else of the section `rollout_correction`. So it knows the number of responses before a
+    rejection, and the mismatch metrics are those of all responses.
+    """
+    algorithm, correction = config.algorithm, objective_settings(config).correction
+    estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
+    keys: dict[str, Any] = {
+        "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
+        "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo,
+        # If true, verl would use the rollout's log-probs as the trainer's, and no mismatch would be seen.
+        "algorithm.rollout_correction.bypass_mode": False,
+    }
+    if correction.in_verl:
+        keys |= {
+            f"{_CORRECTION}.rollout_is": correction.rollout_is,
+            f"{_CORRECTION}.rollout_is_threshold": correction.verl_weight_bounds,
+            f"{_CORRECTION}.rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
+        }
+    return keys
+
+
+def refuse_second_correction(config: Config) -> None:
+    """Raise UserError if the section `verl` sets verl's corrections for an objective that has QaRL's."""
+    given = [key for key in config.verl if key.removeprefix("+").startswith(_CORRECTION)]
+    if given and config.actor.loss != "tbpo":
+        raise UserError(
+            "the section verl sets verl's corrections, but QaRL has its own keys for them",
+            where=", ".join(f"verl.{key}" for key in given),
+            why="verl would reject tokens before QaRL counts responses and measures the mismatch",
+            fix="set the keys of the section rollout_correction instead",
+        )

@@ -1,0 +1,174 @@
+"""verl's synchronous trainer with `actor.old_log_probs`: it may skip verl's pass that recomputes the old log-probs.
+
+verl registers trainers by name (`register_trainer`, chosen by `trainer.v1.trainer_mode`). QaRL registers
+`qarl_sync`, and its configs choose it if `actor.old_log_probs` is `rollout` or `auto`. `qarl.trainer.old_log_probs`
+explains when the pass is skipped and what is checked. The stages are divided as follows:
+
+    _compute_old_log_prob   decides, recomputes or takes the rollout's log-probs, and checks a sample of rows
+    _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.first_mini_batch`). If the
+                            engine drops the update, recomputes old log-probs and advantages and updates again
+
+verl reports the entropy from the pass. In a step that skips it, `actor/entropy` is that of the sampled rows, and is
+missing if there are none. verl gives each rank an equal, contiguous share of a step, and takes its mini-batches from
+the share in order, unless `actor.shuffle` is set.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from qarl.trainer.old_log_probs import Skipping, differing_tokens, find_probability, sample_size
+from qarl.verl.plugin.first_mini_batch import DIFFERING, RELIES
+
+_log = logging.getLogger("qarl.verl.plugin")
+_log.setLevel(logging.INFO)
+
+NAME = "qarl_sync"
+
+
+@register_trainer(NAME)
+class QaRLTrainerSync(PPOTrainerSync):
+    """The trainer. The settings are `old_log_probs` and `old_log_probs_sample` of the actor's section `quant`."""
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # verl also asks for its own name
+        super().__init__(config)
+
+    @functools.cached_property
+    def _mode(self) -> str:
+        return str(self._quant.get("old_log_probs", "recompute"))
+
+    @property
+    def _quant(self) -> Any:
+        return self.config.actor_rollout_ref.actor.fsdp_config.get("quant") or {}
+
+    @functools.cached_property
+    def _skipping(self) -> Skipping:
+        return Skipping()
+
+    _started = False
+    _relies: str | None = None
+    """What `RELIES` is for the batch of this step."""
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        skips = self._skipping.skips if self._mode == "auto" else self._mode == "rollout" and self._started
+        self._started, self._relies = True, None
+        metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
+        metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
+        if not skips:
+            return self._recompute(batch, metrics)
+        if self._mode == "auto" and self._sample_differs(batch, metrics):
+            return self._fall_back(batch, metrics)
+        return self._take_rollouts(batch)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        found: dict[str, Any] = {}
+        updated = super()._update_actor(self._told(batch), found)
+        if self._relies == "auto" and found.get(f"actor/{DIFFERING}", 0):
+            batch = self._compute_advantage(self._fall_back(batch, metrics), metrics)
+            found = {}
+            updated = super()._update_actor(self._told(batch), found)
+        metrics |= found
+        return updated
+
+    def _told(self, batch: Any) -> Any:
+        """Return the batch, with `RELIES` set for the engine."""
+        batch.extra_info.pop(RELIES, None)
+        if self._relies is not None:
+            batch.extra_info[RELIES] = self._relies
+        return batch
+
+    def _fall_back(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Recompute all old log-probs, because a check of this step found a difference."""
+        self._skipping.fell_back()
+        metrics |= dict.fromkeys(("old_log_probs/recomputed", "old_log_probs/fallback"), 1.0)
+        metrics["old_log_probs/checked_frac"] = 1.0
+        _log.warning(
+            "step %d: the trainer's log-probs differ from the rollout's, so this step recomputes the old log-probs "
+            "(actor.old_log_probs=auto); the next %d steps do so, too",
+            self.global_steps,
+            self._skipping.patience,
+        )
+        self._relies = None
+        return self._recompute(batch, metrics)
+
+    def _recompute(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        found = self._columns(batch, "old_log_probs")
+        before = self._skipping.skips
+        self._skipping.recomputed(differing_tokens(*found))
+        if self._mode == "auto" and self._skipping.skips and not before:
+            _log.info(
+                "step %d: the trainer's log-probs equal the rollout's on every token, so the next step does not "
+                "recompute the old log-probs (actor.old_log_probs=auto)",
+                self.global_steps,
+            )
+        return self._take_rollouts(batch) if self._mode == "rollout" else batch
+
+    def _take_rollouts(self, batch: Any) -> Any:
+        """Set `old_log_probs` of a batch to its `rollout_log_probs`."""
+        self._relies = self._mode
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs"])
+        data["old_log_probs"] = data.pop("rollout_log_probs")
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
+        return batch
+
+    def _columns(self, batch: Any, own: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the trainer's log-probs in the column `own`, the rollout's, and the mask; each padded to [rows, R]."""
+        from verl.workers.utils.padding import response_from_nested
+
+        names = [own, "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        if own == "log_probs":  # of prompts, too
+            data[own] = response_from_nested(data[own], data["response_mask"])
+        data = data.select(*names).to_padded_tensor()
+        return data[own].float(), data["rollout_log_probs"].float(), data["response_mask"] != 0
+
+    def _sample_differs(self, batch: Any, metrics: dict[str, Any]) -> bool:
+        """Compute a random sample of the rows outside the first mini-batch. Return whether any token has δ != 0."""
+        others = self._other_rows(batch)
+        ranks = self._ranks()
+        count = sample_size(len(others), float(self._quant.get("old_log_probs_sample", 0.0)))
+        count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # each rank computes as many
+        if not count:
+            return False
+        generator = torch.Generator().manual_seed((self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps)
+        drawn = torch.randperm(len(others), generator=generator)[:count].sort().values.tolist()
+        sample = batch.select_keys([batch.keys[others[i]] for i in drawn])
+        size = math.gcd(count // ranks, self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or 1)
+        sample.extra_info |= {
+            "calculate_entropy": True,
+            "compute_loss": False,
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            "micro_batch_size_per_gpu": size,
+        }
+        self.actor_rollout_wg.compute_log_prob(sample)
+        metrics["old_log_probs/find_prob"] = find_probability(len(others), count)
+        metrics["old_log_probs/checked_frac"] += count / len(batch)
+        return differing_tokens(*self._columns(sample, "log_probs")) > 0
+
+    def _ranks(self) -> int:
+        """Return the number of ranks with different rows."""
+        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
+        return max(1, trainer.nnodes * trainer.n_gpus_per_node // actor.get("ulysses_sequence_parallel_size", 1))
+
+    def _other_rows(self, batch: Any) -> list[int]:
+        """Return the rows that are not in the first mini-batch, without those that verl adds to pad a batch. With
+        `actor.shuffle`, any row may be in it, so all are returned."""
+        first, share = self._first_rows(), len(batch) // self._ranks()
+        shuffled = self.config.actor_rollout_ref.actor.get("shuffle", False)
+        filled = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        return [row for row in filled if shuffled or row % share >= first]
+
+    def _first_rows(self) -> int:
+        """Return the number of rows of the first mini-batch on each rank."""
+        root = self.config.actor_rollout_ref
+        return int(root.actor.ppo_mini_batch_size * root.rollout.n // self._ranks())

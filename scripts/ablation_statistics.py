@@ -1,0 +1,180 @@
+"""Statistics of an ablation: the figures of a run, their mean and spread over seeds, and whether two arms differ.
+
+The test is a permutation test: under the hypothesis that the arm does not matter, every way to deal the runs out to the
+arms is equally likely, and p is the share of the ways whose difference of means is at least as large as the measured
+one. It assumes no distribution. With few seeds p cannot be small however large the difference: 2 / 70 with four seeds
+against four, 2 / 6 with two against two. The smallest possible p is therefore always stated beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EXACT_WAYS = 20_000
+"""Up to this number all ways are counted. Beyond it, this number is drawn at random, always the same ones."""
+COLLAPSED_BELOW = 0.5
+WINDOW_SHARE = 1 / 12
+_CLOSE = 1e-12
+
+
+def run_figures(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one run from its metrics, one mapping per step. A figure that was not logged is None."""
+    accuracy, reward = values(history, "val/accuracy"), values(history, "critic/score/mean")
+    window = max(5, round(len(reward) * WINDOW_SHARE))
+    smooth = trailing_means(reward, window)
+    return {
+        "steps": len(reward),
+        "accuracy_before": accuracy[0] if accuracy else None,
+        "accuracy_after": accuracy[-1] if accuracy else None,
+        "accuracy_best": max(accuracy, default=None),
+        "reward_end": smooth[-1] if smooth else None,
+        "reward_peak": max(smooth, default=None),
+        "collapsed": collapsed(smooth),
+        "k3": mean(values(history, "mismatch/k3")),
+        "abs_max": max(values(history, "mismatch/abs_max"), default=None),
+        "rejected": mean(values(history, "correction/rejected_response_frac")),
+        "inside_band": mean(values(history, "actor/inside_band_frac_after_first")),
+        "entropy_end": mean(values(history, "actor/entropy")[-window:]),
+        "length_end": mean(values(history, "response_length/mean")[-window:]),
+        "seconds_per_step": mean(values(history, "timing_s/step")),
+    }
+
+
+def values(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the finite values of a metric."""
+    found = [entry[key] for entry in history if isinstance(entry.get(key), (int, float))]
+    return [float(value) for value in found if math.isfinite(value)]
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    return statistics.fmean(numbers) if numbers else None
+
+
+def trailing_means(numbers: Sequence[float], window: int) -> list[float]:
+    """Return the means of `window` values that follow each other, in order. Fewer values than that give no mean."""
+    return [statistics.fmean(numbers[end - window : end]) for end in range(window, len(numbers) + 1)]
+
+
+def collapsed(smooth_rewards: Sequence[float]) -> bool | None:
+    """Return whether the last smoothed reward is below half of the highest one. Without rewards return None."""
+    if not smooth_rewards:
+        return None
+    return smooth_rewards[-1] < COLLAPSED_BELOW * max(smooth_rewards)
+
+
+def permutation_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the two-sided p of the difference of means, and the smallest p that this number of values allows.
+
+    Both samples need at least one value. With equally many values a split and its mirror image count as two ways."""
+    pooled, size = [*first, *second], len(first)
+    ways = math.comb(len(pooled), size)
+    measured = abs(statistics.fmean(first) - statistics.fmean(second))
+    total = sum(pooled)
+
+    def difference(chosen: Sequence[int]) -> float:
+        part = sum(pooled[place] for place in chosen)
+        return abs(part / size - (total - part) / len(second))
+
+    smallest = (2 if len(first) == len(second) else 1) / ways
+    if ways <= EXACT_WAYS:
+        splits = itertools.combinations(range(len(pooled)), size)
+        hits = sum(difference(chosen) >= measured - _CLOSE for chosen in splits)
+        return hits / ways, smallest
+    rng = random.Random(0)
+    hits = sum(difference(rng.sample(range(len(pooled)), size)) >= measured - _CLOSE for _ in range(EXACT_WAYS))
+    return (hits + 1) / (EXACT_WAYS + 1), max(smallest, 1 / (EXACT_WAYS + 1))
+
+
+def any_difference(groups: Sequence[Sequence[float]]) -> float | None:
+    """Return p of the hypothesis that all groups are the same, or None for fewer than two groups with values.
+
+    The statistic is the sum of squares between groups. The ways are drawn at random, always the same ones."""
+    groups = [group for group in groups if group]
+    if len(groups) < 2:
+        return None
+    pooled = [value for group in groups for value in group]
+    sizes = [len(group) for group in groups]
+
+    def between(numbers: Sequence[float]) -> float:
+        ends = list(itertools.accumulate(sizes))
+        return sum(sum(numbers[end - size : end]) ** 2 / size for size, end in zip(sizes, ends, strict=True))
+
+    measured, rng, hits = between(pooled), random.Random(0), 0
+    for _ in range(EXACT_WAYS):
+        rng.shuffle(pooled)
+        hits += between(pooled) >= measured - _CLOSE
+    return (hits + 1) / (EXACT_WAYS + 1)
+
+
+def with_spread(numbers: Sequence[float], form: str = "{:.1%}") -> str:
+    """Return mean ± standard deviation (n - 1) in words, or the only value, or an empty string."""
+    if not numbers:
+        return ""
+    text = form.format(statistics.fmean(numbers))
+    return f"{text} ± {form.format(statistics.stdev(numbers))}" if len(numbers) > 1 else text
+
+
+COLUMNS = {
+    "before": ("accuracy_before", "{:.1%}"),
+    "best": ("accuracy_best", "{:.1%}"),
+    "reward at the end": ("reward_end", "{:.3f}"),
+    "k3": ("k3", "{:.1e}"),
+    "max \\|δ\\|": ("abs_max", "{:.2g}"),
+    "rejected": ("rejected", "{:.1%}"),
+    "inside band": ("inside_band", "{:.0%}"),
+    "minutes per run": ("minutes", "{:.1f}"),
+}
+"""Heading -> figure of a run and its format. A column without any value is left out."""
+
+
+def table(runs: Sequence[Mapping[str, Any]], baseline: str | None) -> str:
+    """Return a Markdown table, one row per arm, in the order in which the arms come in `runs`.
+
+    `runs`: mappings with `arm`, `seed`, `failed` (a reason, or None) and, if not failed, the figures of `run_figures`
+    and `minutes`. `baseline`: the arm that the others are tested against."""
+    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    columns = {
+        heading: column for heading, column in COLUMNS.items() if any(run.get(column[0]) is not None for run in runs)
+    }
+    compared = baseline is not None and len(arms) > 1
+    head = ["arm", "seeds", "accuracy after", "each seed", *columns, "collapsed"]
+    head += [f"against {baseline}", "p (smallest possible)"] if compared else []
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for arm in arms:
+        mine = [run for run in runs if run["arm"] == arm]
+        done = [run for run in mine if not run["failed"]]
+        after = _figures(done, "accuracy_after")
+        cells = [arm, _seeds(mine), with_spread(after), ", ".join(f"{value:.1%}" for value in after)]
+        cells += [_mean_cell(done, key, form) for key, form in columns.values()]
+        cells.append(f"{sum(run['collapsed'] is True for run in done)} of {len(done)}")
+        if compared:
+            base = [run for run in runs if run["arm"] == baseline and not run["failed"]]
+            cells += _comparison(after, _figures(base, "accuracy_after")) if arm != baseline else ["", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:
+    failed = sum(bool(run["failed"]) for run in runs)
+    return f"{len(runs)}, {failed} failed" if failed else str(len(runs))
+
+
+def _figures(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [run[key] for run in runs if run.get(key) is not None]
+
+
+def _mean_cell(runs: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
+    found = mean(_figures(runs, key))
+    return "" if found is None else form.format(found)
+
+
+def _comparison(mine: Sequence[float], base: Sequence[float]) -> list[str]:
+    if not mine or not base:
+        return ["", ""]
+    p, smallest = permutation_test(mine, base)
+    return [f"{(statistics.fmean(mine) - statistics.fmean(base)) * 100:+.1f} points", f"{p:.3f} ({smallest:.3f})"]

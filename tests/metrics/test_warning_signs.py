@@ -1,0 +1,243 @@
+"""Warning signs: each on a made-up run that shows it, none on healthy noise, and the state after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl.metrics.run_watch import RunWatch
+from qarl.metrics.tracker import Tracker, read_metrics
+from qarl.metrics.warning_signs import METRICS, SIGNS, WarningSign, find
+
+Metrics = dict[str, float]
+
+
+def healthy(step: int, rng: random.Random) -> Metrics:
+    """The noise of the quickstart's runs: gradient norms within a factor of 3, entropy that falls slowly."""
+    contributions = {f"actor/zero_centred_loss_{sign}": rng.gauss(0, 1e-4) for sign in ("pos", "neg")}
+    mismatch = {sign: rng.gauss(0, 1e-3) for sign in ("pos", "neg")}
+    return {
+        "rollout/entropy": 0.057 * math.exp(-step / 180) * math.exp(rng.gauss(0, 0.15)),
+        "actor/grad_norm": 0.3 * math.exp(rng.gauss(0, 0.35)),
+        "mismatch/abs_p999": 0.4 * math.exp(rng.gauss(0, 0.25)),
+        "mismatch/k3": 8e-3 * math.exp(rng.gauss(0, 0.5)),
+        **contributions,
+        **{f"actor/rollout_{key[6:]}": value + mismatch[key[-3:]] for key, value in contributions.items()},
+        "response_length/mean": 50 + rng.gauss(0, 1),
+        "error_tokens/repetitive_frac": max(0.0, rng.gauss(0.01, 0.01)),
+        "error_tokens/garbled_frac": max(0.0, rng.gauss(0.02, 0.02)),
+        "actor/zero_advantage_frac": rng.choice([0.5, 0.75, 0.9, 1.0]) if step % 4 else 0.5,
+        "critic/score/mean": 0.3,
+    }
+
+
+def a_run(change: Callable[[int, Metrics], None], *, steps: int = 100, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    history: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        metrics = healthy(step, rng)
+        change(step, metrics)
+        history.append({"step": step, **metrics})
+    return history
+
+
+def after(step: int, name: str, factor: float = 1.0, plus: float = 0.0) -> Callable[[int, Metrics], None]:
+    def change(now: int, metrics: Metrics) -> None:
+        if now >= step:
+            metrics[name] = metrics[name] * factor + plus
+
+    return change
+
+
+def growing(name: str, per_step: float) -> Callable[[int, Metrics], None]:
+    def change(now: int, metrics: Metrics) -> None:
+        metrics[name] *= per_step ** max(0, now - 20)
+
+    return change
+
+
+def skewed(now: int, metrics: Metrics) -> None:
+    """From step 50 on, the mismatch pushes negative samples, and nothing on the positive side weighs against it."""
+    if now >= 50:
+        metrics["actor/rollout_zero_centred_loss_neg"] -= 1e-2
+
+
+def equal(now: int, metrics: Metrics) -> None:
+    metrics["actor/zero_advantage_frac"] = 1.0 if now >= 50 else 0.5
+
+
+CASES: dict[str, tuple[str, Callable[[int, Metrics], None], int, int]] = {
+    # sign, change, first step at which the change is there, last step at which it must have been reported
+    "entropy triples": ("entropy", after(50, "rollout/entropy", 3), 50, 53),
+    "entropy falls to a fifth": ("entropy", after(50, "rollout/entropy", 0.2), 50, 53),
+    "gradient norm times 8": ("grad_norm", after(50, "actor/grad_norm", 8), 50, 53),
+    "tail of δ grows 4% a step": ("delta_tail", growing("mismatch/abs_p999", 1.04), 40, 75),
+    "k3 grows 5% a step": ("k3", growing("mismatch/k3", 1.05), 40, 75),
+    "negative samples pushed alone": ("skew", skewed, 50, 70),
+    "responses twice as long": ("length", after(50, "response_length/mean", 2), 50, 54),
+    "responses half as long": ("length", after(50, "response_length/mean", 0.5), 50, 54),
+    "loops": ("repetition", after(50, "error_tokens/repetitive_frac", plus=0.3), 50, 54),
+    "garbage": ("repetition", after(50, "error_tokens/garbled_frac", plus=0.3), 50, 54),
+    "all rewards equal": ("equal_rewards", equal, 50, 54),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("sign", "change", "first", "last"), CASES.values(), ids=CASES)
+def test_each_sign_is_found_once_and_soon(
+    sign: str, change: Callable[[int, Metrics], None], first: int, last: int, seed: int
+) -> None:
+    (warning,) = find(a_run(change, seed=seed))
+    assert warning.sign == sign
+    assert first <= warning.step <= last
+    assert first - 1 <= warning.since_step <= warning.step
+    assert warning.remedy == SIGNS[sign][1]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_healthy_runs_give_no_warning(seed: int) -> None:
+    assert find(a_run(lambda step, metrics: None, steps=150, seed=seed)) == []
+
+
+def test_an_aligned_run_whose_mismatch_begins_to_differ_from_zero() -> None:
+    def aligned(now: int, metrics: Metrics) -> None:
+        for name in ("mismatch/k3", "mismatch/abs_p999"):
+            metrics[name] = 0.0 if now < 50 else 1e-6
+        for sign in ("pos", "neg"):
+            metrics[f"actor/rollout_zero_centred_loss_{sign}"] = metrics[f"actor/zero_centred_loss_{sign}"]
+
+    assert find(a_run(aligned)) == []
+
+    def lost(now: int, metrics: Metrics) -> None:
+        aligned(now, metrics)
+        if now >= 50:
+            metrics["mismatch/k3"], metrics["mismatch/abs_p999"] = 8e-3, 0.4
+
+    assert {warning.sign for warning in find(a_run(lost))} == {"k3", "delta_tail"}
+
+
+def test_the_sentence_says_what_changed_since_when_and_what_to_try() -> None:
+    def change(now: int, metrics: Metrics) -> None:
+        metrics.clear()
+        metrics["actor/grad_norm"] = 0.25 if now < 40 else 2.0
+
+    (warning,) = find(a_run(change))
+    assert warning == WarningSign(
+        "grad_norm", 41, 40, "actor/grad_norm rose from 0.25 (usual) to 2", SIGNS["grad_norm"][1]
+    )
+    assert str(warning) == (
+        "warning sign grad_norm, since step 40: actor/grad_norm rose from 0.25 (usual) to 2\n"
+        f"  try: {SIGNS['grad_norm'][1]}"
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "nan"])
+def test_single_steps_and_bad_values_do_not_matter(bad: Any) -> None:
+    def change(now: int, metrics: dict[str, Any]) -> None:
+        metrics["actor/zero_advantage_frac"] = 0.5
+        if now == 60:
+            metrics.update(dict.fromkeys([name for name in METRICS if name in metrics], 100.0))
+        if now == 70:
+            metrics.update(dict.fromkeys(metrics, bad))
+
+    assert find(a_run(change)) == []
+
+
+def test_one_odd_step_does_not_hide_a_jump() -> None:
+    def change(now: int, metrics: Metrics) -> None:
+        metrics.clear()
+        metrics["actor/grad_norm"] = 1e6 if now == 30 else 0.25 if now < 50 else 2.0
+
+    assert [(one.sign, one.step) for one in find(a_run(change))] == [("grad_norm", 51)]
+
+
+def test_too_short_a_history_says_nothing() -> None:
+    history = a_run(after(8, "actor/grad_norm", 100), steps=9)
+    assert find(history) == []
+
+
+def test_every_rule_reads_only_the_listed_metrics() -> None:
+    assert find([{"step": step} for step in range(100)]) == []
+    for rule, _ in SIGNS.values():
+        assert rule({name: [] for name in METRICS}) is None
+
+
+# ------------------------------------------------------------------ the run folder
+
+
+def write(run_dir: Path, history: list[dict[str, Any]], capsys: Any, *, start_step: int = 0) -> str:
+    with Tracker(run_dir, ["console"], 100, {}, start_step=start_step) as tracker:
+        for entry in history:
+            tracker.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
+    return str(capsys.readouterr().out)
+
+
+def warnings_of(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "warnings.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def two_signs(now: int, metrics: Metrics) -> None:
+    after(30, "actor/grad_norm", 8)(now, metrics)
+    after(60, "rollout/entropy", 3)(now, metrics)
+
+
+def test_the_run_folder_and_the_console_have_them(tmp_path: Path, capsys: Any) -> None:
+    out = write(tmp_path, a_run(two_signs), capsys)
+    found = warnings_of(tmp_path)
+    assert [one["sign"] for one in found] == ["grad_norm", "entropy"]
+    assert set(found[0]) == {"sign", "step", "since_step", "text", "remedy"}
+    for one in found:
+        assert out.count(f"step {one['step']}: warning sign {one['sign']}, since step {one['since_step']}: ") == 1
+
+
+@pytest.mark.parametrize("resumed_after", [20, 45, 80])
+def test_a_resumed_run_says_the_same(tmp_path: Path, capsys: Any, resumed_after: int) -> None:
+    """It was interrupted at step 90, its checkpoint is of an earlier step, and the steps since are run again."""
+    whole = a_run(two_signs)
+    write(tmp_path / "whole", whole, capsys)
+    write(tmp_path / "resumed", whole[:90], capsys)
+    out = write(tmp_path / "resumed", whole[resumed_after:], capsys, start_step=resumed_after)
+    assert warnings_of(tmp_path / "resumed") == warnings_of(tmp_path / "whole")
+    again = [one["sign"] for one in warnings_of(tmp_path / "whole") if one["step"] > resumed_after]
+    assert out.count("warning sign") == len(again)
+    assert read_metrics(tmp_path / "resumed") == read_metrics(tmp_path / "whole")
+
+
+def test_a_fresh_run_in_a_used_folder_forgets_the_old_warnings(tmp_path: Path) -> None:
+    (tmp_path / "warnings.jsonl").write_text('{"sign": "entropy"}\n')
+    RunWatch(tmp_path)
+    assert not (tmp_path / "warnings.jsonl").exists()
+
+
+BAND = {
+    "actor/band_p95_after_first": 4e-4,
+    "actor/band_factor_p95_after_first": 0.5,
+    "actor/inside_band_frac_after_first": 0.99,
+}
+
+
+def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(tmp_path: Path, capsys: Any) -> None:
+    history = [{"step": step, **BAND} for step in range(1, 9)]
+    history[2]["actor/band_factor_p95_after_first"] = 50.0
+    out = write(tmp_path, history, capsys)
+    (line,) = [line for line in out.splitlines() if "bands:" in line]
+    assert line == (
+        "step 5: bands: 1% of the responses are outside their band (after the first mini-batch, median of 5 steps); "
+        "actor.seq_clip_ratio_* and actor.neg_seq_clip_ratio_* times 0.5 would leave 5% outside, and so would 0.0004 "
+        "at actor.band_reference_length with actor.band_scaling=length"
+    )
+    assert warnings_of(tmp_path) == []
+    assert "bands:" not in write(tmp_path, history[6:], capsys, start_step=6)
+
+
+def test_without_a_second_mini_batch_there_is_no_advice(tmp_path: Path, capsys: Any) -> None:
+    assert "bands:" not in write(tmp_path, [{"step": step, "actor/grad_norm": 1.0} for step in range(9)], capsys)
+    still = [{"step": step, **BAND, "actor/band_factor_p95_after_first": 0.0} for step in range(9)]
+    assert "no sequence ratio has moved yet" in write(tmp_path / "still", still, capsys)

@@ -1,0 +1,158 @@
+"""Every objective with every correction against float64 (`papers_losses`), loss and gradient, from a run's config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from objective_cases import CORRECTIONS, LOSS_KEYS, B, call, parts, random_rows, run_config
+from papers_losses import paper_loss, resolved_keys
+
+from qarl.config import ConfigError
+from qarl.config.objectives import LOSSES
+from qarl.objectives.metrics import after_first_metrics, reduce_metrics
+from qarl.objectives.settings import NO_DUAL_CLIP, objective_settings
+from qarl.tbpo.token_classes import CLASSES
+
+pytestmark = pytest.mark.verl
+
+REFUSED = {
+    "tbpo": ("weight", "bypass", "rs_token"),
+    "mis_gspo": ("weight", "bypass", "rs_token"),
+    "gspo": ("rs_token",),
+    "reinforce": ("bypass",),
+}
+"""Beginnings of the names of the corrections that contradict a loss."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, torch.Tensor]:
+    return random_rows()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equals_the_papers_formula(rows, loss, correction):
+    if correction.startswith(REFUSED.get(loss, ("\0",))):
+        with pytest.raises(ConfigError, match="rollout_correction"):
+            run_config(loss, CORRECTIONS[correction])
+        return
+    for keys in LOSS_KEYS[loss]:
+        config = run_config(loss, CORRECTIONS[correction], **keys)
+        expected, gradient = paper_loss(loss, rows, resolved_keys(config), CORRECTIONS[correction])
+        assert gradient.abs().max() > 0, "the row would hold for any loss"
+        for micro in (1, 5):
+            found, found_gradient, _ = call(rows, config, parts(micro))
+            assert found == pytest.approx(expected, rel=2e-5, abs=1e-6), (keys, micro)
+            torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+
+
+def test_grpo_is_without_dual_clip_and_dual_clip_with_it(rows):
+    """verl's `vanilla` has it at 3 by default: one negative token with a ratio of e^2 tells the two apart."""
+    changed = {name: tensor.clone() for name, tensor in rows.items()}
+    changed["log_prob"][1, 0] = changed["old_log_prob"][1, 0] + 2
+    changed["advantages"][1] = -1.0
+    gradients = [call(changed, run_config(loss, {}), parts(1))[1] for loss in ("grpo", "dual_clip")]
+    assert gradients[0][1, 0] > 0 and gradients[1][1, 0] == 0
+    differ = gradients[0] != gradients[1]
+    assert differ.any(dim=1).nonzero().flatten().tolist() == [1]
+    assert objective_settings(run_config("grpo", {})).clip_ratio_c == NO_DUAL_CLIP
+    assert objective_settings(run_config("dual_clip", {})).clip_ratio_c == 3.0
+
+
+def test_dr_grpo_sums_the_tokens_and_divides_by_a_constant(rows):
+    config = run_config("grpo", {}, {"adv_estimator": "dr_grpo"})
+    keys = resolved_keys(config) | {"loss_agg_mode": "seq-mean-token-sum-norm"}
+    expected, gradient = paper_loss("grpo", rows, keys, {})
+    found, found_gradient, _ = call(rows, config, parts(5))
+    assert found == pytest.approx(expected, rel=2e-5)
+    torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-5, atol=1e-7)
+
+
+def test_the_share_that_is_rejected_is_reported(rows):
+    """And the weights, over micro-batches."""
+    correction = CORRECTIONS["weight_token_truncate"] | CORRECTIONS["rs_seq_sum_k3"]
+    _, _, statistics = call(rows, run_config("grpo", correction), parts(5))
+    found = reduce_metrics(statistics)
+    mask, log_r = rows["response_mask"], (rows["old_log_prob"] - rows["rollout_log_prob"]).double()
+    k3 = torch.where(mask, log_r.exp() - 1 - log_r, 0.0).sum(1)
+    gone = mask.any(1) & (k3 > 0.2)
+    assert 0 < gone.sum() < mask.any(1).sum()
+    kept = mask & ~gone[:, None]
+    weights = log_r.exp().clamp(max=1.3)[kept]
+    expected = {
+        "correction/rejected_response_frac": gone.sum() / mask.any(1).sum(),
+        "correction/rejected_token_frac": mask[gone].sum() / mask.sum(),
+        "correction/weight_mean": weights.mean(),
+        "correction/weight_min": weights.min(),
+        "correction/weight_max": weights.max(),
+        "correction/weight_ess": weights.mean() ** 2 / weights.square().mean(),
+        "correction/weight_zero_frac": 0.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(
+        {k: float(v) for k, v in expected.items()}, rel=1e-6
+    )
+
+
+def test_all_losses_report_how_far_tokens_move_and_tbpo_all_that_is_its_own(rows):
+    from qarl import tbpo
+
+    for loss in LOSSES:
+        _, _, statistics = call(rows, run_config(loss, {}), parts(5))
+        found = after_first_metrics(statistics)
+        assert {name for name in found if name.startswith("tokens/")} and reduce_metrics(statistics)
+        if loss == "tbpo":
+            assert found == tbpo.after_first_metrics(statistics)
+            assert reduce_metrics(statistics) == tbpo.reduce_metrics(statistics)
+        elif loss != "reinforce":
+            assert "actor/pg_clipfrac_after_first" in found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_tokens_by_probability_and_the_advised_bands_are_reported_after_the_first_mini_batch(rows, loss):
+    """How far tokens move, of every loss; how wide bands would have to be, of TBPO."""
+    _, _, statistics = call(rows, run_config(loss, {}), parts(5))
+    found = after_first_metrics(statistics)
+    mask, advantage = rows["response_mask"], rows["advantages"]
+    one = advantage if advantage.dim() == 1 else torch.where(mask, advantage, 0.0).sum(1)
+    chosen = mask & (one < 0)[:, None]
+    if loss != "positive_only":
+        moved = (rows["log_prob"] - rows["old_log_prob"]).abs()[chosen]
+        assert max(found[f"tokens/neg_{c}_moved_max"] for c in CLASSES if f"tokens/neg_{c}_moved_max" in found) == (
+            pytest.approx(float(moved.max()), rel=1e-5)
+        )
+    assert sum(found[f"tokens/pos_{c}_frac"] for c in CLASSES) == pytest.approx(1)
+    assert ("actor/band_factor_p95_after_first" in found) == (loss == "tbpo")
+
+
+def test_losses_differ_from_each_other(rows):
+    """Otherwise a table of them would compare a thing with itself."""
+    gradients = {loss: call(rows, run_config(loss, {}), parts(1))[1] for loss in LOSSES if loss != "dual_clip"}
+    names = list(gradients)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            assert not torch.allclose(gradients[one], gradients[other], rtol=1e-2), (one, other)
+
+
+def test_values_outside_the_mask_do_not_count(rows):
+    spoilt = {name: tensor.clone() for name, tensor in rows.items()}
+    for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
+        spoilt[name][~rows["response_mask"]] = float("nan")
+    for loss in LOSSES:
+        correction = {} if loss in ("tbpo", "mis_gspo") else CORRECTIONS["weight_token_truncate"]
+        config = run_config(loss, correction | CORRECTIONS["rs_seq_sum_k3"])
+        loss_1, gradient_1, _ = call(rows, config, parts(2))
+        loss_2, gradient_2, _ = call(spoilt, config, parts(2))
+        assert loss_1 == loss_2 and torch.equal(gradient_1, gradient_2), loss
+
+
+def test_tbpo_without_corrections_keeps_its_bits(rows):
+    from qarl.tbpo import tbpo_loss
+
+    config = run_config("tbpo", {})
+    log_prob = rows["log_prob"].clone().requires_grad_()
+    given = {**rows, "log_prob": log_prob}
+    expected, statistics = tbpo_loss(**given, config=objective_settings(config).tbpo, global_batch_size=B - 4)
+    expected.backward()
+    found, gradient, found_statistics = call(rows, config, parts(1))
+    assert found == expected.item() and torch.equal(gradient, log_prob.grad)
+    assert found_statistics == [statistics]

@@ -1,0 +1,288 @@
+"""The report of a run: its contents against the run folder's files, its HTML against html.parser and a real browser."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from made_up_run import HOSTILE, make_run, metrics_of
+
+from qarl.report.__main__ import main
+from qarl.report.contents import MOST_POINTS, SAMPLE_CHARACTERS, contents, fitting_samples, read_warnings, series_of
+from qarl.report.page import write_report
+from qarl.report.samples import ENDS, append_samples, choose_rows, is_logged, make_sample, read_samples
+
+STEPS = 500
+VOID = {"meta", "link", "img", "br", "input", "hr"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report") / "made-up", STEPS)
+
+
+@pytest.fixture(scope="module")
+def report(run: Path) -> str:
+    return write_report(run).read_text(encoding="utf-8")
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and texts. Every opened tag must be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def embedded(text: str) -> dict[str, Any]:
+    """The JSON in the report as a browser would read it."""
+    scripts = Reader(text).texts["script"]
+    return json.loads(scripts[0])
+
+
+def test_it_is_one_file_under_5_mb_that_names_no_address(run: Path, report: str) -> None:
+    assert (run / "report.html").stat().st_size < 5e6
+    reader = Reader(report)
+    kinds = [tag for tag, _ in reader.tags]
+    assert kinds.count("script") == 2 and kinds.count("style") == 1 and "img" not in kinds and "link" not in kinds
+    values = [value or "" for _, attributes in reader.tags for value in attributes.values()]
+    assert not [value for value in values if re.search(r"//|url\(", value)]
+    assert not [name for _, attributes in reader.tags for name in attributes if name == "src" or name[:2] == "on"]
+    for kind in ("html", "css", "js"):
+        source = (ROOT / "qarl" / "report" / f"page.{kind}").read_text(encoding="utf-8")
+        assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", source), kind
+    policy = next(attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes) or ""
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_hostile_text_stays_text(run: Path, report: str) -> None:
+    assert report.count("</script") == 2 and "<img" not in report and "<!--" not in report
+    found = embedded(report)
+    assert found["warnings"][0]["text"] == found["summary"]["note"] == HOSTILE
+    assert found["samples"][0]["tokens"][0] == HOSTILE and found["samples"][0]["prompt"].endswith(HOSTILE)
+    assert "</script><script>" in found["config"]
+    named = make_run(run.parent / "<b>@@DATA@@&", 3)
+    text = write_report(named).read_text(encoding="utf-8")
+    reader = Reader(text)
+    assert reader.texts["h1"] == ["<b>@@DATA@@&"] and embedded(text)["name"] == "<b>@@DATA@@&"
+
+
+def test_every_metric_is_there_with_its_steps_and_values(run: Path, report: str) -> None:
+    series = embedded(report)["series"]
+    assert set(series) == {*metrics_of(40)}
+    assert series["val/accuracy"]["s"] == [0, *range(40, STEPS + 1, 40)]
+    reward = series["critic/score/mean"]
+    assert reward["s"] == list(range(1, STEPS + 1))
+    for step in (1, 250, STEPS):
+        assert reward["v"][step - 1] == pytest.approx(metrics_of(step)["critic/score/mean"], rel=1e-3)
+    assert series["actor/grad_norm"]["v"][49] == "nan"
+    assert embedded(report)["total"] == STEPS and embedded(report)["phases"][:2] == ["rollout", "reward"]
+
+
+def test_a_long_series_keeps_its_spikes() -> None:
+    entries = [{"step": step, "x": math.sin(step)} for step in range(50_000)]
+    entries[31_415]["x"] = 40.0
+    entries[27_182]["x"] = -30.0
+    lost = (10_000, 20_037, 30_051, 40_064, 45_099)
+    for step in lost:
+        entries[step]["x"] = math.nan
+    found = series_of(entries, "x")
+    assert found is not None and len(found["s"]) <= MOST_POINTS and found["s"] == sorted(set(found["s"]))
+    at = dict(zip(found["s"], found["v"], strict=True))
+    assert (at[31_415], at[27_182]) == (40, -30) and [at.get(step) for step in lost] == ["nan"] * len(lost)
+    assert series_of([{"step": 1, "x": "text"}, {"step": 2, "x": None}], "x") is None
+
+
+def test_samples_that_do_not_fit_lose_steps_evenly_but_not_the_last() -> None:
+    samples = [{"step": step, "tokens": ["x" * 100_000], "delta": [0]} for step in range(10, 810, 10)]
+    kept = [sample["step"] for sample in fitting_samples(samples)]
+    assert kept[-1] == 800 and 5 <= len(kept) <= SAMPLE_CHARACTERS // 100_000
+    assert len({b - a for a, b in itertools.pairwise(kept)}) == 1
+    assert fitting_samples([{"step": 1, "tokens": ["x" * 3 * SAMPLE_CHARACTERS]}]) == []
+
+
+def test_missing_and_broken_files_leave_their_part_empty(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mismatch/k3": "inf"}\n{"step": 2, "mism')
+    found = contents(tmp_path)
+    assert (found["step"], found["total"], found["summary"], found["samples"]) == (1, None, None, [])
+    for name in ("config.yaml", "versions.json", "summary.json", "warnings.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_bytes(b'{"step": NaN, [\xff\n[]\nnull\n{"since_step": {}}\n')
+    write_report(tmp_path)
+    (tmp_path / "summary.json").write_text('{"seconds": NaN, "finished": true}')
+    assert embedded(write_report(tmp_path).read_text())["summary"] == {"seconds": "NaN", "finished": True}
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert contents(tmp_path)["series"] == {}
+
+
+def test_warnings_come_in_order_of_their_step(tmp_path: Path) -> None:
+    lines = [{"sign": "b", "since_step": 9, "text": "t", "remedy": "r"}, {"sign": "a", "since_step": 3}]
+    path = tmp_path / "warnings.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert [(one["since_step"], one["sign"], one["remedy"]) for one in read_warnings(path)] == [
+        (3, "a", ""),
+        (9, "b", "r"),
+    ]
+
+
+def test_the_chosen_rows() -> None:
+    deltas = [[0.1, 0.0], [0.0], [], [-0.7, 0.2], [0.3]]
+    assert choose_rows(deltas, [0.0, -1.0, 5.0, 1.0, 2.0]) == [3, 1]
+    assert choose_rows(deltas, [1.0, -1.0, 5.0, 0.0, 2.0]) == [3, 0, 1]
+    assert choose_rows([[0.9], [math.nan]], [0.0, 0.0]) == [1]
+    assert choose_rows([[], []], [1.0, -1.0]) == []
+
+
+def test_a_long_sample_keeps_both_ends(tmp_path: Path) -> None:
+    length = 2 * ENDS + 5
+    delta = [float(place) for place in range(length)]
+    sample = make_sample(1, "p", list(range(length)), delta, lambda ids: str(ids[0]), advantage=1.0)
+    assert sample["left_out"] == 5 and sample["length"] == length
+    assert sample["tokens"] == [str(i) for i in (*range(ENDS), *range(ENDS + 5, length))]
+    assert sample["delta"][ENDS] == pytest.approx(ENDS + 5, rel=5e-3)
+    assert make_sample(1, "p", [1, 2], [0, 0], str, advantage=0.0)["left_out"] == 0
+
+
+def test_a_resumed_run_replaces_the_samples_of_repeated_steps(tmp_path: Path) -> None:
+    def sample(step: int, prompt: str) -> dict[str, Any]:
+        return make_sample(step, prompt, [1], [math.nan], str, advantage=0.0)
+
+    append_samples(tmp_path, [sample(10, "a"), sample(20, "a"), sample(30, "lost")])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 40, "tok')
+    append_samples(tmp_path, [sample(20, "b")])
+    append_samples(tmp_path, [sample(20, "c")])
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and "" not in lines
+    found = [(one["step"], one["prompt"]) for one in read_samples(tmp_path)]
+    assert found == [(10, "a"), (20, "b"), (20, "c")]
+    assert read_samples(tmp_path)[0]["delta"] == ["nan"]
+
+
+def test_when_it_is_written() -> None:
+    assert [step for step in range(1, 26) if is_logged(step, 25)] == [1, 10, 20, 25]
+    assert [step for step in range(480, 601) if is_logged(step)] == [480, 490, 500, 550, 600]
+
+
+def test_the_command_writes_reports_and_names_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", 5)
+    assert main([str(run)]) == 0
+    assert (run / "report.html").is_file()
+    assert main([str(tmp_path / "none")]) == 2
+    assert "no metrics to read" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_samples_of_a_batch(tmp_path: Path) -> None:
+    """δ and tokens belong together, padding is left out, and the settings decide whether anything is written."""
+    from qarl.rollout.engine import RolloutBatch
+    from qarl.trainer.batch import make_batch
+    from qarl.trainer.report import log_samples
+
+    rollout = RolloutBatch(
+        [[7, 8], [9]], [[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-0.5]], ["length", "stop"], weight_version=0
+    )
+    batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
+    old = torch.tensor([[-1.0, -2.25, -3.0], [-0.25, 99.0, 99.0]])
+    tokenizer = SimpleNamespace(decode=lambda ids: ",".join(map(str, ids)))
+
+    def log(step: int, report: bool) -> list[dict[str, Any]]:
+        trainer = SimpleNamespace(report=report, total_training_steps=33)
+        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, old, tokenizer)  # type: ignore[arg-type]
+        return read_samples(tmp_path)
+
+    assert log(10, False) == log(12, True) == []
+    first, second = log(33, True)
+    assert (first["prompt"], first["tokens"], first["delta"]) == ("7,8", ["1", "2", "3"], [0.0, -0.25, 0.0])
+    assert (first["reward"], first["advantage"], first["finish_reason"], first["step"]) == (0.0, -1.0, "length", 33)
+    assert (second["prompt"], second["tokens"], second["delta"], second["finish_reason"]) == (
+        "9",
+        ["4"],
+        [0.25],
+        "stop",
+    )
+
+
+@pytest.fixture(scope="module")
+def screenshots() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        module = importlib.import_module("report_screenshot")
+    if module.find_browser() is None:
+        pytest.skip("no Chromium is installed, so the report is not opened in a browser")
+    return module
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_opens_it_from_disk(run: Path, report: str, screenshots: Any, scheme: str) -> None:
+    """No request beside the file, no message on the console; curves, hover, keyboard, samples, dark and light."""
+    path = run / "report.html"
+    with screenshots.Browser(screenshots.find_browser()) as browser:
+        browser.open(path, scheme=scheme)
+        assert browser.evaluate("document.title") == "made-up · QaRL report"
+        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
+        assert browser.evaluate("document.querySelectorAll('#charts svg').length") == 10
+        assert browser.evaluate("document.querySelectorAll('#charts svg:not([aria-label])').length") == 0
+        assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        assert browser.evaluate("document.querySelector('.response span').textContent") == HOSTILE
+        classes = "[...document.querySelectorAll('.response span')].slice(0, 6).map((one) => one.className)"
+        assert browser.evaluate(classes) == ["", "", "down s1", "up s2", "down s3", "up s4"]
+        box = browser.evaluate("(({x, y, width, height}) => [x, y, width, height])"
+                               "(document.querySelector('#charts svg').getBoundingClientRect())")  # fmt: skip
+        middle = {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
+        readout = "document.querySelector('#charts .readout').textContent"
+        step = int(re.match(r"step (\d+)", browser.evaluate(readout))[1])  # type: ignore[index]
+        assert 200 < step < 260
+        assert f"reward {metrics_of(step)['critic/score/mean']:.4g}" in browser.evaluate(readout)
+        browser.evaluate("document.querySelector('#charts svg').focus()")
+        for kind in ("rawKeyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
+        assert browser.evaluate(readout).startswith(f"step {step + 1}")
+        browser.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+        drawn = "document.querySelectorAll('#metrics .grid svg').length"
+        for _ in range(50):  # the browser opens details a little later
+            if browser.evaluate(drawn):
+                break
+        assert browser.evaluate(drawn) == len(metrics_of(40))
+        browser.evaluate("document.getElementById('theme').click()")
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+        assert browser.requests == [path.as_uri()] and browser.errors == []
+
+
+def test_the_browser_would_tell(tmp_path: Path, screenshots: Any) -> None:
+    """Otherwise the test above could pass because it does not listen."""
+    page = tmp_path / "bad.html"
+    page.write_text("<title>x</title><script>console.error('said')</script><img src='http://127.0.0.1:9/x.png'>")
+    with screenshots.Browser(screenshots.find_browser()) as browser:
+        browser.open(page)
+        assert "http://127.0.0.1:9/x.png" in browser.requests
+        assert len(browser.errors) == 2 and "said" in str(browser.errors)

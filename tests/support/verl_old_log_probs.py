@@ -1,0 +1,171 @@
+"""QaRL's trainer for verl with a real actor worker on one gloo rank, without Ray and vLLM.
+
+    python verl_old_log_probs.py FOLDER OUTPUT
+
+runs every scenario of `SCENARIOS` and saves what each shows. The rollout's log-probs are the actor's own, except for
+the rows that a scenario spoils.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reach_rows import STEPS, make_files
+from reach_verl import Actor, Verl, nested
+
+AUTO = {"actor.old_log_probs": "auto", "quant.mismatch_limit": 5.0}
+ROLLOUT = {"actor.old_log_probs": "rollout", "actor.loss": "grpo"}
+COUNT = 5
+SCENARIOS: dict[str, dict[str, Any]] = {
+    # Eight rows; the first mini-batch has the first four. `spoil`: step -> rows.
+    "recompute": {"keys": {"actor.old_log_probs": "recompute"}},
+    "auto": {"keys": AUTO | {"actor.old_log_probs_sample": 0.5}},
+    "unchecked": {"keys": AUTO | {"actor.old_log_probs_sample": 0.0}, "spoil": {1: [7]}},
+    "all_checked": {"keys": AUTO | {"actor.old_log_probs_sample": 1.0}, "spoil": {1: [7]}},
+    "first_mini_batch": {"keys": AUTO | {"actor.old_log_probs_sample": 0.25}, "spoil": {1: [3]}},
+    "first_mini_batch_recomputed": {"keys": {"actor.old_log_probs": "recompute"}, "spoil": {1: [3]}},
+    "one_mini_batch": {"keys": AUTO | {"actor.ppo_mini_batch_size": 4}, "spoil": {1: [6]}},
+    "rollout": {"keys": ROLLOUT, "spoil": {1: [0, 7]}},
+    "two_epochs": {"keys": AUTO | {"actor.ppo_epochs": 2}},
+    "over_the_limit": {"keys": ROLLOUT | {"quant.mismatch_limit": 1e-9}, "spoil": {0: [1]}},
+}
+
+
+class KeyedStore:
+    """In the place of TransferQueue: the columns of each row, by key."""
+
+    def __init__(self, keys: list[str], columns: dict[str, Any]) -> None:
+        self.rows: dict[str, dict[str, Any]] = {key: {} for key in keys}
+        for name, column in columns.items():
+            values = column.unbind() if isinstance(column, torch.Tensor) else column
+            for key, value in zip(keys, values, strict=True):
+                self.rows[key][name] = value
+        self.batch: Any = None
+
+    def fields(self, keys: list[str]) -> set[str]:
+        """Columns that all rows have: TransferQueue gives no others."""
+        return set.intersection(*(set(self.rows[key]) for key in keys))
+
+    def kv_batch_get(self, *, keys: list[str], partition_id: Any, select_fields: Any) -> Any:
+        from verl.utils import tensordict_utils as tu
+
+        found = {}
+        for name in [name for name in select_fields if name in self.fields(keys)]:
+            values = [self.rows[key][name] for key in keys]
+            found[name] = nested(values) if isinstance(values[0], torch.Tensor) else values
+        return tu.get_tensordict(found, {})
+
+    def kv_batch_put(self, *, keys: list[str], partition_id: Any, fields: Any) -> Any:
+        for name in fields.keys():  # noqa: SIM118  a TensorDict
+            for key, value in zip(keys, fields[name].unbind(), strict=True):
+                self.rows[key][name] = value.clone()
+        return self.batch
+
+
+class Planted(Actor):
+    """The worker; `spoil` says in which rows of a step the first rollout log-prob is the next larger FP32 number."""
+
+    def __init__(self, verl: Verl, spoil: dict[int, list[int]]) -> None:
+        self.spoil, self.number, self.passes, self.updates = spoil, 0, list[int](), list[list[torch.Tensor]]()
+        self.weights_at_pass: list[torch.Tensor] = []
+        self.lrs: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            self.patch = patch
+            super().__init__(verl)
+
+    def store(self, config: Any) -> Any:
+        made = super().store(config)
+        keyed = KeyedStore(made.batch.keys, made.columns)
+        keyed.batch = made.batch
+        self.patch.setattr("verl.trainer.ppo.v1.trainer_base.tq", keyed)
+        self.patch.setattr("qarl.verl.plugin.trainer.tq", keyed)
+        return keyed
+
+    def step(self, noise: float) -> None:
+        from verl.workers.utils.padding import response_from_nested
+
+        batch = self.columns.batch
+        batch.extra_info = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
+        own = self._run(self.worker.compute_log_prob, batch)["log_probs"]
+        mask = nested([self.columns.rows[key]["response_mask"] for key in batch.keys])
+        rows = [row.clone() for row in response_from_nested(own, mask).unbind()]
+        for spoilt in self.spoil.get(self.number, []):
+            rows[spoilt][0] = torch.nextafter(rows[spoilt][0], torch.zeros(()))
+        for key, row in zip(batch.keys, rows, strict=True):
+            for gone in ("old_log_probs", "log_probs", "entropy"):
+                self.columns.rows[key].pop(gone, None)
+            self.columns.rows[key]["rollout_log_probs"] = row
+        batch.extra_info = {"temperature": 1.0}
+        found: dict[str, Any] = {}
+        trainer = self.trainer
+        trainer._compute_old_log_prob(batch, found)
+        trainer._compute_advantage(batch, found)
+        trainer._update_actor(batch, found)
+        self.metrics.append(found)
+        self.lrs.append(self.worker.actor.engine.lr_scheduler.last_epoch)
+        self.number += 1
+        trainer.global_steps += 1
+
+    def compute_log_prob(self, batch: Any) -> Any:
+        self.passes.append(len(batch))
+        self.weights_at_pass.append(self.flat())
+        found = self._run(self.worker.compute_log_prob, batch)
+        self.columns.kv_batch_put(keys=batch.keys, partition_id=None, fields=found.select("log_probs", "entropy"))
+        return batch.keys
+
+    def update_actor(self, batch: Any) -> Any:
+        return self._run(self.worker.update_actor, batch)
+
+    def _run(self, function: Any, batch: Any) -> Any:
+        from verl.utils import tensordict_utils as tu
+
+        names = self.columns.fields(batch.keys) - {"uid", "rm_scores", "log_probs", "entropy"}
+        data = self.columns.kv_batch_get(keys=batch.keys, partition_id=None, select_fields=sorted(names))
+        tu.assign_non_tensor(data, **batch.extra_info)
+        return function(data)
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([weight.flatten() for weight in self.weights().values()])
+
+
+def shown(name: str) -> dict[str, Any]:
+    """What one scenario shows, or the error that ended it."""
+    scenario, said = SCENARIOS[name], list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("qarl.verl.plugin").addHandler(handler)
+    try:
+        actor = Planted(Verl({STEPS: COUNT, "optim.lr": 1e-3} | scenario["keys"]), scenario.get("spoil", {}))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        logging.getLogger("qarl.verl.plugin").removeHandler(handler)
+    return {
+        "passes": actor.passes,
+        "at_pass": [float(weights.double().sum()) for weights in actor.weights_at_pass],
+        "weights": actor.flat(),
+        "metrics": actor.metrics,
+        "lrs": actor.lrs,
+        "said": [text for text in said if "old_log_probs" in text],
+    }
+
+
+def main(folder: Path, output: str) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1, store=store)
+    make_files(folder)
+    os.chdir(folder)
+    torch.save({name: shown(name) for name in SCENARIOS}, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ["VERL_PLATFORM"] = "cpu"
+    main(Path(sys.argv[1]), sys.argv[2])

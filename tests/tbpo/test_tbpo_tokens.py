@@ -1,0 +1,61 @@
+"""How far tokens move, by probability and sign, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qarl.tbpo import TBPOConfig, after_first_metrics, tbpo_loss
+from qarl.tbpo.loss import combine
+from qarl.tbpo.token_classes import CLASSES
+from qarl.tbpo.tokens import token_metrics, token_statistics
+
+OLD = torch.tensor([[0.5, 0.05, 0.005, 0.0005], [0.0005, 0.0005, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]]).log()
+MOVED = torch.tensor([[0.1, -0.2, 0.3, -0.4], [1.0, -3.0, 0.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+VALID = torch.tensor([[True] * 4, [True, True, True, False], [True] * 4])
+ADVANTAGE = torch.tensor([2.0, -1.0, 0.0])
+EXPECTED = {
+    # The positive response has one token in each class, moved by 0.4, 0.3, 0.2 and 0.1.
+    **{f"tokens/pos_{label}_frac": 0.25 for label in CLASSES},
+    **{
+        f"tokens/pos_{label}_moved_{kind}": moved
+        for label, moved in zip(CLASSES, (0.4, 0.3, 0.2, 0.1), strict=True)
+        for kind in ("mean", "max")
+    },
+    # Two of the negative response's three tokens are below 1e-3; the fourth is masked.
+    "tokens/neg_tail_frac": 2 / 3,
+    "tokens/neg_rare_frac": 0.0,
+    "tokens/neg_unlikely_frac": 0.0,
+    "tokens/neg_likely_frac": 1 / 3,
+    "tokens/neg_tail_moved_mean": 2.0,
+    "tokens/neg_tail_moved_max": 3.0,
+    "tokens/neg_likely_moved_mean": 0.0,
+    "tokens/neg_likely_moved_max": 0.0,
+}
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 3)], [slice(0, 1), slice(1, 2), slice(2, 3)]])
+def test_by_hand_in_one_part_and_in_three(parts: list[slice]) -> None:
+    found = [token_statistics(OLD[p] + MOVED[p], OLD[p], ADVANTAGE[p], VALID[p]) for p in parts]
+    assert token_metrics(combine(found)) == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
+
+
+def test_every_run_has_them_after_the_first_mini_batch() -> None:
+    _, statistics = tbpo_loss(OLD + MOVED, OLD, OLD, ADVANTAGE, VALID, TBPOConfig())
+    found = after_first_metrics([statistics])
+    assert {key: found[key] for key in EXPECTED} == pytest.approx(EXPECTED, rel=1e-5, abs=1e-6)
+
+
+def test_the_edges_of_the_classes() -> None:
+    probabilities = torch.tensor([[0.9e-3, 1.1e-3, 0.9e-2, 1.1e-2, 0.09, 0.11, 1.0]])
+    old = probabilities.log()
+    metrics = token_metrics(token_statistics(old, old, torch.ones(1), torch.ones(old.shape, dtype=torch.bool)))
+    assert [round(7 * metrics[f"tokens/pos_{label}_frac"]) for label in CLASSES] == [1, 2, 2, 2]
+
+
+def test_no_token() -> None:
+    none = torch.zeros(1, 2, dtype=torch.bool)
+    old = torch.full((1, 2), math.nan)
+    assert token_metrics(token_statistics(old, old, torch.ones(1), none)) == {}

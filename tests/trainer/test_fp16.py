@@ -1,0 +1,195 @@
+"""`model.dtype=fp16`: dynamic loss scaling, its checkpoint, what is refused, and a run against vLLM in FP16."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import config
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.checkpoint.folder import Checkpoint
+from qarl.config import ConfigError
+from qarl.errors import UserError
+from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import objective_settings
+from qarl.optim.loss_scale import FIRST, INTERVAL, LARGEST, LossScale
+from qarl.rollout.engine import RolloutBatch
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.checkpoints import restore, training_state
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.loop import train
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.policy import Policy, check_finite
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+FP16 = ("model.dtype=fp16", "quant.scheme=bf16", "quant.align=off")
+
+
+@pytest.mark.parametrize(
+    ("events", "scale"),
+    [
+        ("", FIRST),
+        ("x", FIRST / 2),
+        ("xx", FIRST / 4),
+        ("." * INTERVAL, FIRST * 2),
+        ("." * (INTERVAL - 1) + "x" + "." * (INTERVAL - 1), FIRST / 2),
+        ("x" + "." * INTERVAL, FIRST),
+        ("x" * 30, 1.0),
+        ("." * INTERVAL * 20, LARGEST),
+    ],
+    ids=["new", "overflow", "two", "good", "counted anew", "back", "smallest", "largest"],
+)
+def test_how_the_scale_moves(events, scale):
+    state = LossScale(active=True)
+    for event in events:
+        state.updated(overflow=event == "x")
+    assert state.scale == scale and state.overflows == events.count("x")
+    restored = LossScale(active=True)
+    restored.load_state_dict(state.state_dict())
+    assert vars(restored) == vars(state)
+
+
+def test_in_bf16_the_loss_is_not_scaled():
+    state = LossScale(active=False)
+    for overflow in (True, False) * INTERVAL:
+        state.updated(overflow=overflow)
+    assert state.scale == 1.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer_for(folder: Path, tmp_path: Path) -> LocalTrainer:
+    """The part of a trainer that updates."""
+    settings = config(
+        tmp_path, *FP16, f"model.path={folder}", "data.train_batch_size=2", "rollout.n=2",
+        "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2", "optim.lr=1e-3", "actor.grad_clip=1e9",
+    )  # fmt: skip
+    trainer = object.__new__(LocalTrainer)
+    trainer.config, trainer.objective, trainer.timer = settings, objective_settings(settings), PhaseTimer()
+    trainer.policy, trainer.loss_scale = Policy.load(settings), LossScale(active=True)
+    trainer.source = SimpleNamespace(see=lambda *seen: None)
+    trainer.optimizer = MasterOptimizer(
+        trainer.policy.model.named_parameters(), settings.optim, total_training_steps=10, seed=0
+    )
+    return trainer
+
+
+def four_responses(advantage: float) -> Batch:
+    tokens = [[7, 8, 9], [10, 11], [12], [13, 14]]
+    rollout = RolloutBatch([[5, 6]] * 4, tokens, [[-4.0] * len(one) for one in tokens], ["stop"] * 4, weight_version=0)
+    return make_batch(rollout, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]) * advantage, pad_token_id=0)
+
+
+def gradient(trainer: LocalTrainer, batch: Batch) -> dict[str, torch.Tensor]:
+    """The FP32 sums of a mini-batch, divided by the loss scale."""
+    with torch.no_grad():
+        old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    trainer.backward(batch, old, 0, 4)
+    trainer.optimizer.clip_grad_norm(math.inf, loss_scale=trainer.loss_scale.scale)
+    return {name: value.clone() for name, value in trainer.optimizer.gradients.items()}
+
+
+def test_small_gradients_survive_and_are_those_of_fp32(folder, tmp_path):
+    """With advantages of 1e-5, FP16 gradients underflow without a scale. FP32 on the same weights is the truth."""
+    batch, errors = four_responses(1e-5), {}
+    exact = trainer_for(folder, tmp_path)
+    exact.policy.model.float()
+    exact.loss_scale.scale = 1.0
+    truth = gradient(exact, batch)
+    for scale in (1.0, FIRST):
+        trainer = trainer_for(folder, tmp_path)
+        trainer.loss_scale.scale = scale
+        found = gradient(trainer, batch)
+        assert found.keys() == truth.keys() and all(value.dtype == torch.float32 for value in found.values())
+        difference = sum(float((found[name] - truth[name]).square().sum()) for name in truth)
+        errors[scale] = math.sqrt(difference / sum(float(value.square().sum()) for value in truth.values()))
+    assert errors[FIRST] < 0.02 < 0.1 < errors[1.0]
+
+
+def test_an_overflow_skips_the_update_and_halves_the_scale(folder, tmp_path):
+    trainer, batch = trainer_for(folder, tmp_path), four_responses(1e4)
+    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    with torch.no_grad():
+        old = trainer.policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    metrics = trainer.update(batch, old)
+    assert (metrics["actor/skipped_steps"], metrics["actor/overflows"]) == (1, 1)
+    assert metrics["actor/loss_scale"] == FIRST / 2 and trainer.optimizer.gradients == {}
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+    for _ in range(30):
+        metrics = trainer.update(batch, old)
+        if not metrics["actor/skipped_steps"]:
+            break
+    assert not metrics["actor/skipped_steps"] and metrics["actor/loss_scale"] < FIRST / 2
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+    assert all(bool(p.isfinite().all()) and p.dtype == torch.float16 for p in trainer.policy.model.parameters())
+
+
+def test_a_resume_keeps_the_scale(folder, tmp_path, monkeypatch):
+    from qarl.trainer import checkpoints
+
+    trainer: Any = trainer_for(folder, tmp_path)
+    trainer.step, trainer.engine = 3, SimpleNamespace(weight_version=3)
+    trainer.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(state_dict=dict, load_state_dict=print))
+    trainer.loss_scale.load_state_dict({"scale": 512.0, "good": 7, "overflows": 9})
+    state = training_state(trainer, {})
+    other: Any = trainer_for(folder, tmp_path)
+    other.parts = trainer.parts
+    monkeypatch.setattr(checkpoints, "_load_weights", lambda policy, checkpoint: None)
+    saved = Checkpoint.__new__(Checkpoint)
+    for name, value in {"folder": tmp_path, "state": state}.items():
+        object.__setattr__(saved, name, value)
+    monkeypatch.setattr(Checkpoint, "optimizer", lambda self: trainer.optimizer.state_dict())
+    restore(other, saved)
+    assert other.step == 3 and vars(other.loss_scale) == vars(trainer.loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["quant.scheme=w4a16"], "w4a16 take BF16 weights"),
+        (["quant.scheme=w8a8"], "w8a8 take BF16 weights"),
+        (["quant.scheme=fp8"], "fp8 take BF16 weights"),
+        (["quant.scheme=bf16", "backend=verl"], "backend=verl trains in BF16"),
+        (["quant.scheme=bf16", "optim.master_dtype=bf16"], "stochastic rounding"),
+    ],
+)
+def test_what_does_not_run_in_fp16_is_refused(tmp_path, overrides, words):
+    with pytest.raises(ConfigError, match=r"model\.dtype") as caught:
+        config(tmp_path, "model.dtype=fp16", *overrides)
+    assert words in str(caught.value)
+
+
+def test_weights_beyond_fp16_are_refused(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    check_finite(model, "bf16")
+    with pytest.raises(UserError, match="1 weights are NaN or Inf in FP16") as caught:
+        check_finite(model.half(), "fp16")
+    assert "model.norm.weight" in str(caught.value)
+
+
+@pytest.mark.vllm
+def test_a_run_in_fp16_has_a_smaller_mismatch_than_in_bf16(tmp_path):
+    """arXiv 2510.26788, without alignment; the scale is in the metrics and the export is FP16."""
+    from safetensors.torch import load_file
+
+    mismatch = {}
+    for dtype in ("bf16", "fp16"):
+        keys = ("quant.scheme=bf16", "quant.align=off", "trainer.total_training_steps=2", "trainer.val_max_prompts=8")
+        settings = config(tmp_path, *keys, f"model.dtype={dtype}", f"name={dtype}", "trainer.logger=[]")
+        summary = train(settings)
+        assert summary["finished"] and summary["steps"] == 2
+        mismatch[dtype] = summary["mismatch_abs_mean"]
+    assert 0 < mismatch["fp16"] < mismatch["bf16"] / 3
+    exported = load_file(tmp_path / "fp16" / "export" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float16}

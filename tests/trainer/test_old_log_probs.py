@@ -1,0 +1,280 @@
+"""`actor.old_log_probs`: which log-probs a step takes, what it proves before its update, and when it falls back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from engine_helpers import config
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.metrics.mismatch import PhaseTimer
+from qarl.objectives.settings import objective_settings
+from qarl.optim.loss_scale import LossScale
+from qarl.quant import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.rollout.publish.manifest import PublishReport
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.old_log_probs import (
+    MOST_PATIENCE,
+    OldLogProbs,
+    Skipping,
+    differing_tokens,
+    find_probability,
+    sample_size,
+)
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+PROMPTS, N = 4, 2  # two mini-batches of four rows: rows 4 to 7 are outside the first one
+KEYS = (
+    f"data.train_batch_size={PROMPTS}", f"rollout.n={N}", "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=2", "actor.log_prob_micro_batch_size_per_gpu=8", "quant.align=linears",
+    "quant.mismatch_limit=5", "trainer.report=false",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_the_stated_probability_is_the_share_of_samples_that_find_one(rows):
+    """Against every sample there is."""
+    for differing, sampled in itertools.product(range(rows + 1), range(rows + 1)):
+        samples = list(itertools.combinations(range(rows), sampled))
+        hits = sum(any(row < differing for row in sample) for sample in samples)
+        assert find_probability(rows, sampled, differing) == pytest.approx(hits / len(samples), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "count"), [(48, 0.125, 6), (48, 0.13, 7), (3, 0.125, 1), (5, 1.0, 5), (5, 0.0, 0), (0, 1.0, 0)]
+)
+def test_the_size_of_the_sample(rows, fraction, count):
+    assert sample_size(rows, fraction) == count
+
+
+STEPS = [
+    ("first step", [], False),
+    ("one clean pass", [0], True),
+    ("a pass with a difference", [3], False),
+    ("clean again", [3, 0], True),
+    ("fell back", [0, "fell back", 1], False),
+    ("once is not enough after that", [0, "fell back", 1, 0], False),
+    ("twice is", [0, "fell back", 1, 0, 0], True),
+    ("in a row", [0, "fell back", 1, 0, 2, 0], False),
+    ("four times after the second", [0, "fell back", 1, 0, 0, "fell back", 1, 0, 0, 0], False),
+    ("and then", [0, "fell back", 1, 0, 0, "fell back", 1, 0, 0, 0, 0], True),
+]
+
+
+@pytest.mark.parametrize(("events", "skips"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS])
+def test_when_the_next_step_skips(events, skips):
+    state = Skipping()
+    for event in events:
+        state.fell_back() if event == "fell back" else state.recomputed(event)
+    assert state.skips == skips
+
+
+def test_patience_has_an_end():
+    state = Skipping()
+    for _ in range(20):
+        state.fell_back()
+    assert state.patience == MOST_PATIENCE
+
+
+def test_nan_and_the_last_bit_are_differences_and_padding_is_not():
+    one = torch.tensor([[-1.0, -2.0, -3.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert differing_tokens(one, one + torch.tensor([[0.0, 0.0, 1.0]]), mask) == 0
+    assert differing_tokens(one, torch.nextafter(one, torch.zeros(1)), mask) == 2
+    assert differing_tokens(one, one * torch.tensor([[float("nan"), 1.0, 1.0]]), mask) == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+class Steps(LocalTrainer):
+    """A trainer whose rollouts come from the list `batches`, and whose engine does not exist."""
+
+    def __init__(self, folder: Any, settings: Any) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.config, self.objective, self.timer = settings, objective_settings(settings), PhaseTimer()
+        self.source, self.step, self.rebuilds, self.updated, self.warnings = OldLogProbs(settings), 0, 0, False, []
+        self.policy = Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
+        self.optimizer = MasterOptimizer(model.named_parameters(), settings.optim, total_training_steps=10, seed=0)
+        self.loss_scale, self.tokenizer = LossScale(active=False), None
+        self.spoil: dict[int, list[int]] = {}
+        """Step -> rows whose first rollout log-prob is the next larger FP32 number."""
+        self.passes: list[int] = []
+        """Rows of each call of `old_log_probs`, by a step or by the test's rollout."""
+        self.weights_at_pass: list[torch.Tensor] = []
+
+    def rollout(self, **more: Any) -> tuple[Batch, dict[str, float]]:
+        batch = responses(self.step)
+        with torch.no_grad():
+            exact = self.policy.response_log_probs(batch, slice(0, 8), temperature=self.config.rollout.temperature)
+        batch.rollout_log_probs = exact
+        for row in self.spoil.get(self.step, []):
+            exact[row, 0] = torch.nextafter(exact[row, 0], torch.zeros(()))
+        return batch, {"rollout/preemptions": 0.0}
+
+    def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
+        self.passes.append(len(batch) if only is None else len(only))
+        self.weights_at_pass.append(self.state())
+        return super().old_log_probs(batch, only)
+
+    def publish(self) -> PublishReport:
+        return PublishReport(0, 1, 1000, 0, 0, {})
+
+    def state(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.optimizer.state_dict()["masters"].values()])
+
+
+def responses(step: int) -> Batch:
+    """Eight responses of one to five tokens."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = [torch.randint(3, 60, (1 + row % 5,), generator=draw).tolist() for row in range(PROMPTS * N)]
+    zeros = [[0.0] * len(one) for one in tokens]
+    rollout = RolloutBatch([[5, 6]] * len(tokens), tokens, zeros, ["stop"] * len(tokens), weight_version=step)
+    return make_batch(rollout, torch.zeros(8), torch.tensor([1.0, -1.0] * 4), pad_token_id=0)
+
+
+def run(folder, tmp_path, *keys: str, steps: int = 4, spoil: Any = ()) -> tuple[Steps, list[dict[str, float]], list]:
+    """A trainer after `steps` steps, their metrics and their messages."""
+    trainer = Steps(folder, config(tmp_path, *KEYS, "optim.lr=1e-3", "optim.master_dtype=fp32", *keys))
+    trainer.spoil = dict(spoil)
+    found, said = [], []
+    for _ in range(steps):
+        found.append(trainer.train_step())
+        said.append([text for text in trainer.warnings if "old_log_probs" in text])
+    return trainer, found, said
+
+
+def column(metrics: list[dict[str, float]], name: str) -> list[float | None]:
+    return [one.get(f"old_log_probs/{name}") for one in metrics]
+
+
+def same_training(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
+    """Whether two runs logged the same numbers, but for the seconds and for what they checked."""
+    left, right = (
+        [
+            {k: v for k, v in step.items() if not k.startswith(("old_log_probs/", "mismatch/", "publish/"))}
+            for step in run
+        ]
+        for run in (one, other)
+    )
+    return left == right
+
+
+@pytest.fixture(scope="module")
+def reference(folder, tmp_path_factory):
+    """The run that always recomputes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return run(folder, tmp_path_factory.mktemp("reference"), "actor.old_log_probs=recompute")
+
+
+def test_auto_skips_the_pass_and_trains_the_same_bits(folder, tmp_path, reference):
+    keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0.5")
+    trainer, metrics, said = run(folder, tmp_path, *keys)
+    assert trainer.passes == [8, 2, 2, 2]  # of four other rows, two are checked
+    assert column(metrics, "recomputed") == [1, 0, 0, 0] and column(metrics, "fallback") == [0] * 4
+    assert column(metrics, "checked_frac") == [1, 0.75, 0.75, 0.75]
+    assert column(metrics, "find_prob") == [None, 0.5, 0.5, 0.5]
+    assert [one["mismatch/abs_max"] for one in metrics] == [0.0] * 4
+    assert len(said[0]) == 1 and not any(said[1:])
+    whole, expected, _ = reference
+    assert whole.passes == [8] * 4 and same_training(metrics, expected)
+    assert torch.equal(trainer.state(), whole.state())
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_a_difference_in_the_first_mini_batch_is_found_before_any_weight_changes(folder, tmp_path, row):
+    """Even one of the last bit, in the last micro-batch, after gradients have been summed."""
+    spoil = {2: [row]}
+    keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0.25")
+    trainer, metrics, said = run(folder, tmp_path, *keys, steps=5, spoil=spoil)
+    # The next two steps recompute, because a run that fell back needs two clean passes.
+    assert trainer.passes == [8, 1, 1, 8, 8, 8]
+    before, again = trainer.weights_at_pass[2:4]
+    assert torch.equal(before, again)
+    assert column(metrics, "fallback") == [0, 0, 1, 0, 0] and column(metrics, "recomputed") == [1, 0, 1, 1, 1]
+    assert 0 < metrics[2]["mismatch/abs_max"] < 1e-5 and metrics[2]["old_log_probs/checked_frac"] == 1
+    assert "differ from the rollout's" in said[2][0]
+    whole, expected, _ = run(folder, tmp_path / "whole", "actor.old_log_probs=recompute", steps=5, spoil=spoil)
+    assert torch.equal(trainer.state(), whole.state()) and same_training(metrics, expected)
+
+
+def test_a_difference_in_another_row_is_found_if_it_is_sampled(folder, tmp_path):
+    keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=1")
+    trainer, metrics, _ = run(folder, tmp_path, *keys, spoil={1: [7]})
+    assert trainer.passes == [8, 4, 8, 8, 8] and column(metrics, "fallback") == [0, 1, 0, 0]
+    assert torch.equal(trainer.weights_at_pass[1], trainer.weights_at_pass[2])
+    keys = ("actor.old_log_probs=auto", "actor.old_log_probs_sample=0")
+    trainer, metrics, _ = run(folder, tmp_path / "unchecked", *keys, spoil={1: [7]})
+    assert trainer.passes == [8] and column(metrics, "fallback") == [0] * 4
+    assert column(metrics, "checked_frac") == [1, 0.5, 0.5, 0.5]
+
+
+def test_the_sample_finds_a_planted_row_as_often_as_stated(tmp_path):
+    """400 steps that skip; in each one of the 48 rows outside the first mini-batch differs, and six are checked."""
+    settings = config(
+        tmp_path, "data.train_batch_size=12", "rollout.n=8", "actor.ppo_mini_batch_size=6", "actor.old_log_probs=auto",
+        "actor.ppo_micro_batch_size_per_gpu=48",
+    )  # fmt: skip
+    tokens = [[7, 8]] * 96
+    rollout = RolloutBatch([[5]] * 96, tokens, [[-1.0, -2.0]] * 96, ["stop"] * 96, weight_version=0)
+    batch = make_batch(rollout, torch.zeros(96), torch.zeros(96), pad_token_id=0)
+    found, checked = 0, set()
+    for seed in range(400):
+        source = OldLogProbs(settings)
+        source.begin(batch, lambda batch, only: batch.rollout_log_probs, seed=seed)
+        planted = 48 + seed % 48
+
+        def own(batch: Batch, only: torch.Tensor | None, planted: int = planted) -> torch.Tensor:
+            exact = batch.rollout_log_probs.clone()
+            exact[planted, 1] += 1e-3
+            return exact
+
+        source.begin(batch, own, seed=seed)
+        metrics = source.metrics()
+        assert metrics["old_log_probs/find_prob"] == 6 / 48
+        found += int(metrics["old_log_probs/fallback"])
+        assert source.measured is not None
+        if not metrics["old_log_probs/fallback"]:
+            rows = source.measured.known.nonzero()[:, 0].tolist()
+            assert len(rows) == 6 and min(rows) >= 48
+            checked |= set(rows)
+    assert checked == set(range(48, 96))
+    assert abs(found / 400 - 0.125) < 4 * (0.125 * 0.875 / 400) ** 0.5
+
+
+def test_rollout_takes_the_rollouts_log_probs_and_measures_them(folder, tmp_path):
+    spoil = {step: [0, 7] for step in range(3)}
+    keys = ("actor.old_log_probs=rollout", "actor.loss=grpo")
+    trainer, metrics, _ = run(folder, tmp_path, *keys, steps=3, spoil=spoil)
+    assert trainer.passes == [8] and column(metrics, "recomputed") == [1, 0, 0]
+    assert column(metrics, "checked_frac") == [1, 0.5, 0.5] and column(metrics, "fallback") == [0] * 3
+    assert all(one["mismatch/abs_max"] > 0 for one in metrics)
+    batch = responses(0)
+    batch.rollout_log_probs[batch.response_mask] = -3.0
+    for _ in range(2):
+        own = trainer.source.begin(batch, lambda batch, only: torch.zeros_like(batch.rollout_log_probs), seed=0)
+        assert torch.equal(own, batch.rollout_log_probs)
+
+
+def test_auto_recomputes_every_step_while_there_is_a_mismatch(folder, tmp_path):
+    spoil = {step: [5] for step in range(4)}
+    trainer, metrics, said = run(folder, tmp_path, "actor.old_log_probs=auto", spoil=spoil)
+    assert trainer.passes == [8] * 4 and column(metrics, "fallback") == [0] * 4 and not any(said)
+
+
+def test_a_second_epoch_is_not_taken_for_the_old_policy(folder, tmp_path):
+    keys = ("actor.old_log_probs=auto", "actor.ppo_epochs=2")
+    _, metrics, _ = run(folder, tmp_path, *keys, steps=2)
+    assert column(metrics, "fallback") == [0, 0] and column(metrics, "recomputed") == [1, 0]

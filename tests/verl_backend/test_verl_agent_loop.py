@@ -1,0 +1,56 @@
+"""QaRL's agent loop compares the tokens that it returns with those that the engine sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+from qarl.errors import UserError
+from qarl.verl.plugin.agent_loop import PlainSingleTurnAgentLoop
+
+
+class Client:
+    """A client of a rollout server that samples 1, 2, 3."""
+
+    address = "here"
+
+    async def generate(self, **_: Any) -> Any:
+        return SimpleNamespace(token_ids=[1, 2, 3])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, response: list[int], mask: list[int]) -> Any:
+    """The loop's output if verl's loop returns these tokens and this mask."""
+
+    async def verls(self: Any, sampling_params: Any, priority: int = 0, **kwargs: Any) -> Any:
+        await self.server_manager.generate(prompt_ids=[5])
+        assert self.server_manager.address == "here"
+        return SimpleNamespace(response_ids=response, response_mask=mask)
+
+    monkeypatch.setattr(SingleTurnAgentLoop, "run", verls)
+    loop = object.__new__(PlainSingleTurnAgentLoop)
+    loop.server_manager = client = Client()
+    try:
+        return asyncio.run(loop.run({}))
+    finally:
+        assert loop.server_manager is client
+
+
+@pytest.mark.parametrize(
+    ("response", "mask"),
+    [([1, 2, 3], [1, 1, 1]), ([1, 2], [1, 1]), ([1, 2, 3, 9], [1, 1, 1, 0]), ([1, 8, 2], [1, 0, 1]), ([], [])],
+)
+def test_sampled_tokens_and_tokens_that_are_not_trained_on(monkeypatch, response, mask):
+    assert run(monkeypatch, response, mask).response_ids == response
+
+
+@pytest.mark.parametrize(("response", "mask"), [([1, 2, 9], [1, 1, 1]), ([1, 2, 3, 9], [1] * 4), ([2, 3], [1, 1])])
+def test_changed_tokens_are_refused(monkeypatch, response, mask):
+    with pytest.raises(UserError, match="not what was sampled"):
+        run(monkeypatch, response, mask)

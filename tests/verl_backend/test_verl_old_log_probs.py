@@ -1,0 +1,97 @@
+"""`actor.old_log_probs` in verl: QaRL's trainer class and engine, with a real worker and without Ray and vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from verl_old_log_probs import COUNT, SCENARIOS
+
+pytestmark = pytest.mark.verl
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each scenario shows, from one process."""
+    folder = tmp_path_factory.mktemp("old_log_probs")
+    script = str(ROOT / "tests/support/verl_old_log_probs.py")
+    command = [sys.executable, script, str(folder / "files"), str(folder / "found.pt")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VERL_PLATFORM": "cpu"}
+    environment |= {"RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=False)
+    return found
+
+
+def column(run: dict[str, Any], name: str) -> list[float | None]:
+    return [step.get(name) for step in run["metrics"]]
+
+
+PASSES = {
+    # Rows of each pass: the whole step has eight, the others are samples of the four outside the first mini-batch.
+    "recompute": [8] * 5,
+    "auto": [8, 2, 2, 2, 2],
+    "unchecked": [8],
+    "all_checked": [8, 4, 8, 8, 8, 4],
+    "first_mini_batch": [8, 1, 8, 8, 8, 1],
+    "first_mini_batch_recomputed": [8] * 5,
+    "one_mini_batch": [8, 8, 8, 8],
+    "rollout": [8],
+    "two_epochs": [8, 1, 1, 1, 1],
+}
+FALLBACKS = {"all_checked": [0, 1, 0, 0, 0], "first_mini_batch": [0, 1, 0, 0, 0], "one_mini_batch": [0, 1, 0, 0, 0]}
+CHECKED = {
+    "auto": [1, 0.75, 0.75, 0.75, 0.75],
+    "unchecked": [1, 0.5, 0.5, 0.5, 0.5],
+    "first_mini_batch": [1, 1, 1, 1, 0.625],
+    "rollout": [1, 0.5, 0.5, 0.5, 0.5],
+}
+
+
+def test_every_scenario_has_a_row():
+    assert set(SCENARIOS) == {*PASSES, "over_the_limit"}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_which_rows_a_step_computes_and_when_it_falls_back(runs, name):
+    run = runs[name]
+    assert run["passes"] == PASSES[name]
+    recomputes = SCENARIOS[name]["keys"]["actor.old_log_probs"] == "recompute"
+    assert column(run, "old_log_probs/fallback") == ([None] * COUNT if recomputes else FALLBACKS.get(name, [0] * COUNT))
+    if name in CHECKED:
+        assert column(run, "old_log_probs/checked_frac") == CHECKED[name]
+    assert sum("differ from the rollout's" in text for text in run["said"]) == (name in FALLBACKS)
+    assert run["lrs"] == [1, 2, 3, 4, 5]  # a dropped update does not count
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("auto", "recompute"), ("first_mini_batch", "first_mini_batch_recomputed"), ("all_checked", "recompute")],
+)
+def test_the_training_is_the_same_in_every_bit(runs, name, other):
+    """`all_checked` has one log-prob that is one bit off: TBPO's weight rounds it away, and the old log-probs are the
+    trainer's own again."""
+    assert torch.equal(runs[name]["weights"], runs[other]["weights"])
+    for metric in ("actor/grad_norm", "actor/pg_loss", "actor/lr", "actor/seq_ratio_abs_dev_max"):
+        assert column(runs[name], metric) == column(runs[other], metric), metric
+
+
+def test_a_dropped_update_has_changed_no_weight(runs):
+    run = runs["first_mini_batch"]
+    assert run["at_pass"][1] == run["at_pass"][2] != run["at_pass"][3]
+    assert 0 < run["metrics"][1]["actor/mismatch/abs_max"] < 1e-5
+
+
+def test_rollout_measures_the_mismatch_of_the_first_mini_batch(runs):
+    assert column(runs["rollout"], "actor/mismatch/abs_max")[1] > 0
+    assert column(runs["auto"], "actor/mismatch/abs_max") == [0] * COUNT
+
+
+def test_the_limit_on_the_mismatch_stops_a_run_that_takes_the_rollouts_log_probs(runs):
+    assert runs["over_the_limit"]["error"].startswith("MismatchError")

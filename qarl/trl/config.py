@@ -68,6 +68,8 @@ class QaRLConfig(GRPOConfig):
     seq_tis_imp_ratio_cap: float = _BANDS["seq_tis_imp_ratio_cap"]
     mismatch_outside_cap: str = _BANDS["mismatch_outside_cap"]
     positive_band: str = _BANDS["positive_band"]
+    band_scaling: str = _BANDS["band_scaling"]
+    band_reference_length: int = _BANDS["band_reference_length"]
 
     def tbpo(self) -> TBPOConfig:
         return TBPOConfig(**{name: getattr(self, name) for name in _BANDS})

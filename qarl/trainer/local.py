@@ -102,7 +102,7 @@ class LocalTrainer:
             report = self.publish()
         if not compared:
             metrics |= self.compare(batch, metrics)
-        log_samples(self.config, self.step, batch, self.source.own(batch), self.tokenizer)
+        log_samples(self.config, self.step, batch, self.source.measured, self.tokenizer)
         self.warnings += self.source.messages
         metrics |= self.source.metrics()
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}

@@ -161,11 +161,6 @@ class OldLogProbs:
             self.measured.log_probs, batch.rollout_log_probs, batch.response_mask & self.measured.known[:, None]
         )
 
-    def own(self, batch: Batch) -> torch.Tensor:
-        """Return the trainer's log-probs, FP32 [B, R]. Rows that have not been measured have the rollout's."""
-        assert self.measured is not None  # `begin` comes first
-        return torch.where(self.measured.known[:, None], self.measured.log_probs, batch.rollout_log_probs)
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a finished step:
 

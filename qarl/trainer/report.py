@@ -8,25 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from qarl.config import Config
 from qarl.console import say
 from qarl.errors import UserError
 from qarl.report.page import write_report
 from qarl.report.samples import append_samples, choose_rows, is_logged, make_sample
 from qarl.trainer.batch import Batch
+from qarl.trainer.old_log_probs import Measured
 
 
-def log_samples(config: Config, step: int, batch: Batch, old_log_probs: torch.Tensor, tokenizer: Any) -> None:
+def log_samples(config: Config, step: int, batch: Batch, measured: Measured | None, tokenizer: Any) -> None:
     """Append some responses of `step` to samples.jsonl, if samples of this step are wanted.
 
-    `old_log_probs`: the trainer's log-probs before the update, FP32 [B, R]."""
-    if not config.trainer.report or not is_logged(step, config.trainer.total_training_steps):
+    `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
+    if not config.trainer.report or measured is None or not is_logged(step, config.trainer.total_training_steps):
         return
     lengths = batch.response_mask.sum(1).tolist()
-    differences = (old_log_probs - batch.rollout_log_probs).cpu()
-    deltas = [row[:length].tolist() for row, length in zip(differences, lengths, strict=True)]
+    differences = (measured.log_probs - batch.rollout_log_probs).cpu()
+    deltas = [
+        row[:length].tolist() if known else []
+        for row, length, known in zip(differences, lengths, measured.known.tolist(), strict=True)
+    ]
     advantages = batch.advantages.tolist()
     samples = []
     for row in choose_rows(deltas, advantages):

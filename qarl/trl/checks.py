@@ -80,7 +80,15 @@ def check_args(args: Any) -> None:
             why="the publish needs whole weights in each process",
             fix="use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights",
         )
+    if (precision := args.mixed_precision) not in (None, "no"):
+        raise UserError(
+            f"QaRLTrainer does not support accelerate's mixed_precision={precision}",
+            where="accelerate launch --mixed_precision, accelerate's configuration, or ACCELERATE_MIXED_PRECISION",
+            why=f"{rounding}: autocast on a BF16 model",
+            fix="set mixed_precision to no",
+        )
     _check_choices(args)
+    _check_terms(args)
     _check_saves(args)
 
 
@@ -102,17 +110,40 @@ def _check_choices(args: QaRLConfig) -> None:
         )
 
 
+def _check_terms(args: QaRLConfig) -> None:
+    """TBPO has none of TRL's further terms, so a value for one would have no effect."""
+    neutral = {
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+    }
+    if args.loss_type != "tbpo":
+        return
+    for name, wanted in neutral.items():
+        if getattr(args, name) != wanted:
+            raise UserError(
+                f"loss_type=tbpo does not support {name}={getattr(args, name)}",
+                where=name,
+                why="TBPO has no such term, so the value would have no effect",
+                fix=f"set {name}={wanted}, or choose one of TRL's losses",
+            )
+
+
 def _check_saves(args: QaRLConfig) -> None:
     """A checkpoint between two optimizer steps on the same rollouts could not resume: TRL does not save rollouts."""
     assert args.steps_per_generation is not None  # TRL has set it
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    saves = getattr(args.save_strategy, "value", args.save_strategy) == "steps"
-    if saves and steps > 1 and (args.save_steps < 1 or args.save_steps % steps):
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    if strategy == "no" or steps <= 1:
+        return
+    if strategy != "steps" or args.save_steps < 1 or args.save_steps % steps:
         raise UserError(
-            f"save_steps={args.save_steps:g} would write checkpoints that resume differently",
-            where="save_steps",
+            f"save_strategy={strategy}, save_steps={args.save_steps:g} would write checkpoints that resume differently",
+            where="save_strategy, save_steps",
             why=f"rollouts serve {steps:g} optimizer steps, and TRL's checkpoints do not contain them",
-            fix=f"make save_steps a multiple of {steps:g}",
+            fix=f"set save_strategy=steps and make save_steps a multiple of {steps:g}, or set save_strategy=no",
         )
 
 

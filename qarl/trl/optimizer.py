@@ -47,6 +47,12 @@ class MasterAdamW(MuonAdamW):
             for _, parameter in named:
                 parameter.grad_dtype = torch.float32
 
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter. If a gradient is not finite, change nothing: neither weights nor state."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(one.isfinite().all()) for one in gradients):
+            super().step()
+
     def _apply(self, parameter: torch.nn.Parameter, update: torch.Tensor, group: dict[str, Any]) -> None:
         if not self._keep_masters:
             super()._apply(parameter, update, group)

@@ -18,11 +18,11 @@ EVALUATION = 2**40
 
 
 class Rollouts:
-    """`published`: the step of the last publish. `report`: its report, until it is logged."""
+    """`published`: step and version counters of the weights that were last published. `report`: until it is logged."""
 
     def __init__(self, policy: Policy, engine: RolloutEngine) -> None:
         self.policy, self.engine = policy, engine
-        self.published: int | None = None
+        self.published: tuple[int, tuple[int, ...]] | None = None
         self.report: PublishReport | None = None
         self._calls: dict[bool, tuple[int, int]] = {}
 
@@ -41,11 +41,15 @@ class Rollouts:
         }
 
     def publish(self, step: int) -> None:
-        """Send the engine the weights of `step`, if it does not have them."""
-        if self.published == step and not self.engine.stale:
+        """Send the engine the weights of `step`, if it does not have them.
+
+        Weights can also change without a step, for example when transformers loads the best checkpoint. So the version
+        counters of the parameters are compared too."""
+        now = (step, tuple(parameter._version for parameter in self.policy.model.parameters()))
+        if self.published == now and not self.engine.stale:
             return
         self.report = self.engine.publish(self.policy.quantize(), version=step)
-        self.published = step
+        self.published = now
 
     def _seeds(self, trainer: Any, step: int, count: int) -> list[int]:
         """Return a seed for each request. It depends on the run's seed, the step, and the place in the batch of all

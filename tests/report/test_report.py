@@ -204,6 +204,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     """δ and tokens belong together, padding is left out, and the settings decide whether anything is written."""
     from qarl.rollout.engine import RolloutBatch
     from qarl.trainer.batch import make_batch
+    from qarl.trainer.old_log_probs import Measured
     from qarl.trainer.report import log_samples
 
     rollout = RolloutBatch(
@@ -213,12 +214,13 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     old = torch.tensor([[-1.0, -2.25, -3.0], [-0.25, 99.0, 99.0]])
     tokenizer = SimpleNamespace(decode=lambda ids: ",".join(map(str, ids)))
 
-    def log(step: int, report: bool) -> list[dict[str, Any]]:
+    def log(step: int, report: bool, known: tuple[bool, bool] = (True, True)) -> list[dict[str, Any]]:
         trainer = SimpleNamespace(report=report, total_training_steps=33)
-        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, old, tokenizer)  # type: ignore[arg-type]
+        measured = Measured(old, torch.tensor(known), 0, strict=False)
+        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer)  # type: ignore[arg-type]
         return read_samples(tmp_path)
 
-    assert log(10, False) == log(12, True) == []
+    assert log(10, False) == log(12, True) == log(10, True, known=(False, False)) == []
     first, second = log(33, True)
     assert (first["prompt"], first["tokens"], first["delta"]) == ("7,8", ["1", "2", "3"], [0.0, -0.25, 0.0])
     assert (first["reward"], first["advantage"], first["finish_reason"], first["step"]) == (0.0, -1.0, "length", 33)
@@ -228,6 +230,8 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
         [0.25],
         "stop",
     )
+    (only,) = [one for one in log(20, True, known=(False, True)) if one["step"] == 20]
+    assert only["tokens"] == ["4"]  # nobody knows δ of the other response
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"optim": "adafactor"}, "optim='adafactor'"),
     ({"max_completion_length": None}, "max_completion_length"),
     ({"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}, "multiple of 4"),
+    ({"steps_per_generation": 4, "save_strategy": "epoch"}, "multiple of 4"),
+    ({"beta": 0.04}, "beta=0.04"),
+    ({"entropy_coef": 0.01}, "entropy_coef=0.01"),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2"),
+    ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5"),
     ({"quant_scheme": "int3"}, "quant_scheme"),
     ({"quant_scheme": "w4a8"}, "w4a8"),
     ({"quant_align": "bits"}, "quant_align"),
@@ -119,6 +124,12 @@ def test_a_setting_is_refused(model: Path, tmp_path: Path, settings: dict[str, A
     assert words in text
     # The error speaks of the fields of QaRLConfig, not of the config of `qarl train`.
     assert not [key for key in RUN_KEYS if "." in key and key in text]
+
+
+def test_autocast_of_accelerate_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="mixed_precision=bf16"):
+        build(model, tmp_path)
 
 
 def test_fsdp_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

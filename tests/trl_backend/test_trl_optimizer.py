@@ -81,3 +81,16 @@ def test_a_saved_state_continues_bit_for_bit() -> None:
     assert all(torch.equal(p, again[name]) for name, p in named.items())
     pairs = zip(optimizer.state.values(), resumed.state.values(), strict=True)
     assert all(torch.equal(one["master"], other["master"]) for one, other in pairs)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    named = parameters()
+    optimizer = masters(named)
+    run(optimizer, named, range(2))
+    before = copy.deepcopy(optimizer.state_dict()), {name: p.detach().clone() for name, p in named.items()}
+    for name, p in named.items():
+        p.grad = torch.full(p.shape, float("nan") if name == "norm.weight" else 1.0)
+    optimizer.step()
+    assert all(torch.equal(p, before[1][name]) for name, p in named.items())
+    pairs = zip(before[0]["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
+    assert all(torch.equal(one["exp_avg"], other["exp_avg"]) and one["step"] == other["step"] for one, other in pairs)

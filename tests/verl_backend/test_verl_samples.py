@@ -13,6 +13,7 @@ import torch
 from qarl.report.samples import read_samples
 from qarl.rollout.engine import RolloutBatch
 from qarl.trainer.batch import make_batch
+from qarl.trainer.old_log_probs import Measured
 from qarl.trainer.report import log_samples as log_local_samples
 from qarl.verl.plugin.samples import FOLDER, log_samples
 
@@ -52,7 +53,9 @@ def test_both_backends_write_the_same_samples(tmp_path: Path, monkeypatch: pytes
     batch = make_batch(rollout, torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0]), pad_token_id=0)
     trainer = SimpleNamespace(report=True, total_training_steps=33)
     local: Any = SimpleNamespace(trainer=trainer, run_dir=tmp_path / "local")
-    log_local_samples(local, 20, batch, torch.tensor([OLD[0], [*OLD[1], 5.0, 5.0]]), TOKENIZER)
+    old = torch.tensor([OLD[0], [*OLD[1], 5.0, 5.0]])
+    measured = Measured(old, torch.tensor([True, True]), 0, strict=False)
+    log_local_samples(local, 20, batch, measured, TOKENIZER)
     (tmp_path / "verl").mkdir()
     monkeypatch.setenv(FOLDER, str(tmp_path / "verl"))
     log_samples(engine(19), mini_batch())

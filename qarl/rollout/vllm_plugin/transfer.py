@@ -259,6 +259,17 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             for _ in self.source:
                 pass
             return
+        source = iter(self.source)
+        try:
+            self._publish(source)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to see
+                for _ in source:  # the other ranks still gather each tensor together with this one
+                    pass
+            raise
+
+    def _publish(self, source: Iterator[NamedTensor]) -> None:
+        assert self.server is not None
         self.client.start_weight_update()
         failures: list[BaseException] = []
 
@@ -271,7 +282,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         thread = threading.Thread(target=receive, daemon=True)
         thread.start()
         try:
-            self.server.publish(self._stream)
+            self.server.publish(lambda held: self._stream(source, held))
         except BaseException as error:
             thread.join(self.info.seconds)
             if failures:
@@ -285,11 +296,10 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             raise failures[0]
         self.client.finish_weight_update(str(self.version))
 
-    def _stream(self, held: Any) -> Iterator[NamedTensor]:
-        assert self.source is not None
+    def _stream(self, source: Iterator[NamedTensor], held: Any) -> Iterator[NamedTensor]:
         if self.info.delta:
-            return self.outbox.stream(self.source, version=self.version, held=held)
-        return encode_publish(self.source, version=self.version)
+            return self.outbox.stream(source, version=self.version, held=held)
+        return encode_publish(source, version=self.version)
 
     def shutdown(self) -> None:
         if self.server is not None:

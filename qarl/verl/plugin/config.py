@@ -94,6 +94,14 @@ class QuantFSDPEngineConfig(FSDPEngineConfig):
             object.__setattr__(self, "quant", quant_settings(self.quant))
 
 
+_CHOICES = {
+    "publish_delta": ("auto", "off"),
+    "head_dtype": ("model", "fp32"),
+    "old_log_probs": ("recompute", "rollout", "auto"),
+}
+"""Settings that are names, with the names they may have."""
+
+
 def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     """Return `QuantSettings` from a mapping. Raise UserError for unknown keys."""
     known = {one.name for one in fields(QuantSettings)} - {"_target_"}
@@ -107,12 +115,19 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
-    if values.get("publish_delta", "auto") not in ("auto", "off"):
+    for key, allowed in _CHOICES.items():
+        if key in values and values[key] not in allowed:
+            raise UserError(
+                f"{key}={values[key]} is not known",
+                where=f"actor_rollout_ref.actor.fsdp_config.quant.{key}",
+                fix=f"set it to {' or '.join(allowed)}",
+            )
+    share = values.get("old_log_probs_sample", 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise UserError(
-            f"publish_delta={values['publish_delta']} is not known",
-            where="actor_rollout_ref.actor.fsdp_config.quant.publish_delta",
-            why="a publish sends either only changes where that is smaller (auto), or all tensors (off)",
-            fix="set it to auto or off",
+            f"old_log_probs_sample must be from 0 to 1, got {share!r}",
+            where="actor_rollout_ref.actor.fsdp_config.quant.old_log_probs_sample",
+            fix="set it to the share of the rows to check, for example 0.125",
         )
     return QuantSettings(**values)
 

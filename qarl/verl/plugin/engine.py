@@ -263,6 +263,13 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         self._temperature = temperature_of(data)
         self._responses, self._tokens = max(counts.responses, 1), max(counts.tokens, 1)
         passes = self._log_prob_passes or self._first.relies
+        if self._first.relies == "rollout" and weights_mismatch(loss_function):
+            raise UserError(
+                "the objective weights the mismatch, but old_log_probs=rollout hides it",
+                where="actor_rollout_ref.actor.fsdp_config.quant.old_log_probs",
+                why="the weight of every response would be 1",
+                fix="set it to auto or recompute, or choose an objective without such a weight",
+            )
         if loss_mode(loss_function) == "tbpo" and counts.all_equal and not passes:
             raise UserError(
                 "loss_mode=tbpo was given the rollout's log-probs as old_log_probs",
@@ -273,14 +280,15 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
             )
         if not self._updated and not self._first.relies:
             self._check_mismatch(counts.mismatch, counts.response_length, before_first_update=True)
-        if self._statistics.begin_mini_batch() == 1:
-            log_samples(self, data)
+        is_first = self._statistics.begin_mini_batch() == 1
         try:
             outputs = super().train_batch(data, loss_function)
         finally:
             self._responses = None
         if self._first.dropped:
             return self._dropped(last)
+        if is_first and self._first.relies != "rollout":  # with `rollout`, nobody knows δ of each token
+            log_samples(self, data)
         if last:
             self._first = None
             lengths = self._statistics.mean_length
@@ -418,6 +426,14 @@ def loss_mode(loss_function: Any) -> str | None:
     """Return the `policy_loss.loss_mode` that verl has bound to its PPO loss, or None."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+
+
+def weights_mismatch(loss_function: Any) -> bool:
+    """Return whether the objective weights each response by its mismatch."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    objective = getattr(getattr(config, "policy_loss", None), "objective", None)
+    mode = loss_mode(loss_function)
+    return mode == "tbpo" or (mode == "qarl" and objective == "mis_gspo")
 
 
 def register() -> None:

@@ -153,6 +153,23 @@ def test_a_failed_update_is_closed_in_all_workers(workers):
     send.shutdown()
 
 
+@pytest.mark.parametrize("failing", ["start_weight_update", "update_weights"])
+def test_after_a_failure_the_rest_of_the_tensors_is_read(failing, monkeypatch):
+    """The other ranks of the trainer gather each tensor together with the one that sends it."""
+    tensors, executor, read = weights("llama"), Executor(1), []
+    send = trainer(executor, lambda: (read.append(name) or (name, tensor) for name, tensor in tensors))
+    send.server.seconds = send.info.seconds = 1
+
+    def fail(*_: Any) -> None:
+        raise ConnectionError("the engine is gone")
+
+    monkeypatch.setattr(executor, failing, fail)
+    with pytest.raises((ConnectionError, PeerLost)):
+        send.send_weights()
+    assert read == [name for name, _ in tensors]
+    send.shutdown()
+
+
 def test_an_update_that_never_came_is_closed():
     """The engine's HTTP server lost the request between the start and the update."""
     tensors, executor = weights("llama"), Executor(2)

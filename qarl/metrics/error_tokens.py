@@ -31,7 +31,9 @@ UNLIKELY = math.log(0.01)
 
 
 def garbled_limit(vocabulary: int | None) -> float:
-    """Return the mean log-prob of `WINDOW` tokens, in nats, below which they are garbled. `vocabulary`: its size."""
+    """Return the limit below which a mean log-prob of `WINDOW` tokens counts as garbled, in nats.
+
+    `vocabulary`: number of tokens in the vocabulary, or None if it is not known."""
     return UNLIKELY if vocabulary is None else max(UNLIKELY, -0.7 * math.log(max(vocabulary, 2)))
 
 

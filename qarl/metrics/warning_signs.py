@@ -45,7 +45,7 @@ class WarningSign:
 
     sign         its name
     step         the step after which it was reported
-    since_step   the first step that shows it; all later steps up to `step` show it too
+    since_step   the first step that shows it
     text         what was seen
     remedy       what to try
     """
@@ -149,7 +149,7 @@ def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Cha
 
 def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | None:
     """Return the change if the median of the last `TREND` values is at least `least` and at least `factor` times the
-    early median. Otherwise return None. So a metric that starts at 0 must reach `least`."""
+    early median, and the rise exceeds `DEVIATIONS` times the early spread. Otherwise return None."""
     if len(points) < EARLY + TREND:
         return None
     early = [value for _, value in points[:EARLY]]

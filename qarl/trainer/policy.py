@@ -236,7 +236,7 @@ class Policy:
         return self.model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to publish, with checkpoint names. The forward of quantized layers uses the same tensors."""
+        """Return the tensors to publish, with checkpoint names. The forward of quantized layers uses these tensors."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:

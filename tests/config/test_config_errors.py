@@ -212,7 +212,7 @@ BY_TOKENS = [
         (
             ["actor.ppo_micro_batch_size_per_gpu=null"],
             "actor.ppo_micro_batch_size_per_gpu",
-            ["use_dynamic_bsz is false", "or set actor.use_dynamic_bsz=true and actor.ppo_max_token_len_per_gpu"],
+            ["use_dynamic_bsz=false requires", "or set actor.use_dynamic_bsz=true and actor.ppo_max_token_len_per_gpu"],
         ),
         (
             ["actor.log_prob_micro_batch_size_per_gpu=null"],

@@ -112,8 +112,9 @@ def bounds_of_a_weight(level: str | None, mode: str, upper: float, lower: float 
 def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: bool) -> Problem | None:
     key = f"{_CORRECTION}.rollout_is_batch_normalize"
     if normalise and level is None:
-        reason = "it has no effect, because rollout_is is null"
-        return Problem(key, normalise, reason, "set it to false, or set rollout_is")
+        return Problem(
+            key, normalise, "it has no effect, because rollout_is is null", "set it to false, or set rollout_is"
+        )
     if normalise and backend == "verl" and (level == "geometric" or mode == "clip"):
         reason = f"verl has no weight with rollout_is={level} and rollout_is_mode={mode}, and only verl's trainer sees "
         reason += "the whole batch"

@@ -61,7 +61,7 @@ def algorithm_keys(config: Config) -> dict[str, Any]:
 
 
 def refuse_second_correction(config: Config) -> None:
-    """Raise UserError if the section `verl` sets verl's own corrections. The loss tbpo is exempt, because it refuses them itself."""
+    """Raise UserError if the section `verl` sets verl's own corrections. The loss tbpo refuses them itself."""
     given = [key for key in config.verl if key.removeprefix("+").startswith(_CORRECTION)]
     if given and config.actor.loss != "tbpo":
         raise UserError(

@@ -80,7 +80,7 @@ _one_kind_of_micro_batch("log_prob_micro_batch_size_per_gpu", "log_prob_max_toke
 
 
 def _tokens_hold_a_row(key: str) -> None:
-    """Register the check that `key` is given only with actor.use_dynamic_bsz, and allows a row of full length."""
+    """Register a check: `key` requires actor.use_dynamic_bsz=true and must allow a row of full length."""
 
     @_between(f"actor.{key}", "actor.use_dynamic_bsz", "data.max_prompt_length", "data.max_response_length")
     def _check(limit: int | None, dynamic: bool, prompt: int, response: int) -> Problem | None:

@@ -70,7 +70,7 @@ class Correction:
 
     @property
     def verl_rejection_bounds(self) -> str:
-        """verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1) as LOWER_UPPER."""
+        """verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
         options, given = self.rollout_rs, self.rollout_rs_threshold
         lower = -LARGEST if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
         bounds = []

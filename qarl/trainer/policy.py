@@ -74,7 +74,7 @@ class Policy:
         head_dtype: str = "model",
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
-        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 and not `plain_head`."""
+        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 without `plain_head`."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized

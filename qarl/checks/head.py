@@ -24,6 +24,6 @@ def no_fp32_head(model_type: str) -> UserError:
     return UserError(
         f"model.head_dtype=fp32 is not built for this model ({model_type})",
         where="model.head_dtype",
-        why="its logits are not just lm_head's product, so casting lm_head's operands is not what the engine computes",
+        why="its logits are not just lm_head's product, so casting lm_head's operands would not match the engine",
         fix=f"set it to model, or use a model of the families {', '.join(PLAIN_HEADS)}",
     )

@@ -1,8 +1,8 @@
 """Estimates the memory of each part of a run, in bytes per GPU, from the configs of the model and of the run.
 
 This is pure arithmetic without torch. `qarl.checks.memory_terms` has a function for each term. The result lists the
-parts, each with the phases in which it takes memory. The doctor and dry runs print it. The estimate adds up tensor
-sizes and ignores the allocator, so real use is a few percent higher. All sequences are assumed to have full length.
+parts, each with the phases in which it takes memory. The doctor and dry runs print this list. The estimate adds up
+tensor sizes and ignores the allocator, so real use is a few percent higher. It assumes sequences of full length.
 
     local    One process holds everything. vLLM stays loaded beside the trainer.
     verl     FSDP2 shards masters, gradients, optimizer state and low-bit tensors over nnodes * n_gpus_per_node ranks.
@@ -36,8 +36,8 @@ OFFLOAD = tuple(f"actor_rollout_ref.actor.fsdp_config.{what}_offload" for what i
 class MemoryEstimate:
     """Bytes per GPU (on CPU per rank) of each part, the engine's weights, the KV cache, and one token in that cache.
 
-    `host`: what a GPU's processes keep in host memory besides. On a CPU this is among `parts`. `processes`: the number
-    of GPUs on one machine."""
+    `host`: the parts that the processes of one GPU keep in host memory. On a CPU they are in `parts`. `processes`:
+    number of GPUs on one machine."""
 
     parts: tuple[Part, ...]
     engine_weights: int
@@ -52,7 +52,8 @@ class MemoryEstimate:
         return self.processes * sum(part.bytes for part in self.host)
 
     def host_lines(self) -> list[str]:
-        """Return one line for each part in host memory, and their sum on one machine. Empty if there are none."""
+        """Return one line for each part in host memory, and one for their sum on one machine. Without parts, return
+        []."""
         if not self.host:
             return []
         lines = [f"{part.name}: {readable(part.bytes)} for each GPU" for part in self.host]

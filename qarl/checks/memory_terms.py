@@ -3,22 +3,25 @@
 P is the number of weights, R the number of trainer processes over which FSDP2 shards, T the tokens of a micro-batch at
 full length, V the vocabulary and H the hidden size.
 
-    states        masters P * 4 (FP32) or 2 (BF16); moments P * 8 (AdamW) or P * 4 (Muon's matrices); FP32 gradients
-                  P * 4. With verl all are divided by R. A step also needs 16 bytes per weight of the largest parameter.
-    gathered      verl only. Two decoder blocks at a time, in the format that is sent: int4 in groups of g weights takes
-                  (4 + 16 / g) / 16 of BF16's bytes, 8 bits take half. Embeddings and lm_head in BF16. Until it is
-                  scattered, a block's gradient in BF16 and FP32. Until the backward ends, lm_head's in BF16.
-    low_bit       the quantized weights that stay between steps: all of them locally, P / R of them with verl; their
-                  copies in a kernel's layout; and the dequantized weights of the backward.
-    activations   what autograd saves for each token: everything in all blocks. With recomputation, H numbers of each
-                  block and everything in one block.
-    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also wants
+    states        Masters take P * 4 bytes (FP32) or P * 2 (BF16). Moments take P * 8 (AdamW) or P * 4 (Muon's
+                  matrices). FP32 gradients take P * 4. With verl these are divided by R. A step also needs 16 bytes per
+                  weight of the largest parameter.
+    gathered      Only with verl: two decoder blocks in the format that is sent. int4 in groups of g weights takes
+                  (4 + 16 / g) / 16 of BF16's bytes, 8 bits take half. Embeddings and lm_head are in BF16. A block's
+                  gradient is in BF16 and FP32 until it is scattered. lm_head's gradient is in BF16 until the backward
+                  ends.
+    low_bit       The quantized weights that stay between steps (all locally, P / R with verl), their copies in a
+                  kernel's layout, and the dequantized weights of the backward.
+    activations   Everything that autograd saves for each token in all blocks. With recomputation: H numbers of each
+                  block, and everything of one block.
+    logits        T * V logits. The pass for old log-probs needs 10 bytes per logit (8 with verl, which also computes
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
-                  more than `LOGITS_AT_A_TIME`, it needs 18 bytes for that many, and 4 for each weight of lm_head.
-    engine        awake, the share of the GPU that vLLM is given; asleep (verl on GPUs), an allowance.
-    kept          for delta publishes, in host memory: the published tensors of the whole model, once in the engine's
-                  worker and with verl once more in the trainer's process.
-    offloaded     in host memory, if verl offloads: masters and moments divided by R.
+                  more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
+                  bytes for each weight of lm_head.
+    engine        Awake: vLLM's share of the GPU. Asleep (verl on GPUs): an allowance.
+    kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
+                  keeps one copy. With verl the trainer's process keeps a second copy.
+    offloaded     If verl offloads, in host memory: masters and moments, divided by R.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ PHASES = ("rollout", "old_log_prob", "update", "step")
 MATRIX_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4}
 """Bytes of FP32 moments per weight of a matrix in the decoder blocks. All other weights use AdamW."""
 STEP_BYTES = 16
-"""Bytes per weight of the parameter that a step is updating: direction or bias-corrected moments, and the results of
-Newton-Schulz or of the division. `torch.optim.AdamW` in its fused form needs none."""
+"""Temporary bytes per weight of the parameter that a step is updating: direction or bias-corrected moments, and the
+results of Newton-Schulz or of the division. The fused `torch.optim.AdamW` needs no temporary memory."""
 
 OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
@@ -104,7 +107,7 @@ def states(size: ModelSize, config: Config, offload: bool) -> list[Part]:
 
 
 def gathered(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """Return the parts for gathered weights and for gradients before FSDP2 scatters them. None for backend `local`."""
+    """Return the parts for gathered weights and for gradients before FSDP2 scatters them. For `local`, return []."""
     if config.backend != "verl":
         return []
     scheme, group = config.quant.scheme, config.quant.group_size
@@ -168,7 +171,7 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
 
 
 def activations(size: ModelSize, config: Config, align: str) -> list[Part]:
-    """Return the parts for what autograd saves in the forward of one micro-batch, without lm_head."""
+    """Return the parts for the tensors that autograd saves in the forward of one micro-batch, without lm_head."""
     layer_bytes = [size.activation_bytes_per_token(align, layer) for layer in range(size.layers)]
     kept = sum(layer_bytes)
     if config.model.gradient_checkpointing:
@@ -191,8 +194,9 @@ def micro_batch_tokens(config: Config, *, log_probs: bool = False) -> int:
 
 
 def logits(size: ModelSize, config: Config) -> list[Part]:
-    """Return the parts for the logits of one micro-batch and their softmax. verl computes logits of prompts, too.
-    Micro-batches that are limited by tokens are assumed to hold only tokens of responses."""
+    """Return the parts for the logits of one micro-batch and their softmax. verl also computes logits of prompts.
+
+    If micro-batches are limited by tokens, all their tokens are assumed to be of responses."""
     data = config.data
     tokens = [micro_batch_tokens(config, log_probs=True), micro_batch_tokens(config)]
     if config.backend == "local" and not config.actor.use_dynamic_bsz:
@@ -210,8 +214,9 @@ def logits(size: ModelSize, config: Config) -> list[Part]:
 
 
 def kept(size: ModelSize, config: Config) -> list[Part]:
-    """Return the published tensors that both sides keep in host memory for delta publishes: a trainer process, and the
-    engine's worker beside it. The local trainer keeps none, because it compares with those that the engine keeps."""
+    """Return the published tensors that trainer and engine keep in host memory for delta publishes.
+
+    The local trainer keeps no tensors, because it compares with the tensors that the engine keeps."""
     if config.publish.delta == "off":
         return []
     one = sum(published(size, config).values())

@@ -1,9 +1,9 @@
-"""Sane bounds of every numeric key. A value outside its bounds is allowed, but gives a warning.
+"""Bounds of sane values for every numeric key. A value outside its bounds is allowed, but gives a warning.
 
-The types in `qarl.config` refuse values that cannot work. The bounds here find values that work but are almost
-certainly mistakes, such as a learning rate of 4096. `unusual_values` reports them when a run starts, in a dry run and
-in the doctor. `TABLE` has a row for every numeric key, with its bounds or the reason why it needs none. A test checks
-that no key is missing. The bounds are so wide that no reasonable run is outside them.
+The types in `qarl.config` refuse values that cannot work. These bounds find values that work but are almost certainly
+mistakes, such as a learning rate of 4096. The bounds are wide, so every reasonable run is within them. `unusual_values`
+reports them when a run starts, in a dry run and in the doctor. `TABLE` has a row for every numeric key: its bounds, or
+the reason why it needs no bounds. A test checks that no key is missing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Values from `low` to `high` are sane. `below`: what a smaller value does. `above`: what a larger value does.
+    """Values from `low` to `high` are sane. `below`: effect of a smaller value. `above`: effect of a larger value.
 
-    `when`: a dotted key, then values. The bounds apply only if the key has one of these values; always, if empty.
+    `when`: a dotted key, then values of this key. The bounds apply only if the key has one of these values. If `when`
+    is empty, they always apply.
     """
 
     low: float
@@ -82,7 +83,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "rollout.max_num_seqs": Bounds(1, 16384, "vLLM reserves buffers for every sequence"),
     "rollout.max_num_batched_tokens": Bounds(1, 2**21, "vLLM reserves activations for every token of a step"),
     "rollout.gpu_memory_utilization": Bounds(
-        0.01, 0.97, "no memory is left for the trainer", "no model's weights fit into that"
+        0.01, 0.97, "no memory is left for the trainer", "no model's weights fit into this share of the GPU"
     ),
     "rollout.cpu_kvcache_space_gib": Bounds(
         1 / 1024, 4096, "no machine has that much memory", "it holds only a few tokens"
@@ -102,7 +103,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     ),
     "actor.ppo_epochs": Bounds(1, 32, "after that many passes the policy is far from the one that sampled"),
     "actor.grad_clip": Bounds(
-        1e-4, 1e9, "with 1e9 already no gradient is clipped", "every gradient is scaled down to almost nothing"
+        1e-4, 1e9, "even 1e9 clips no gradient", "every gradient is scaled down to almost nothing"
     ),
     "actor.seq_clip_ratio_high": Bounds(1e-6, 1.0, _BAND, _NARROW),
     "actor.seq_clip_ratio_low": Bounds(1e-6, 0.5, _BAND, _NARROW, ("actor.positive_band", "two_sided")),
@@ -118,8 +119,8 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.mis_imp_ratio_cap": Bounds(1.0, 100.0, _WEIGHT, "even responses without a mismatch are left out"),
     "rollout_correction.rollout_is_threshold": Bounds(1.0, 100.0, _WEIGHT, _BOUNDED),
     "rollout_correction.rollout_is_threshold_lower": Bounds(1e-6, 1.0, _BOUNDED, "no weight is so small"),
-    "rollout_correction.rollout_rs_threshold": Exempt("correction/rejected_* say what it rejects"),
-    "rollout_correction.rollout_rs_threshold_lower": Exempt("as the upper threshold"),
+    "rollout_correction.rollout_rs_threshold": Exempt("the metrics correction/rejected_* show its effect"),
+    "rollout_correction.rollout_rs_threshold_lower": Exempt("the metrics correction/rejected_* show its effect"),
     "rollout_correction.veto_threshold": Bounds(1e-30, 0.1, "most responses have such a token", "no token is so rare"),
     "optim.lr": Bounds(1e-9, 1e-2, "the first update would destroy the model", "nothing would be learned"),
     "optim.betas[0]": Bounds(0.0, 0.999, "the first moment would take longer than the run to follow the gradient"),
@@ -131,7 +132,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     ),
     "optim.weight_decay": Bounds(0.0, 10.0, "the weights would decay faster than they learn"),
     "optim.lr_warmup_steps": Bounds(0, 100_000, "the learning rate would never reach its peak"),
-    "optim.min_lr_ratio": Exempt("its type already keeps it between 0 and 1, and each end is of use"),
+    "optim.min_lr_ratio": Exempt("its type keeps it between 0 and 1, and both of these values are useful"),
     "optim.muon_lr": Bounds(1e-8, 1.0, "the first update would destroy the model", "nothing would be learned", _MUON),
     "optim.muon_momentum": Bounds(
         0.0, 0.999, "the momentum would take longer than the run to follow the gradient", "", _MUON
@@ -145,11 +146,11 @@ TABLE: dict[str, Bounds | Exempt] = {
     "trainer.num_threads": Bounds(1, 1024, "no machine has that many CPUs"),
     "trainer.max_ckpt_to_keep": Exempt("above the number of checkpoints it means all of them; the doctor counts disk"),
 }
-"""Dotted key -> its bounds. `optim.betas` has a row for each of its values. Keys of the section `verl` have no row."""
+"""Maps dotted keys to bounds. `optim.betas` has a row for each value. Keys of the section `verl` have no row."""
 
 
 def unusual_values(config: Config) -> list[Unusual]:
-    """Return every value of `config` that is outside its bounds, and all combinations of values that make no sense."""
+    """Return values of `config` that are outside their bounds, and combinations of values that make no sense."""
     values = dict(flat_numbers(config.model_dump(exclude={"verl"})))
     found = []
     for key, value in values.items():
@@ -160,7 +161,7 @@ def unusual_values(config: Config) -> list[Unusual]:
 
 
 def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield dotted key and value of every number in a nested mapping; items of a list are `key[i]`."""
+    """Yield dotted key and value of every number in a nested mapping. The key of a list's item is `key[i]`."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flat_numbers(value, f"{prefix}{key}.")

@@ -70,11 +70,9 @@ def _one_kind_of_micro_batch(key: str, by_tokens: str) -> None:
             return None
         if dynamic:
             fix = f"set it to null, or set actor.use_dynamic_bsz=false and actor.{by_tokens}=null"
-            return Problem(
-                f"actor.{key}", size, "with actor.use_dynamic_bsz=true tokens are counted, not responses", fix
-            )
+            return Problem(f"actor.{key}", size, "actor.use_dynamic_bsz=true limits tokens, not responses", fix)
         fix = f"set it, or set actor.use_dynamic_bsz=true and actor.{by_tokens}"
-        return Problem(f"actor.{key}", None, "micro-batches need a size: actor.use_dynamic_bsz is false", fix)
+        return Problem(f"actor.{key}", None, "actor.use_dynamic_bsz=false requires a size of micro-batches", fix)
 
 
 _one_kind_of_micro_batch("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
@@ -82,7 +80,7 @@ _one_kind_of_micro_batch("log_prob_micro_batch_size_per_gpu", "log_prob_max_toke
 
 
 def _tokens_hold_a_row(key: str) -> None:
-    """Register the check that `key` is given only with actor.use_dynamic_bsz, and allows a row of full length."""
+    """Register a check: `key` requires actor.use_dynamic_bsz=true and must allow a row of full length."""
 
     @_between(f"actor.{key}", "actor.use_dynamic_bsz", "data.max_prompt_length", "data.max_response_length")
     def _check(limit: int | None, dynamic: bool, prompt: int, response: int) -> Problem | None:
@@ -93,13 +91,13 @@ def _tokens_hold_a_row(key: str) -> None:
             fix = f"set it to {prompt + response} or more, or set actor.use_dynamic_bsz=false"
             return Problem(f"actor.{key}", None, reason, fix)
         if not dynamic:
-            reason = "with actor.use_dynamic_bsz=false responses are counted, not tokens"
+            reason = "actor.use_dynamic_bsz=false limits responses, not tokens"
             return Problem(f"actor.{key}", limit, reason, "set it to null, or set actor.use_dynamic_bsz=true")
         if limit >= prompt + response:
             return None
         reason = (
             "a row can have data.max_prompt_length + data.max_response_length = "
-            f"{prompt} + {response} = {prompt + response} tokens, and it is not divided"
+            f"{prompt} + {response} = {prompt + response} tokens, and a row is never split"
         )
         fix = f"set it to {prompt + response} or more, or lower data.max_response_length"
         return Problem(f"actor.{key}", limit, reason, fix)
@@ -121,7 +119,7 @@ def _tokens_are_counted_without_padding(packed: bool, dynamic: bool) -> Problem 
 def _int4_group(scheme: str, group_size: int) -> Problem | None:
     if scheme not in ("w4a16", "w4a8") or group_size % 8 == 0:
         return None
-    reason = f"{scheme} packs eight int4 values into an int32, so a group must consist of whole int32 words"
+    reason = f"{scheme} packs eight int4 values into an int32 word, so a group must have whole words"
     return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
 
 
@@ -130,7 +128,7 @@ def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
     patterns = [ignore] if isinstance(ignore, str) else ignore
     if scheme == "bf16" or is_ignored("lm_head", patterns):
         return None
-    reason = "lm_head would be quantized, but with a quantized lm_head vLLM gives wrong results and no error"
+    reason = "lm_head would be quantized, but with a quantized lm_head vLLM returns wrong results without an error"
     return Problem("quant.ignore", ignore, reason, "add lm_head to the list")
 
 
@@ -210,7 +208,7 @@ def _both_sides_keep_the_same_tokens(backend: str, align: str, top_p: float, top
         return Problem(key, value, reason, f"set it to {off}, or set backend=local")
     if align in ("model", "exact"):
         return None
-    reason += f"a trainer at quant.align={align} are too inexact to tell which tokens these are"
+    reason += f"a trainer at quant.align={align} are too inexact to identify these tokens"
     return Problem(key, value, reason, f"set it to {off}, or set quant.align=model")
 
 
@@ -235,7 +233,7 @@ def _kept_tokens_come_from_the_pass(source: str, top_p: float, top_k: int) -> Pr
     if source == "recompute" or (top_p == 1 and top_k <= 0):
         return None
     key = "rollout.top_p below 1" if top_p < 1 else "rollout.top_k"
-    reason = f"with {key}, the pass that recomputes the old log-probs also finds the tokens that both sides keep"
+    reason = f"with {key}, the pass that recomputes old log-probs is needed to find the tokens that both sides keep"
     return Problem("actor.old_log_probs", source, reason, "set it to recompute")
 
 

@@ -18,16 +18,17 @@ class ModelConfig(Section):
     """Run the Python code in the model's folder or Hub repository. It runs with all your rights, so read it first."""
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """Dtype of weights and activations on both sides. `fp16` rounds 8 times as finely and ends at 65504, so the loss is
-    scaled (docs/precision.md). It needs backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
+    """Dtype of weights and activations in trainer and engine. `fp16` is 8 times as precise as `bf16`, but its largest
+    number is 65504 and small gradients become 0, so the loss is scaled (docs/precision.md). `fp16` requires
+    backend=local, quant.scheme=bf16 (unquantized) and optim.master_dtype=fp32."""
 
     head_dtype: Literal["model", "fp32"] = "model"
-    """Precision of lm_head's product. `fp32`: trainer and engine compute FP32 logits from the BF16 weights. Needs vLLM
-    0.29 and a model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE."""
+    """Precision of the logits. `model`: that of the model. `fp32`: trainer and engine compute FP32 logits from the BF16
+    weights. `fp32` requires vLLM 0.29 and a model of the families Llama, Qwen2, Qwen3 or Qwen3-MoE."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward. This needs less memory but about a third more compute."""
 
     use_remove_padding: bool = True
-    """Pack the rows of a micro-batch into one sequence, without padding. With false, each row is padded to the longest
-    one, which costs time but does not change the log-probs. false is only for debugging."""
+    """Pack the rows of a micro-batch into one sequence, without padding. If false, each row is padded to the length of
+    the longest row. This takes more time and does not change the log-probs. Set false only for debugging."""

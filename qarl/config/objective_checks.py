@@ -1,6 +1,6 @@
 """Find keys of the objective and its corrections that contradict each other. `qarl.config.checks` runs these checks.
 
-If another key is invalid, the values come as they were given: a list may be a single value.
+If a different key is invalid, these checks get raw values. Then a key that should be a list may be a single value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from qarl.config.errors import Problem
 
 SEQUENCE_LOSSES = ("tbpo", "gspo", "mis_gspo")
-"""Losses with one ratio per response, a mean over its tokens."""
+"""Losses with one ratio per response, the geometric mean over its tokens."""
 _AVERAGED = (*SEQUENCE_LOSSES, "sapo")
 _CORRECTION = "rollout_correction"
 
@@ -28,13 +28,13 @@ def dr_grpo_does_not_normalise(estimator: str, loss: str, mode: str) -> Problem 
     key = "algorithm.adv_estimator"
     if estimator == "dr_grpo" and loss in _AVERAGED:
         reason = f"dr_grpo does not average over the tokens of a response, but actor.loss={loss} does"
-        fix = "set actor.loss=grpo, or for the advantages alone algorithm.norm_adv_by_std_in_grpo=false"
+        fix = "set actor.loss=grpo; or, to change only the advantages, set algorithm.norm_adv_by_std_in_grpo=false"
         return Problem(key, estimator, reason, fix)
     if estimator == "dr_grpo" and mode not in ("seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        reason = "with algorithm.adv_estimator=dr_grpo token losses are summed and divided by a constant"
+        reason = "with algorithm.adv_estimator=dr_grpo, token losses are summed and divided by a constant"
         return Problem("actor.loss_agg_mode", mode, reason, "remove it, or set it to seq-mean-token-sum-norm")
     if estimator != "grpo" and loss == "reinforce":
-        reason = "actor.loss=reinforce has rewards whitened over the batch as advantages"
+        reason = "the advantages of actor.loss=reinforce are always rewards whitened over the batch"
         return Problem(key, estimator, reason, "remove it, or choose another actor.loss")
     return None
 
@@ -45,11 +45,11 @@ def one_weight_for_the_mismatch(loss: str, level: str | None, bypass: bool) -> P
         reason = f"actor.loss={loss} already weights each response by the mismatch, and this would be a second weight"
         return Problem(f"{_CORRECTION}.rollout_is", level, reason, f"set it to null; {weighted[loss]}")
     if bypass and loss in weighted:
-        reason = f"actor.loss={loss} weights each response by the mismatch, which the ratio would then contain too"
+        reason = f"actor.loss={loss} already weights each response by the mismatch, and the ratio would contain it too"
     elif bypass and loss == "reinforce":
         reason = "actor.loss=reinforce has no ratio"
     elif bypass and level is not None:
-        reason = f"the ratio to the rollout contains the mismatch, which rollout_is={level} would weight again"
+        reason = f"the ratio to the rollout contains the mismatch, and rollout_is={level} would apply it a second time"
     else:
         return None
     return Problem(f"{_CORRECTION}.bypass_mode", bypass, reason, "set it to false")
@@ -66,7 +66,7 @@ def tbpo_takes_whole_responses(loss: str, options: list[str] | str) -> Problem |
     tokens = [option for option in _items(options) if option.startswith("token_")]
     if loss not in SEQUENCE_LOSSES or not tokens:
         return None
-    reason = f"actor.loss={loss} takes a whole response as one action, so single tokens cannot be left out of its ratio"
+    reason = f"actor.loss={loss} has one ratio per response, and single tokens cannot be removed from this ratio"
     return Problem(f"{_CORRECTION}.rollout_rs", options, reason, "choose a rejection of whole responses: seq_*")
 
 
@@ -75,12 +75,12 @@ def a_threshold_for_each_rejection(
 ) -> Problem | None:
     key, options, upper = f"{_CORRECTION}.rollout_rs_threshold", _items(options), _items(upper)
     if len(set(options)) < len(options):
-        return Problem(f"{_CORRECTION}.rollout_rs", options, "an entry is there twice", "list each entry once")
+        return Problem(f"{_CORRECTION}.rollout_rs", options, "an entry is listed twice", "list each entry once")
     if options and len(upper) not in (1, len(options)):
         reason = f"rollout_rs has {len(options)} entries ({', '.join(options)})"
-        return Problem(key, upper, reason, "give one threshold for each, or one for all")
+        return Problem(key, upper, reason, "give one threshold for each entry, or one for all entries")
     if not options and upper:
-        return Problem(key, upper, "nothing is rejected: rollout_rs is empty", "remove it, or set rollout_rs")
+        return Problem(key, upper, "it has no effect, because rollout_rs is empty", "remove it, or set rollout_rs")
     if lower is None:
         return None
     pairs = zip(options, upper * (len(options) if len(upper) == 1 else 1), strict=True)
@@ -104,7 +104,7 @@ def bounds_of_a_weight(level: str | None, mode: str, upper: float, lower: float 
         )
         return Problem(key, upper, reason, "choose a larger value, or a smaller rollout_is_threshold_lower")
     if level is None and mode != "truncate":
-        reason = "there is no weight: rollout_is is null"
+        reason = "it has no effect, because rollout_is is null"
         return Problem(f"{_CORRECTION}.rollout_is_mode", mode, reason, "set rollout_is, or leave it at truncate")
     return None
 
@@ -112,7 +112,9 @@ def bounds_of_a_weight(level: str | None, mode: str, upper: float, lower: float 
 def weights_to_normalise(backend: str, level: str | None, mode: str, normalise: bool) -> Problem | None:
     key = f"{_CORRECTION}.rollout_is_batch_normalize"
     if normalise and level is None:
-        return Problem(key, normalise, "there is no weight: rollout_is is null", "set rollout_is, or set it to false")
+        return Problem(
+            key, normalise, "it has no effect, because rollout_is is null", "set it to false, or set rollout_is"
+        )
     if normalise and backend == "verl" and (level == "geometric" or mode == "clip"):
         reason = f"verl has no weight with rollout_is={level} and rollout_is_mode={mode}, and only verl's trainer sees "
         reason += "the whole batch"
@@ -125,7 +127,7 @@ def old_log_probs_that_show_a_mismatch(
 ) -> Problem | None:
     if source != "rollout" or (level is None and not (_items(options) and ratio == "corr")):
         return None
-    reason = "the old log-probs are the rollout's, so r_corr is 1, and there is nothing to weight or to reject"
+    reason = "it has no effect, because the old log-probs are the rollout's, so r_corr is always 1"
     key = f"{_CORRECTION}.rollout_rs" if level is None else f"{_CORRECTION}.rollout_is"
     fix = "remove it, or set actor.old_log_probs to recompute or auto"
     return Problem(key, options if level is None else level, reason, fix)
@@ -177,4 +179,4 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Problem | None]], ...] = (
         weights_to_normalise,
     ),
 )
-"""The keys whose values each check takes, and the check."""
+"""Pairs of keys and a check. The check takes the values of these keys."""

@@ -1,11 +1,14 @@
 """The keys that choose the objective, and how it is corrected for the mismatch of trainer and rollout engine.
 
-`ObjectiveKeys` are keys of the section `actor`, `RolloutCorrectionConfig` is the section `rollout_correction`. A key
-that verl has too (`actor.clip_ratio_low`, `algorithm.rollout_correction.rollout_is`) has verl's name. There are three
-departures. Thresholds of a rejection are in nats for every estimator, while verl takes those of k1 as ratios. `clip`
-and `mask` are modes with names, while verl reads IcePop from the form of a threshold. The two ratios of a rejection
-(arXiv 2605.14220, section 4.2) are a key, while in verl they follow from `bypass_mode`. docs/objectives.md has the
-formula and the source of every value.
+`ObjectiveKeys` contains keys of the section `actor`. `RolloutCorrectionConfig` is the section `rollout_correction`. A
+key that verl has too (`actor.clip_ratio_low`, `algorithm.rollout_correction.rollout_is`) has verl's name. There are
+three departures from verl:
+
+- Thresholds of a rejection are in nats for every estimator. verl's thresholds of k1 are ratios.
+- `rollout_is_mode` names the mode of a weight. In verl the form of a threshold selects IcePop.
+- `rollout_rs_ratio` chooses the ratio of a rejection (arXiv 2605.14220, section 4.2). In verl `bypass_mode` decides.
+
+docs/objectives.md has the formula and the source of every value.
 """
 
 from __future__ import annotations
@@ -48,25 +51,25 @@ class ObjectiveKeys(Section):
     """The keys of the section `actor` that choose the objective."""
 
     loss: LossName = "tbpo"
-    """The objective. `tbpo`: QaRL's. `grpo`: PPO's clipped ratio of each token. `dual_clip`: the same with a third
-    bound for negative advantages. `gspo`: one clipped ratio per response. `mis_gspo`: the same, weighted by the
-    response's trainer/rollout ratio, and without the responses whose ratio is too large. `positive_only`: `grpo`
-    without negative advantages. `sapo`: a soft gate instead of clipping. `reinforce`: no ratio at all, and rewards
-    whitened over the batch as advantages."""
+    """The objective. `tbpo`: QaRL's. `grpo`: PPO's clipped ratio of each token. `dual_clip`: `grpo` with a third bound
+    for negative advantages. `gspo`: one clipped ratio per response. `mis_gspo`: `gspo` weighted by the response's
+    trainer/rollout ratio, without responses for which this ratio is too large. `positive_only`: `grpo` without negative
+    advantages. `sapo`: a soft gate instead of clipping. `reinforce`: no ratio; the advantages are rewards whitened over
+    the batch."""
 
     loss_agg_mode: LossAggMode = "seq-mean-token-mean"
-    """How token losses are averaged. Losses with one ratio per response (tbpo, gspo, mis_gspo) and sapo allow only
-    seq-mean-token-mean. With algorithm.adv_estimator=dr_grpo it is always seq-mean-token-sum-norm."""
+    """How token losses are averaged. tbpo, gspo, mis_gspo and sapo allow only seq-mean-token-mean.
+    algorithm.adv_estimator=dr_grpo allows only seq-mean-token-sum-norm."""
 
     clip_ratio_low: Below | None = None
-    """A token's ratio (for gspo and mis_gspo a response's) is clipped at 1 - this value. null means 0.2, and 3e-4 for
-    gspo and mis_gspo, as in their papers. Not used by tbpo, sapo and reinforce."""
+    """Ratios are clipped at 1 - this value. gspo and mis_gspo clip ratios of responses, other losses those of tokens.
+    null means 3e-4 for gspo and mis_gspo, 0.2 for others, as in their papers. tbpo, sapo and reinforce ignore it."""
 
     clip_ratio_high: Above | None = None
-    """The same ratio is clipped at 1 + this value. null means 0.2, and 4e-4 for gspo and mis_gspo."""
+    """Ratios are clipped at 1 + this value. null means 4e-4 for gspo and mis_gspo, 0.2 for other losses."""
 
     clip_ratio_c: float = Field(default=3.0, gt=1, le=1e6)
-    """With dual_clip: the ratio from which a token with a negative advantage has no gradient."""
+    """With dual_clip: a token with a negative advantage has no gradient if its ratio is above this value."""
 
     tau_pos: float = Field(default=1.0, gt=0, le=1e3)
     """With sapo: the gate's temperature for positive advantages."""
@@ -75,27 +78,29 @@ class ObjectiveKeys(Section):
     """With sapo: the gate's temperature for negative advantages. A larger value gives a faster decay."""
 
     mis_imp_ratio_cap: float = Field(default=2.0, gt=0, le=1e6)
-    """With mis_gspo: a response has no gradient if its trainer/rollout ratio, a product over its tokens, is larger."""
+    """With mis_gspo: a response has no gradient if its trainer/rollout ratio (the product over its tokens) is above
+    this value."""
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrections for the mismatch of trainer and rollout engine. By default nothing is corrected.
+    """Corrections for the mismatch of trainer and rollout engine. By default there is no correction.
 
     r_corr is the ratio of the trainer's old probability of a token to the rollout's. r_ppo is the ratio of its current
     probability to the rollout's. TBPO already weights the mismatch, so it refuses a second weight.
     """
 
     bypass_mode: bool = False
-    """Clip the ratio to the rollout's log-probs instead of the trainer's old ones. The old ones are still computed, for
-    the metrics and for r_corr."""
+    """Clip the ratio of the current probability to the rollout's, instead of its ratio to the trainer's old one. The
+    old log-probs are still computed, for the metrics and for r_corr."""
 
     rollout_is: Level | None = None
-    """Weight each token's loss by r_corr. `token`: of this token. `sequence`: the product over the response.
-    `geometric`: the geometric mean over the response. null means no weight."""
+    """The weight of each token's loss. `token`: r_corr of this token. `sequence`: the product of r_corr over the
+    response. `geometric`: the geometric mean of r_corr over the response. null means no weight."""
 
     rollout_is_mode: WeightMode = "truncate"
-    """What happens to a weight out of bounds. `truncate`: at most the upper bound. `clip`: between both bounds. `mask`:
-    0 above the upper bound. `icepop`: 0 outside both bounds."""
+    """The new value of a weight that is out of bounds. `truncate`: a weight above the upper bound becomes the upper
+    bound. `clip`: a weight becomes the nearer bound. `mask`: a weight above the upper bound becomes 0. `icepop`: a
+    weight outside the two bounds becomes 0."""
 
     rollout_is_threshold: Above = 2.0
     """The upper bound of a weight."""
@@ -104,21 +109,22 @@ class RolloutCorrectionConfig(Section):
     """The lower bound of a weight, for clip and icepop. null means 1 / rollout_is_threshold."""
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the step's batch, after the bounds."""
+    """Divide the weights by their mean over the step's batch, after the bounds are applied."""
 
     rollout_rs: Rejections = []
-    """Reject tokens (`token_*`) or responses (`seq_*`) whose divergence is above its threshold: K1 = -log r, K2 =
-    log(r)^2 / 2 or K3 = r - 1 - log r, of a token, or its sum, mean or maximum over the response. Several may be
-    listed. What is rejected has no gradient, but rejected responses stay in the mean's denominator."""
+    """Reject tokens (`token_*`) or responses (`seq_*`) whose divergence is above the threshold. The divergence is
+    K1 = -log r, K2 = log(r)^2 / 2 or K3 = r - 1 - log r. For `seq_*` it is the sum, mean or maximum over the response.
+    The list may have several entries. Rejected tokens and responses have no gradient, but rejected responses still
+    count in the mean's denominator."""
 
     rollout_rs_threshold: Annotated[Thresholds, Unit("nats")] = []
-    """Largest divergence for each entry of rollout_rs, or one for all."""
+    """The largest allowed divergence: one value for each entry of rollout_rs, or one value for all entries."""
 
     rollout_rs_threshold_lower: Annotated[float | None, Unit("nats")] = Field(default=None, ge=-1e6, le=1e6)
-    """Smallest divergence for k1, which can be negative. null means that k1 has only an upper threshold."""
+    """The smallest allowed K1, which can be negative. null means that K1 has only an upper threshold."""
 
     rollout_rs_ratio: Literal["corr", "ppo"] = "corr"
-    """The ratio r of a rejection: r_corr (the mismatch), or r_ppo (the mismatch and the updates of this step)."""
+    """The ratio r for rollout_rs: r_corr (the mismatch), or r_ppo (the mismatch and the updates of this step)."""
 
     veto_threshold: Annotated[float | None, Unit("probability")] = Field(default=None, gt=0, lt=1)
     """Reject every response with a token whose old probability is below this value, for example 1e-6."""

@@ -11,8 +11,8 @@ from qarl.errors import UserError
 
 Status = Literal["ok", "note", "warning", "error"]
 STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "error")
-"""`error`: the run would fail. `warning`: it would start, but probably give bad results. `note`: a fact worth knowing,
-or a check that was not made."""
+"""`error`: the run would fail. `warning`: the run would start, but probably give bad results. `note`: a useful fact, or
+a check that was not made."""
 _WIDTH = 118
 
 
@@ -60,11 +60,11 @@ class Topic:
         self._add("error", what, where=where, why=why, fix=fix, lines=tuple(lines))
 
     def refusal(self, error: UserError, status: Status = "error") -> None:
-        """Add a finding for `error`, in the same words. Training would raise this error."""
+        """Add a finding with the words of `error`, which training would raise."""
         self._add(status, error.what, where=error.where, why=error.why, fix=error.fix)
 
     def passes(self, check: Callable[..., Any], *arguments: Any) -> bool:
-        """Make a check of training, and return whether it passes. If it raises UserError, add a finding."""
+        """Make one of training's checks, and return whether it passes. If it raises UserError, add a finding."""
         try:
             check(*arguments)
         except UserError as error:

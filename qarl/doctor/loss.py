@@ -16,7 +16,7 @@ PAPER_BAND, SHORTEST = 3e-4, 1000
 
 
 def check_bands(context: Context, topic: Topic) -> None:
-    """Whether TBPO's bands are wide enough for the length of the responses."""
+    """Add a finding that says whether TBPO's bands are wide enough for the length of the responses."""
     actor, length = context.config.actor, context.config.data.max_response_length
     if actor.loss != "tbpo":
         topic.ok(f"actor.loss={actor.loss} has no bands")
@@ -36,9 +36,9 @@ def check_bands(context: Context, topic: Topic) -> None:
         topic.warning(
             f"bands of {min(narrow.values()):.1e} are narrow for responses of at most {length} tokens",
             where=", ".join(narrow),
-            why="sequence ratios of shorter responses spread more widely, as 1/sqrt(tokens); the paper's bands are for "
-            "up to 16384 tokens, and responses outside the band teach nothing",
-            fix=f"set actor.band_scaling=length, or set them to {needed / scale:.1e} or more, and watch "
+            why="the spread of sequence ratios is proportional to 1/sqrt(tokens); the paper's bands are for up to "
+            "16384 tokens, and responses outside their band have no gradient",
+            fix=f"set actor.band_scaling=length, or set the bands to {needed / scale:.1e} or more, and watch "
             "actor/inside_band_frac_after_first",
         )
     else:

@@ -30,7 +30,7 @@ REMEDIES = {
 
 
 def check_memory(context: Context, topic: Topic) -> None:
-    """Whether the run fits into memory, by an estimate."""
+    """Add findings that say whether the run fits into memory, by an estimate."""
     size, config, target = context.size.get(), context.config, context.target
     if target.device == "cuda" and target.gpu_memory_bytes is None:
         raise NotCheckedError("the GPU's memory is not known", "set doctor.gpu_memory_gib, for example to 80")
@@ -65,13 +65,14 @@ def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: 
 
 
 def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
-    """Compare what the GPUs' processes keep in host memory with the free bytes of this machine. `limit`: None for
-    another machine, whose memory is not known."""
+    """Compare the bytes that the GPUs' processes keep in host memory with the free bytes of the machine.
+
+    `limit`: the free bytes, or None if the run is for a different machine, whose memory is not known."""
     if not found.host:
         return
     lines, needed = found.host_lines(), found.host_total
     what = f"host memory of one machine: {readable(needed)} for delta publishes and offloaded state"
-    fix = "set publish.delta=off, which sends all tensors and keeps none; or do without verl's offloading"
+    fix = "set publish.delta=off, which sends all tensors and keeps none; or turn off verl's offloading"
     if limit is None:
         topic.note(
             what, why="the doctor cannot see the other machine's memory", fix=f"if it has less, {fix}", lines=lines
@@ -100,7 +101,7 @@ def _cache(topic: Topic, found: MemoryEstimate, context: Context) -> None:
     if sequences < 1:
         topic.error(what, where=key, why="vLLM does not start if no full sequence fits", fix=f"raise {key}")
     elif sequences < min(config.rollout.max_num_seqs, wanted):
-        why = "the batch has more sequences, so vLLM will make the rest wait"
+        why = "the batch has more sequences, so some of them will wait"
         topic.note(what, why=why, fix=f"raise {key} if there is memory left")
     else:
         topic.ok(what)

@@ -1,8 +1,9 @@
 """Plot how likely the tokens of positive and negative samples were, and how far updates moved them.
 
-These are the QaRL paper's figures 4c and 5b (arXiv 2604.07853) from the metrics `tokens/*` (`qarl.tbpo.tokens`). Figure
-4c shows that unlikely tokens are mostly in negative samples, 5b that the ratios of unlikely tokens have the heaviest
-tail. The paper plots single tokens; here tokens are counted in four classes of probability, so every run can log them.
+These plots are the QaRL paper's figures 4c and 5b (arXiv 2604.07853), made from the metrics `tokens/*`
+(`qarl.tbpo.tokens`). Figure 4c shows that unlikely tokens are mostly in negative samples. Figure 5b shows that the
+ratios of unlikely tokens have the heaviest tail. The paper plots single tokens. QaRL counts tokens in four classes of
+probability, which every run can log.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NAMES = {"pos": "positive samples (A > 0)", "neg": "negative samples (A < 0)"}
 def class_values(
     entries: Sequence[Mapping[str, Any]], sign: str, what: str, over_steps: Callable[[np.ndarray], float]
 ) -> list[float]:
-    """Return `over_steps` of the metric tokens/SIGN_CLASS_WHAT for each class, NaN for a class without values."""
+    """Return, for each class, `over_steps` of the metric tokens/SIGN_CLASS_WHAT, or NaN if there are no values."""
     found = []
     for label in CLASSES:
         key = f"tokens/{sign}_{label}_{what}"

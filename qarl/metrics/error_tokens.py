@@ -1,16 +1,16 @@
 """Find error tokens: responses that repeat themselves at their end, and runs of very unlikely tokens.
 
-The QaRL paper (arXiv 2604.07853, section 3.2 and table 6) calls the repetitive, garbled tokens of quantized rollouts
-error tokens. It finds them mostly in negative samples, and names them as the cause of collapse. It gives no rule to
-detect them, so the two rules here are ours. Both look at a response alone:
+The QaRL paper (arXiv 2604.07853, section 3.2 and table 6) calls repetitive and garbled tokens of quantized rollouts
+error tokens. According to the paper, they are mostly in negative samples and cause collapse. The paper has no rule to
+detect them. Our two rules judge each response alone:
 
-- repetition: the share of n-grams (n = 6) in the last 256 tokens that already occurred among them. A loop has a share
-  near 1. Text rarely has 0.3. The worked additions of the quickstart, character by character, have at most 0.25
-- garbled: the smallest mean log-prob of 8 consecutive tokens under the rollout. A model that has lost its way samples
-  from flat distributions, so its tokens are unlikely one after the other; a single unlikely token is exploration. The
-  limit is a mean probability of 1%, or, for vocabularies below 700 tokens, 70% of the way to random tokens
+- repetition: the share of n-grams (n = 6) in the last 256 tokens that are repeats of earlier n-grams in these tokens.
+  In a loop this share is near 1. In normal text it is rarely 0.3. The responses of the quickstart have at most 0.25.
+- garbled: the smallest mean log-prob of 8 consecutive tokens under the rollout. A broken model samples from flat
+  distributions, so it makes many unlikely tokens in a row. A single unlikely token is exploration. The limit is a mean
+  log-prob of ln(1%). For vocabularies below 700 tokens it is 70% of the log-prob of random tokens.
 
-The functions return sums, which are added up over micro-batches and ranks. Legend: B responses, T token positions.
+`text_statistics` returns sums, which can be added over micro-batches and ranks. Legend: B responses, T token positions.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from typing import Any
 import torch
 
 NGRAM, TAIL, FEWEST_NGRAMS = 6, 256, 10
-"""Tokens of an n-gram, tokens at the end of a response that are searched, and the fewest n-grams that can be judged."""
+"""Tokens per n-gram, tokens searched at the end of a response, and the smallest number of n-grams that is judged."""
 WINDOW = 8
 """Consecutive tokens whose mean log-prob is taken."""
 REPETITIVE = 0.5
-"""Share of repeated n-grams from which a response counts as repetitive."""
+"""Smallest share of repeated n-grams at which a response counts as repetitive."""
 UNLIKELY = math.log(0.01)
 
 
 def garbled_limit(vocabulary: int | None) -> float:
-    """Return the mean log-prob of `WINDOW` tokens, in nats, below which they are garbled. `vocabulary`: its size."""
+    """Return the limit below which a mean log-prob of `WINDOW` tokens counts as garbled, in nats.
+
+    `vocabulary`: number of tokens in the vocabulary, or None if it is not known."""
     return UNLIKELY if vocabulary is None else max(UNLIKELY, -0.7 * math.log(max(vocabulary, 2)))
 
 
 def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the share of repeated n-grams in each response's last `TAIL` tokens: FP64 [B], 0 if there are too few.
 
-    tokens: int64 [B, T]. mask: bool [B, T]; only tokens with a true mask count, in their order."""
+    tokens: int64 [B, T]. mask: bool [B, T]; only tokens with a true mask count."""
     ends, known = _tails(tokens, mask)
     if ends.shape[1] < NGRAM:
         return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-    # An n-gram is known by a hash modulo 2^64: a sum of products with fixed odd numbers.
+    # n-grams are compared by a hash modulo 2^64, a sum of products with fixed odd numbers.
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (NGRAM,), generator=generator) * 2 + 1
     grams = ((ends + 1).unfold(1, NGRAM, 1) * factors.to(tokens.device)).sum(-1)
     whole = known.unfold(1, NGRAM, 1).all(-1)
-    # Incomplete n-grams are all made equal, so that they add one distinct value at most.
+    # All incomplete n-grams get the same value, so they add at most one distinct value.
     nothing = torch.iinfo(torch.int64).min
     ordered = grams.masked_fill(~whole, nothing).sort(dim=1).values
     new = torch.ones_like(ordered, dtype=torch.bool)
@@ -60,7 +62,7 @@ def repetition(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def least_likely_run(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the smallest mean log-prob of `WINDOW` consecutive tokens of each response: FP64 [B].
 
-    A shorter response gives 0, because it has no such run. log_prob: [B, T], any value where the mask is false."""
+    A response with fewer tokens gives 0. log_prob: [B, T]; values where the mask is false are ignored."""
     values, known = _packed(log_prob.detach().double().masked_fill(~mask, 0.0), mask)
     if values.shape[1] < WINDOW:
         return torch.zeros(len(values), dtype=torch.float64, device=values.device)
@@ -104,12 +106,13 @@ def text_statistics(
 def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return metrics from the results of `text_statistics`, which may be mixed with other statistics.
 
-    A group without responses is left out. GROUP is empty for all responses, or `pos_` or `neg_` for those with A > 0 or
-    A < 0:
+    GROUP is empty for all responses, `pos_` for those with A > 0, and `neg_` for those with A < 0. Groups without
+    responses have no metrics.
         error_tokens/GROUPrepetition: mean share of repeated n-grams
-        error_tokens/GROUPrepetitive_frac, GROUPgarbled_frac: share of responses that count as repetitive, or garbled
-        rollout/entropy: entropy of the distributions that tokens were sampled from, in nats per token. It is estimated
-            by the mean of -log-prob over the sampled tokens, which has the same expectation
+        error_tokens/GROUPrepetitive_frac: share of responses that count as repetitive
+        error_tokens/GROUPgarbled_frac: share of responses that count as garbled
+        rollout/entropy: entropy of the sampling distributions in nats per token, estimated by the mean of -log-prob
+            over the sampled tokens, which has the same expectation
     """
     total: dict[str, float] = {}
     for one in statistics:
@@ -128,13 +131,13 @@ def text_metrics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _packed(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's valid values moved to its start, in their order, and the mask of where they are now."""
+    """Return each row with its valid values moved to the start, in their order, and the mask of the moved values."""
     order = (~mask).int().argsort(dim=1, stable=True)
     return values.gather(1, order), mask.gather(1, order)
 
 
 def _tails(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's last `TAIL` valid values, or fewer, and the mask of where there are such values."""
+    """Return the last `TAIL` valid values of each row, and a mask, because a row may have fewer."""
     packed, known = _packed(values, mask)
     lengths = known.sum(1, keepdim=True)
     width = min(TAIL, values.shape[1])

@@ -111,7 +111,7 @@ def _label(run_dir: Path, run_dirs: Sequence[str | Path]) -> str:
 
 
 def series(entries: Sequence[Mapping[str, Any]], key: str, *, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of a metric, only of steps in which it is finite and, if `positive`, above zero."""
+    """Return steps and values of a metric. Skip values that are not finite and, if `positive`, values up to 0."""
     points = [
         (entry["step"], float(entry[key]))
         for entry in entries
@@ -159,8 +159,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def phases_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the timed phases in the order of a step, unknown phases last. Leave out those that are parts of `update`,
-    because its time includes them."""
+    """Return the timed phases in the order of a step, unknown phases last. Parts of `update` are left out, because the
+    time of `update` includes them."""
     timed = dict.fromkeys(key.removeprefix("timing_s/") for e in entries for key in e if key.startswith("timing_s/"))
     known = [phase for phase in _PHASES if phase in timed]
     return known + [phase for phase in timed if phase not in (*_PHASES, *_PARTS_OF_UPDATE, "step")]

@@ -1,8 +1,8 @@
-"""Watch a run while it is logged: report warning signs, and say which TBPO bands would suit it.
+"""Watch a run while it is logged: report warning signs, and recommend a width for TBPO's bands.
 
-A warning sign (`qarl.metrics.warning_signs`) becomes a message and a line of warnings.jsonl in the run folder, with
-the keys of `WarningSign`: sign, step, since_step, text, remedy. When a run resumes, the state is rebuilt from its
-metrics, and the file is written again without the warnings of steps that are run again.
+Each warning sign (`qarl.metrics.warning_signs`) is printed and written as a line to warnings.jsonl in the run folder.
+A line has the keys of `WarningSign`: sign, step, since_step, text, remedy. When a run resumes, the state and the file
+are rebuilt from the metrics of the steps before the resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qarl.metrics.warning_signs import SignFinder, WarningSign
 
 WARNINGS_FILE = "warnings.jsonl"
 ADVICE_AFTER = 5
-"""Number of training steps after which a run says which bands would leave 5% of the responses outside."""
+"""After this number of training steps, a run recommends bands that would leave 5% of the responses outside."""
 _ADVISED, _FACTOR = "actor/band_p95_after_first", "actor/band_factor_p95_after_first"
 _OUTSIDE = "actor/inside_band_frac_after_first"
 
@@ -41,7 +41,7 @@ class RunWatch:
                 self._path.unlink(missing_ok=True)
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Return what is new after this step: warning signs, and once the advice about bands.
+        """Return new messages after this step: warning signs and, once per run, advice about bands.
 
         Raise StorageError if warnings.jsonl cannot be written."""
         known = len(self._bands)
@@ -59,11 +59,11 @@ class RunWatch:
 
 
 def band_advice(steps: Sequence[tuple[float, float, float]]) -> str:
-    """Return one line about the bands. `steps`: of each step the metrics `actor/band_p95_after_first`,
+    """Return one line about the bands. `steps`: three metrics of each step, `actor/band_p95_after_first`,
     `band_factor_p95_after_first` and `inside_band_frac_after_first`."""
     at_reference, factor, inside = (median(values) for values in zip(*steps, strict=True))
     if factor == 0:
-        return "bands: no sequence ratio has moved yet, so nothing can be said about their width"
+        return "bands: no sequence ratio has changed yet, so no width can be recommended"
     return (
         f"bands: {1 - inside:.0%} of the responses are outside their band (after the first mini-batch, median of "
         f"{len(steps)} steps); actor.seq_clip_ratio_* and actor.neg_seq_clip_ratio_* times {factor:.2g} would leave 5% "

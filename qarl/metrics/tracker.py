@@ -61,10 +61,10 @@ class _Writer(Protocol):
 class Tracker:
     """Log one mapping of metrics per step to metrics.jsonl and to the chosen loggers.
 
-    `log` also looks for warning signs (`qarl.metrics.run_watch`). It raises if a line of metrics.jsonl or
-    warnings.jsonl cannot be written. If a different logger fails (full disk, closed terminal, network), it is dropped
-    with a message and the run continues. `problem` is the first such error, to be raised at the
-    end of the run.
+    `log` also looks for warning signs (`qarl.metrics.run_watch`). It raises StorageError if it cannot write a line of
+    metrics.jsonl or warnings.jsonl. If a different logger fails (full disk, closed terminal, network), a message is
+    printed, this logger is dropped, and the run continues. `problem` is the first such error; the run raises it at its
+    end.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
                 f"unknown logger {logger!r}", where="trainer.logger", fix=f"choose from {', '.join(LOGGERS)}"
             )
         spec = importlib.util.find_spec(logger) if logger != "console" else None
-        # find_spec finds a directory of that name, such as W&B's ./wandb, as a namespace package without origin.
+        # For a directory of that name, such as W&B's ./wandb, find_spec returns a namespace package without origin.
         if logger != "console" and (spec is None or spec.origin is None):
             raise UserError(
                 f"the logger {logger} is chosen, but the package {logger} is not installed",
@@ -248,7 +248,7 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard then hides what an earlier run in this directory logged for this step and later ones.
+        # TensorBoard then hides entries of an earlier run in this directory from this step on.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

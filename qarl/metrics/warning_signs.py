@@ -1,16 +1,21 @@
-"""Find warning signs of a collapse in the metrics of a run: what was seen, since which step, and what to try.
+"""Find warning signs of a collapse in the metrics of a run.
 
-A run that collapses shows it in other metrics before its reward falls. The QaRL paper (arXiv 2604.07853) names error
-tokens and rising entropy, arXiv 2605.14220 a skew of the loss contributions by sign. Jumps of entropy and gradient norm
-are well-known signs of a mismatch. `SignFinder` looks for these signs after each step, and reports each of them once.
+Before the reward of a collapsing run falls, other metrics change. The QaRL paper (arXiv 2604.07853) names error tokens
+and rising entropy. arXiv 2605.14220 names a difference between the loss contributions of positive and negative samples.
+Jumps of entropy and gradient norm are well-known signs of a mismatch. `SignFinder` looks for these signs after each
+step, and reports each sign once.
 
-The rules are ours. They must not disturb healthy runs, whose metrics are noisy. So they compare medians: of the last
-few steps (recent) with those of up to `WINDOW` steps before them (usual) or the first `EARLY` steps of the run (early).
-A change counts only if it is beyond a factor or a difference, which each rule names, and beyond several times the usual
-spread (1.4826 times the median absolute deviation, a standard deviation if values are normally distributed).
-docs/warning_signs.md lists the runs that the rules were checked on.
+The rules are ours. Metrics of healthy runs are noisy, so the rules compare medians:
 
-This module needs no torch. Its state depends only on the metrics that it was given, so a resumed run can rebuild it.
+- recent: of the last few steps
+- usual: of up to `WINDOW` steps before them
+- early: of the first `EARLY` steps of the run
+
+A change counts only if it exceeds both the limit of its rule (a factor or a difference) and several times the usual
+spread. The spread is 1.4826 times the median absolute deviation, which equals the standard deviation of normally
+distributed values. docs/warning_signs.md lists the runs on which we checked the rules.
+
+This module needs no torch. A resumed run rebuilds the state from its metrics.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ from statistics import median
 from typing import Any
 
 RECENT, WINDOW, FEWEST, EARLY = 3, 30, 10, 20
-"""Steps of a recent median, of a usual median at most and at least, and of an early median."""
+"""Number of steps of a recent median, largest and smallest number of a usual median, and number of an early median."""
 TREND = 10
-"""Steps of the recent median if it is compared with the early one, so at a trend and not a jump."""
+"""Number of steps of the recent median in `trend`, which compares it with the early median."""
 DEVIATIONS, JUMP_DEVIATIONS = 6.0, 4.0
-"""How many times the usual spread a change must be; `JUMP_DEVIATIONS` if logarithms are compared."""
+"""A change must exceed the usual spread this many times. `JUMP_DEVIATIONS` is for comparisons of logarithms."""
 EQUAL_REWARDS = 5
-"""Steps in a row, in all of which all groups have equal rewards."""
+"""Number of consecutive steps without any difference of rewards within a group, after which this is reported."""
 
 Point = tuple[int, float]
 """A training step and the value of a metric."""
@@ -36,8 +41,14 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class WarningSign:
-    """A sign of trouble. `sign`: its name. `step`: the step after which it was reported. `since_step`: the first of the
-    steps that show it without interruption. `text`: what was seen. `remedy`: what to try."""
+    """A sign of trouble.
+
+    sign         its name
+    step         the step after which it was reported
+    since_step   the first step that shows it
+    text         what was seen
+    remedy       what to try
+    """
 
     sign: str
     step: int
@@ -51,7 +62,7 @@ class WarningSign:
 
 @dataclass(frozen=True)
 class Change:
-    """Two medians of a metric, the first step of the recent change, and words that say what `before` is."""
+    """Two medians of a metric, the first step of the change, and `than`, words that describe the median `before`."""
 
     before: float
     now: float
@@ -92,7 +103,7 @@ def find(history: Sequence[Mapping[str, Any]]) -> list[WarningSign]:
 
 
 def _derived(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that only the rules need: what the mismatch adds to C(r) for each sign of advantage."""
+    """Return metrics that only the rules use: for each sign of advantage, C(r w) - C(r) and |C(r)|."""
     found = {}
     try:
         for sign in ("pos", "neg"):
@@ -119,10 +130,10 @@ def usual(values: Sequence[float], recent: int) -> tuple[float, float, float] | 
 
 
 def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Change | None:
-    """Return the change if the recent median is `factor` times the usual one; a factor below 1 means a fall.
+    """Return the change if the recent median differs from the usual one by at least `factor`. Otherwise return None.
 
-    It must also be beyond `JUMP_DEVIATIONS` times the usual spread. Values above 0 are compared by their logarithms, in
-    which a rise and a fall by the same factor are equally far; other values are left out."""
+    If `factor` is below 1, look for a fall. Logarithms are compared, so values of 0 or below are left out. The
+    difference of the logarithms must also exceed `JUMP_DEVIATIONS` times the usual spread."""
     positive = [(step, math.log(value)) for step, value in points if value > 0]
     found = usual([value for _, value in positive], recent)
     if found is None:
@@ -137,9 +148,8 @@ def jump(points: Sequence[Point], factor: float, *, recent: int = RECENT) -> Cha
 
 
 def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | None:
-    """Return the change if the median of the last `TREND` values is `factor` times the early one and at least `least`.
-
-    An early median below `least` / `factor` counts as that, so a metric that begins at 0 must reach `least`."""
+    """Return the change if the median of the last `TREND` values is at least `least` and at least `factor` times the
+    early median, and the rise exceeds `DEVIATIONS` times the early spread. Otherwise return None."""
     if len(points) < EARLY + TREND:
         return None
     early = [value for _, value in points[:EARLY]]
@@ -153,7 +163,7 @@ def trend(points: Sequence[Point], factor: float, *, least: float) -> Change | N
 
 
 def _since(points: Sequence[Point], shows: Callable[[float], bool]) -> int:
-    """Return the first step of the last stretch of values that show a change. One value may lie back between others."""
+    """Return the first step of the latest run of values for which `shows` is true. A single exception is tolerated."""
     since = points[-1][0]
     missed = 0
     for step, value in reversed(points):
@@ -194,7 +204,7 @@ def _k3(series: Series) -> Seen:
 
 
 def _skew(series: Series) -> Seen:
-    """The mismatch's net push is the sum over both signs of C(r w) - C(r); symmetric noise adds up to 0."""
+    """Look for a net push of the mismatch: C(r w) - C(r) summed over both signs, which symmetric noise leaves at 0."""
     points, own = series["skew/net"], series["skew/own"]
     if len(points) < 2 * EARLY:
         return None
@@ -240,8 +250,8 @@ def _equal_rewards(series: Series) -> Seen:
         return None
     since = next(step for step, value in points[-EQUAL_REWARDS:] if value >= 1)
     return since, (
-        f"in {EQUAL_REWARDS} steps in a row all responses to the same prompt had the same reward, for every prompt: "
-        "there is nothing to learn, but the optimizer's momentum still moves the weights"
+        f"in {EQUAL_REWARDS} steps in a row, for every prompt, all responses had the same reward, so the run cannot "
+        "learn, but the optimizer's momentum still moves the weights"
     )
 
 
@@ -272,7 +282,7 @@ SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
     ),
     "length": (
         _length,
-        "read the responses: a reward that can be had by length, or responses that do not end; lower optim.lr",
+        "read the responses: the reward may favour long ones, or responses may not end; lower optim.lr",
     ),
     "repetition": (
         _repetition,
@@ -283,7 +293,7 @@ SIGNS: dict[str, tuple[Callable[[Series], Seen], str]] = {
         "use prompts that are sometimes solved and sometimes not, or a larger rollout.n; if the task is solved, stop",
     ),
 }
-"""Name of a sign -> the rule that finds it, and its remedy."""
+"""Maps the name of a sign to the rule that finds it, and its remedy."""
 METRICS = (
     "rollout/entropy",
     "actor/entropy",

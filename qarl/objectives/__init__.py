@@ -1,5 +1,5 @@
-"""The objectives of `actor.loss` and the corrections of the section `rollout_correction`, the same in both backends.
+"""The objectives of `actor.loss` and the corrections of the section `rollout_correction`. Both backends use this code.
 
-Read `settings.py` first (the keys that take part), then `loss.py` (an objective, and what makes its parts add up).
-`corrections.py` has weights and rejections. Where verl has a function, `library.py` calls it.
+Read `settings.py` first (the settings of an objective), then `loss.py` (the objectives). `corrections.py` contains
+weights and rejections. `library.py` calls verl's functions.
 """

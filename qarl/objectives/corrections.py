@@ -1,15 +1,18 @@
-"""Weights for the mismatch of trainer and rollout engine, and what is rejected because of it.
+"""Weights and rejections that correct the mismatch between trainer and rollout engine.
 
     r_corr = exp(old_log_prob - rollout_log_prob)      the mismatch alone
     r_ppo  = exp(log_prob - rollout_log_prob)          the mismatch and the updates since the rollout
 
-A weight multiplies a token's loss by r_corr, or by its product or geometric mean over the response, within bounds
-(arXiv 2605.14220, equation 6; IcePop: arXiv 2510.18855). A rejection leaves out tokens or responses whose divergence is
-above a threshold (equations 7 to 11, of K summed over tokens: `seq_sum_k1`, `seq_sum_k3`). A veto leaves out a response
-with a token of almost no probability (Miles' notes on the mismatch, "Veto Mechanism").
+- A weight multiplies a token's loss by r_corr, or by the product or geometric mean of r_corr over the response. The
+  weight is kept within bounds (arXiv 2605.14220, equation 6; IcePop: arXiv 2510.18855).
+- A rejection leaves out tokens or responses whose divergence is above a threshold (equations 7 to 11 of the same
+  paper; for K summed over tokens they are `seq_sum_k1` and `seq_sum_k3`).
+- A veto leaves out a response if one of its tokens has almost no probability (Miles' notes on the mismatch, "Veto
+  Mechanism").
 
-Token and sequence weights and rejections are verl's `rollout_corr_helper`. verl 0.9.1 lacks the geometric weight, the
-mode `clip` and the veto, which are here. Log-ratios are clipped to 20 before an exponential, as in verl.
+verl's `rollout_corr_helper` computes token weights, sequence weights and rejections. verl 0.9.1 lacks the geometric
+weight, the mode `clip` and the veto, so this module implements them. Log-ratios are clipped to 20 before an
+exponential, as in verl.
 
 Legend: B responses, T token positions.
 """
@@ -30,10 +33,10 @@ SAFETY_BOUND = 20.0
 def weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> torch.Tensor | None:
-    """Return the weight of every token, FP32 [B, T], 0 outside `mask`, or None if the correction has no weight.
+    """Return the weight of every token, FP32 [B, T], 0 outside `mask`. Return None if the correction has no weight.
 
-    `rollout_is_batch_normalize` divides by the mean over the rows of this call, which must then be a whole batch. All
-    arguments are [B, T]; `mask` is bool."""
+    All tensors are [B, T]; `mask` is bool. With `rollout_is_batch_normalize`, pass the rows of a whole batch, because
+    the weights are divided by their mean over these rows."""
     if correction.rollout_is is None:
         return None
     log_ratio = torch.where(mask, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
@@ -50,7 +53,7 @@ def weights(
 def sequence_mis_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> torch.Tensor | None:
-    """Return masked importance weights: the product of r_corr over the response, or 0 if it is above `cap`. [B, T]
+    """Return masked importance weights, [B, T]: the product of r_corr over the response, or 0 if it is above `cap`.
 
     Source: "When Speed Kills Stability" (Liu et al. 2025, https://richardli.xyz/rl-collapse), sequence-level MIS."""
     mis = Correction(rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=cap)
@@ -64,7 +67,7 @@ def kept(
     mask: torch.Tensor,
     correction: Correction,
 ) -> torch.Tensor:
-    """Return `mask` without what is rejected, bool [B, T]. It depends on each row alone. All arguments are [B, T]."""
+    """Return `mask` without the rejected tokens, bool [B, T]. Each row is judged alone. All tensors are [B, T]."""
     if not mask.any():
         return mask
     found = mask
@@ -79,7 +82,7 @@ def kept(
 
 
 def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Return r_corr at this level, [B, T]."""
+    """Return r_corr, [B, T], at `level`: of each token, or as a product or mean over the response."""
     if level != "token":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
     if level == "geometric":
@@ -88,7 +91,7 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Ten
 
 
 def _bounded(weight: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return the weights with the bounds of the mode."""
+    """Return the weights within the bounds of `rollout_is_mode`."""
     upper, lower = correction.rollout_is_threshold, correction.lower
     if correction.rollout_is_mode == "truncate":
         return weight.clamp(max=upper)
@@ -101,7 +104,7 @@ def _bounded(weight: torch.Tensor, correction: Correction) -> torch.Tensor:
 
 
 def _mean(weight: torch.Tensor, mask: torch.Tensor, *, per_token: bool) -> torch.Tensor:
-    """Return the mean weight over tokens, or over responses, each of which has one weight. A scalar."""
+    """Return the mean weight, a scalar. The mean is over tokens if `per_token`, otherwise over responses."""
     if per_token:
         return weight.sum() / mask.sum()
     return weight.amax(dim=-1).sum() / mask.any(dim=-1).sum()

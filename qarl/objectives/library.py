@@ -3,8 +3,8 @@
 This is the only module outside `qarl.verl` that imports verl. The import happens when a config first needs one of these
 functions, because it takes seconds and loads ray. `require` makes a run without verl fail before it loads a model.
 
-verl's losses read their settings from verl's `ActorConfig`. `global_batch_info` in it makes the parts of a mini-batch
-add up: `agg_loss` divides a part's sum by the number of responses or tokens of the whole mini-batch.
+verl's losses read their settings from verl's `ActorConfig`. Its `global_batch_info` contains the number of responses
+and tokens of the whole mini-batch. `agg_loss` divides each part's sum by it, so the losses of the parts add up.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def core_algos() -> Any:
         import verl.trainer.ppo.core_algos as module
     except ImportError as error:
         raise UserError(
-            "verl is not installed, but this config calls its functions",
+            "verl is not installed, but this config needs its functions",
             where="actor.loss, algorithm.adv_estimator, rollout_correction",
-            why=f"all losses but tbpo, and all corrections, are verl's own functions ({error})",
+            why=f"verl computes all losses except tbpo, and all corrections ({error})",
             fix="install qarl[cpu] or qarl[gpu], or set actor.loss=tbpo without rollout_correction",
         ) from error
     return module
@@ -71,9 +71,9 @@ def actor_config(settings: Settings) -> Any:
 def policy_loss(
     name: str, settings: Settings, *, responses: int, tokens: int, **tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Call verl's policy loss `name` on a part of a mini-batch of so many responses and tokens.
+    """Call verl's policy loss `name` on a part of a mini-batch. Return verl's loss and metrics.
 
-    `tensors`: what verl's losses take, each [B, T]. Return verl's loss and metrics."""
+    `responses`, `tokens`: their number in the whole mini-batch. `tensors`: the arguments of verl's losses, [B, T]."""
     core = core_algos()
     function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
     config = actor_config(settings)
@@ -92,8 +92,8 @@ def outcome_advantages(
 ) -> torch.Tensor:
     """Return verl's advantages `name` ("rloo", "reinforce_plus_plus"), FP32 [batch], 0 for an empty response.
 
-    As verl's reward managers do, the reward is placed on the last token of a response. verl computes an advantage per
-    token, and all tokens of a response have the same one. `rewards`, `lengths`: [batch]."""
+    `rewards`, `lengths`: [batch]. Like verl's reward managers, this puts the reward on the last token of a response.
+    verl computes an advantage per token; all tokens of a response get the same advantage."""
     import numpy as np
 
     core = core_algos()
@@ -128,7 +128,7 @@ def correction_weights(log_ratio: torch.Tensor, mask: torch.Tensor, correction: 
 
 
 def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return `mask` without what verl rejects for these log-ratios, bool [B, T]. `mask` has at least one token."""
+    """Return `mask` without the tokens that verl rejects, bool [B, T]. `mask` must contain at least one token."""
     passed, _ = corrections().compute_rollout_rejection_mask(
         log_ratio,
         mask.float(),

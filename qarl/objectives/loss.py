@@ -1,8 +1,11 @@
-"""The objectives. One signature for all of them, and the same sum however a mini-batch is split.
+"""The objectives. All have one signature. Their sum over a mini-batch does not depend on how it is split.
 
-The ratio of a token is r_t = exp(log_prob - old_log_prob), that of a response s = exp mean_t(log_prob - old_log_prob).
-With `bypass_mode`, the rollout's log-probs take the place of the old ones. A is the advantage, [low, high] the interval
-[1 - clip_ratio_low, 1 + clip_ratio_high].
+    r_t           exp(log_prob - old_log_prob), the ratio of a token
+    s             exp mean_t(log_prob - old_log_prob), the ratio of a response
+    A             the advantage
+    [low, high]   [1 - clip_ratio_low, 1 + clip_ratio_high]
+
+With `bypass_mode`, the rollout's log-probs replace the old ones in r_t and s.
 
     tbpo            qarl.tbpo                                                         arXiv 2604.07853
     grpo            max(-r_t A, -clip(r_t, low, high) A)                              arXiv 2402.03300
@@ -13,10 +16,12 @@ With `bypass_mode`, the rollout's log-probs take the place of the old ones. A is
     sapo            -(4/tau) sigmoid(tau (r_t - 1)) A, tau = tau_pos or tau_neg       arXiv 2511.20347
     reinforce       -log_prob A                                                       arXiv 2605.14220, section 3.2
 
-Every loss but TBPO is verl's function. verl's `vanilla` always has the third bound, at 3 by default: `grpo` sets it so
-high that it never binds. What a mini-batch's parts divide by is the number of its non-empty responses (or of its tokens
-with token-mean) before rejection, so a rejected response has no gradient and stays in the denominator (arXiv
-2605.14220, equations 7 to 11). verl divides by ppo_mini_batch_size * rollout.n, which also counts empty responses.
+Every loss except TBPO is verl's function. verl's `vanilla` always applies dual clip's bound, by default with c = 3.
+`grpo` sets c so high that this bound never applies.
+
+The sum over a mini-batch is divided by the number of its non-empty responses (of its tokens with token-mean). They are
+counted before rejection. So a rejected response has no gradient but stays in the denominator (arXiv 2605.14220,
+equations 7 to 11). verl divides by ppo_mini_batch_size * rollout.n, which also counts empty responses.
 """
 
 from __future__ import annotations
@@ -60,10 +65,11 @@ def objective_loss(
         rollout_log_prob: [B, T], the log-probs that the sampling engine reported.
         advantages: [B], or [B, T] constant over the tokens of a row.
         response_mask: [B, T], bool or 0/1. Values at other positions are ignored, even NaN.
-        weight: [B, T], the correction's weights, if they were made for a whole batch. Otherwise they are made here.
-        responses, tokens: non-empty responses of the whole mini-batch, and their tokens, before any rejection.
+        weight: [B, T], the correction's weights, if `batch_weights` computed them. If None, they are computed here.
+        responses, tokens: number of non-empty responses in the whole mini-batch before any rejection, and number of
+            their tokens.
 
-    Raise ValueError as `tbpo_loss` does, and UserError if verl is needed and not installed.
+    Raise ValueError as `tbpo_loss` does. Raise UserError if the loss needs verl, but verl is not installed.
     """
     correction = settings.correction
     if settings.loss == "tbpo" and not correction.rejects:
@@ -116,5 +122,5 @@ def objective_loss(
 def batch_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, settings: Settings
 ) -> torch.Tensor | None:
-    """Return the correction's weights for the whole batch of a step, FP32 [B, T], or None if it has no weight."""
+    """Return the correction's weights for the whole batch of a step, FP32 [B, T], or None if none is configured."""
     return weights(old_log_prob, rollout_log_prob, response_mask != 0, settings.correction)

@@ -1,7 +1,7 @@
-"""Statistics of the objectives' calls, and the metrics of a step that they combine to.
+"""Statistics of each call of an objective, and the metrics of a step that are computed from them.
 
-A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`, and the prefix says how the values of micro-batches and ranks
-are combined (as in `qarl.tbpo.loss`, whose statistics are combined by `qarl.tbpo.reduce_metrics`).
+A statistic's key is `sum/NAME`, `min/NAME` or `max/NAME`. The prefix says how to combine the values of micro-batches
+and ranks. `qarl.tbpo.loss` uses the same keys, and `qarl.tbpo.reduce_metrics` combines its statistics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qarl.tbpo.ratios import ratio_deviation, sequence_log_ratio
 from qarl.tbpo.tokens import token_metrics, token_statistics
 
 _VERL = {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped_lower", "actor/ppo_kl": "ppo_kl"}
-"""verl's metrics of a call, which are means over its tokens, and the names of their sums."""
+"""Maps verl's metrics of a call, which are means over its tokens, to the names of our sums."""
 _IS_TBPO = "sum/pos_outside"
 """A statistic that only TBPO has."""
 _MEANS = {
@@ -39,9 +39,9 @@ _MEANS = {
 
 
 def correction_statistics(mask: torch.Tensor, keep: torch.Tensor, weight: torch.Tensor | None) -> dict[str, float]:
-    """Return the statistics of a correction: what it rejected, and its weights on what was left. All [B, T].
+    """Return the statistics of a correction: counts of what it rejected, and its weights on the kept tokens.
 
-    `mask` and `keep`: the tokens before and after the rejection, bool."""
+    `mask`, `keep`: the tokens before and after the rejection, bool [B, T]. `weight`: [B, T], or None."""
     nonempty = mask.any(dim=-1)
     values = {
         "sum/all_responses": nonempty.sum(),
@@ -100,13 +100,16 @@ def loss_statistics(
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the metrics of a step from the statistics of all its calls (micro-batches and ranks).
 
-    TBPO's metrics are those of `qarl.tbpo.reduce_metrics`. The others, over kept tokens or responses:
-        actor/pg_clipfrac, actor/pg_clipfrac_lower: share of tokens that are clipped, and by dual clip's third bound
+    For TBPO, `qarl.tbpo.reduce_metrics` defines the metrics. For other losses, over kept tokens or responses:
+        actor/pg_clipfrac: share of tokens that are clipped
+        actor/pg_clipfrac_lower: share of tokens that are clipped by dual clip's third bound
         actor/ppo_kl: mean of old_log_prob - log_prob over tokens
-        actor/zero_advantage_frac, actor/seq_ratio_*, actor/*zero_centred_loss_*: as TBPO's
-        correction/rejected_response_frac, _token_frac: share of responses without a token left, and of rejected tokens
-        correction/weight_mean, _min, _max, _zero_frac, _ess: the weights on kept tokens; the share of them that is 0;
-            their effective sample size mean(w)^2 / mean(w^2)
+        actor/zero_advantage_frac, actor/seq_ratio_*, actor/*zero_centred_loss_*: as for TBPO
+    For every loss with a correction:
+        correction/rejected_response_frac: share of responses of which no token is kept
+        correction/rejected_token_frac: share of rejected tokens
+        correction/weight_mean, _min, _max, _zero_frac, _ess: mean, minimum and maximum of the weights on kept tokens,
+            the share of weights that are 0, and the effective sample size mean(w)^2 / mean(w^2)
     """
     statistics = list(statistics)
     total = combine(statistics)
@@ -127,8 +130,10 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return TBPO's metrics of that name or, for other losses, the `pg_clipfrac*` metrics of `reduce_metrics` with
-    `_after_first` appended, and those of `qarl.tbpo.tokens.token_metrics`.
+    """Return the metrics of later mini-batches, with `_after_first` appended to their names.
+
+    For TBPO, `qarl.tbpo.after_first_metrics` defines them. For other losses, these are `pg_clipfrac*` of
+    `reduce_metrics` and (under their own names) the metrics of `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first, in which every ratio is 1 by construction."""
     later = list(statistics)

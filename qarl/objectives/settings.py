@@ -1,4 +1,4 @@
-"""What an objective and its corrections depend on, resolved from the config of a run."""
+"""The settings of an objective and its corrections, resolved from the config of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from qarl.config.objective_checks import SEQUENCE_LOSSES
 from qarl.tbpo.config import TBPOConfig
 
 NO_DUAL_CLIP = 1e10
-"""verl's `vanilla` always has dual clip, with `clip_ratio_c` = 3 by default. It clips log-ratios to 20 first, so no
-ratio is above e^20 = 4.9e8, and this value never binds."""
+"""A `clip_ratio_c` that has no effect. verl's `vanilla` always has dual clip, with `clip_ratio_c` = 3 by default. It
+clips log-ratios to 20 first, so no ratio is above e^20 = 4.9e8."""
 TOKEN_CLIP = (0.2, 0.2)
 """PPO's clip ratios (arXiv 1707.06347)."""
 SEQUENCE_CLIP = (3e-4, 4e-4)
@@ -19,7 +19,7 @@ SEQUENCE_CLIP = (3e-4, 4e-4)
 NEVER = 1e-30
 """A lower bound below every weight. verl's weights are at least e^-20 = 2e-9."""
 LARGEST = 700.0
-"""No K1 of a response is beyond this number of nats, and its exponential is still a float."""
+"""Every K1 of a response is below this number of nats, and the exponential of this number is still a finite float."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Correction:
     def verl_weight_bounds(self) -> str | float:
         """verl's `rollout_is_threshold`: a number truncates, and LOWER_UPPER sets weights outside to 0 (IcePop).
 
-        `mask` is IcePop with a lower bound that never binds."""
+        `mask` is IcePop with a lower bound that has no effect."""
         upper = self.rollout_is_threshold
         if self.rollout_is_mode == "truncate":
             return upper
@@ -70,7 +70,7 @@ class Correction:
 
     @property
     def verl_rejection_bounds(self) -> str:
-        """verl's `rollout_rs_threshold`: bounds of K2 and K3 in nats, but of K1 as ratios exp(K1), LOWER_UPPER."""
+        """verl's `rollout_rs_threshold`. Bounds of K2 and K3 are in nats, those of K1 are exp(K1): LOWER_UPPER."""
         options, given = self.rollout_rs, self.rollout_rs_threshold
         lower = -LARGEST if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
         bounds = []
@@ -82,10 +82,10 @@ class Correction:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that an objective depends on besides the batch. Nothing is null here except in `correction`.
+    """All settings of an objective. Only values in `correction` can be None.
 
-    `loss_scale_factor`: the constant by which seq-mean-token-sum-norm divides, in tokens. `tbpo`: bands and cap of
-    TBPO, used by no other loss.
+    `loss_scale_factor`: the constant by which seq-mean-token-sum-norm divides, in tokens. `tbpo`: bands and cap. Only
+    the loss `tbpo` uses them.
     """
 
     loss: str = "tbpo"

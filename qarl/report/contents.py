@@ -1,8 +1,11 @@
-"""What the report shows, read from the files of a run folder. Every file but `metrics.jsonl` may be missing.
+"""Reads the contents of the report from a run folder. Every file except `metrics.jsonl` may be missing.
 
-Numbers are cut to four digits. A series of more than `MOST_POINTS` steps is divided into groups of steps, and each
-group keeps its lowest and its highest value, so no spike is lost. If the samples take more than `SAMPLE_CHARACTERS`,
-every second logged step is left out, until they fit. So the file stays under 5 MB however long the run.
+The report stays under 5 MB for a run of any length:
+
+- Numbers are rounded to four digits.
+- A series of more than `MOST_POINTS` steps is divided into groups of steps. Each group keeps its lowest and its highest
+  value, so no spike is lost.
+- If the samples have more than `SAMPLE_CHARACTERS` characters, every second logged step is removed, until they fit.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ WARNINGS_FILE = "warnings.jsonl"
 MOST_POINTS = 1000
 SAMPLE_CHARACTERS = 2_000_000
 TEXT_CHARACTERS = 200_000
-"""Most characters of the config and of the versions that the report quotes."""
+"""Largest number of characters that the report quotes from the config, and from the versions."""
 
 Series = dict[str, list[Any]]
 
@@ -97,7 +100,7 @@ def read_warnings(path: Path) -> list[dict[str, Any]]:
 
 
 def fitting_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out every second logged step, never the last one, until the samples fit into `SAMPLE_CHARACTERS`."""
+    """Remove every second logged step, but keep the last one, until the samples fit into `SAMPLE_CHARACTERS`."""
     while samples and sum(len(json.dumps(sample)) for sample in samples) > SAMPLE_CHARACTERS:
         steps = sorted({sample["step"] for sample in samples})
         kept = set(steps[::-2]) if len(steps) > 1 else set()

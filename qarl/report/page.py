@@ -1,8 +1,8 @@
-"""Writes `report.html`: the page's frame, style and script with the contents of a run, in one file.
+"""Writes `report.html`, one file with the page's frame, style, script and the contents of a run.
 
-The contents are a block of JSON that the script reads. The script writes text only as text, never as HTML, and in the
-block every `<` is escaped, so no sampled text can end the block or become markup. The page's own security policy
-(Content-Security-Policy) allows this one script and this one style by their hashes, and no request to any address.
+The contents are a block of JSON that the script reads. Sampled text cannot become markup: every `<` in the block is
+escaped, and the script writes text only as text, never as HTML. The page's Content-Security-Policy allows only this
+script and this style, by their hashes. It allows no requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPORT_FILE = "report.html"
 def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` of a run folder completely or not at all, and return its path.
 
-    Raise UserError if the folder has no metrics file, and StorageError if the disk refuses."""
+    Raise UserError if the folder has no metrics file, and StorageError if writing fails."""
     path = Path(run_dir) / REPORT_FILE
     write_text(path, page(contents(run_dir)))
     return path
@@ -42,7 +42,7 @@ def page(found: dict[str, Any]) -> str:
         "SCRIPT": script,
         "DATA": data,
     }
-    # The frame is cut at its marks before anything is put in, so a mark inside a text stays text.
+    # The frame is split at its marks before texts are inserted, so a mark inside a text stays text.
     before, *rest = _packaged("page.html").split("@@")
     return before + "".join(parts[piece] if place % 2 == 0 else piece for place, piece in enumerate(rest))
 

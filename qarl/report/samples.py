@@ -1,4 +1,4 @@
-"""`samples.jsonl` of a run folder: a few responses of some steps, with δ of each token.
+"""Writes and reads `samples.jsonl` of a run folder: a few responses of some steps, with δ of each token.
 
 δ is the trainer's log-prob minus the rollout's, in nats. One line is one response:
 
@@ -29,8 +29,10 @@ EVERY, LATE, EVERY_LATE = 10, 500, 50
 
 
 def is_logged(step: int, last: int | None = None) -> bool:
-    """Return whether samples and report are written after `step`: the first step, every tenth, from step 500 on every
-    fiftieth, and the `last`. A report takes 0.1 s per 500 steps that it shows, so late ones are rarer."""
+    """Return whether samples and report are written after `step`.
+
+    They are written after the first step, after every tenth up to step 500, then after every fiftieth, and after the
+    `last`. Late reports are rarer because a report takes 0.1 s per 500 steps that it shows."""
     return step in (1, last) or step % (EVERY if step <= LATE else EVERY_LATE) == 0
 
 
@@ -83,26 +85,26 @@ def _rounded(value: float) -> float:
 
 
 def append_samples(run_dir: str | Path, samples: Sequence[dict[str, Any]]) -> None:
-    """Add lines to `samples.jsonl`. Raise StorageError if the disk refuses."""
+    """Add lines to `samples.jsonl`. Raise StorageError if writing fails."""
     path = Path(run_dir) / SAMPLES_FILE
     text = "".join(json.dumps(json_safe(sample), allow_nan=False) + "\n" for sample in samples)
     with writing(path), path.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
-        # A line that a crash has cut off must not swallow the next one.
+        # If a crash cut off the last line, the next one must not be appended to it.
         torn = file.read(1) not in (b"", b"\n")
         file.write((b"\n" if torn else b"") + text.encode())
 
 
 def loads(text: str) -> Any:
-    """Return what the JSON `text` holds, with NaN and infinities, which JSON lacks but Python reads, as strings."""
+    """Return the value of the JSON `text`. NaN and infinities, which only Python's JSON has, become strings."""
     return json.loads(text, parse_constant=str)
 
 
 def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the samples in order of `step`. A resumed run repeats steps; its newer samples replace the older ones.
+    """Return the samples in order of `step`. If a resumed run repeated a step, only its newer samples are returned.
 
-    Lines that are not samples are skipped. Without the file the list is empty."""
+    Lines that are not samples are skipped. If the file is missing, return an empty list."""
     path = Path(run_dir) / SAMPLES_FILE
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -18,11 +18,14 @@ BandScaling = Literal["none", "length"]
 class TBPOConfig:
     """Bands and cap of the TBPO loss, all dimensionless. `qarl.tbpo.loss` defines ratio r, weight w and advantage A.
 
-    `seq_clip_ratio_*`: how far the edges of r's band are from 1 if A > 0. `neg_seq_clip_ratio_*`: the same if A < 0.
-    `seq_tis_imp_ratio_cap`: C, the largest w; the smallest is 1/C. r is a geometric mean over T tokens, so its spread
-    is about 1/sqrt(T). The paper's bands are for responses of up to 16384 tokens. Short responses need wider bands:
-    with `band_scaling="length"` a response of T tokens has bands that are sqrt(`band_reference_length` / T) times the
-    given ones.
+    seq_clip_ratio_*        distances from 1 of the edges of r's band if A > 0
+    neg_seq_clip_ratio_*    distances from 1 of the edges of r's band if A < 0
+    seq_tis_imp_ratio_cap   C; w is clipped to [1/C, C]
+    band_scaling            with "length", the bands of a response of T tokens are multiplied by
+                            sqrt(`band_reference_length` / T)
+
+    r is a geometric mean over T tokens, so its spread is proportional to 1/sqrt(T), and short responses need wider
+    bands. The paper's bands are for responses of up to 16384 tokens.
 
     Raises ValueError on a number out of range, an unknown option, or an aggregation other than "seq-mean-token-mean".
     """

@@ -19,16 +19,16 @@ quantized rollouts, mostly in negative samples. Their probability is very low, s
 
 The paper is ambiguous in two places. Each is an option here:
 
-- `mismatch_outside_cap`: "truncate" (default) clips a w_i beyond the cap to the cap, as in section 3.2. "drop" leaves
-  the response out of the loss, as the paper's introduction says for both ratios, r_i and w_i. The paper says
-  "two-sided cap"; we read its lower side as 1/C.
+- `mismatch_outside_cap`: "truncate" (default) clips w_i to [1/C, C], as in section 3.2. "drop" removes a response with
+  w_i outside [1/C, C] from the loss, as the paper's introduction says for r_i and w_i. The paper says "two-sided cap";
+  we assume that its lower side is 1/C.
 - `positive_band`: "upper" (default) limits positive samples only by the upper edge, the "standard PPO-style bound" of
   section 3.2. "two_sided" uses `seq_clip_ratio_low` too, because the table of appendix B gives it a value, 3e-4.
 
-One departure from the paper is an option, `band_scaling="length"`. log r_i is a mean over T_i tokens. If an update
-moves the log-probs of a response's tokens about independently, its spread is proportional to 1/sqrt(T_i). So one band
-leaves short responses outside and does not bind long ones. With the option, the edges of response i are as far from 1
-as the config says, times sqrt(band_reference_length / T_i). The default reference, 16384, is the paper's longest
+The option `band_scaling="length"` departs from the paper. log r_i is a mean over T_i tokens. If an update changes the
+log-probs of a response's tokens about independently, the spread of log r_i is proportional to 1/sqrt(T_i). So a fixed
+band is too narrow for short responses and has no effect on long ones. With the option, the distances of the band's
+edges from 1 are multiplied by sqrt(band_reference_length / T_i). The default reference, 16384, is the paper's longest
 response.
 
 Legend: B responses, T token positions (response_length).
@@ -67,15 +67,14 @@ def tbpo_loss(
             `log_prob`, because the bands are narrower than the noise between different kernels.
         rollout_log_prob: [B, T], the log-probs that the sampling engine reported.
         advantages: [B], or [B, T] constant over the valid tokens of each row.
-        response_mask: [B, T], bool or 0/1: 1 on the response's tokens. All values at other positions are ignored, even
-            NaN.
+        response_mask: [B, T], bool or 0/1: 1 on the response's tokens. Values at other positions are ignored, even NaN.
         global_batch_size: number of non-empty responses in the whole mini-batch, over all micro-batches and ranks. The
             loss is a sum divided by it, so the losses of all parts add up. Default: the number in this call. If
             gradients are averaged over ranks, multiply the loss by the number of ranks, as verl's `agg_loss` does.
 
-    A response with an empty mask does not count at all. A response with A = 0, or dropped by
-    `mismatch_outside_cap="drop"`, adds nothing to the sum but counts in the denominator. If there is no valid token at
-    all, the loss is a 0 that can still be differentiated.
+    A response with an empty mask does not count. A response with A = 0, or one that `mismatch_outside_cap="drop"`
+    removes, adds 0 to the sum and counts in the denominator. If there is no valid token, the loss is a differentiable
+    0.
 
     Raises ValueError if `rollout_log_prob` is missing, shapes differ, the mask is not 0/1, a valid position has NaN or
     Inf, advantages vary within a response, or `global_batch_size` is less than the number of responses in this call.
@@ -117,25 +116,24 @@ def tbpo_loss(
 def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the metrics of a step from the statistics of all its `tbpo_loss` calls (micro-batches and ranks).
 
-    A statistic's key is `sum/NAME`, `min/NAME`, `max/NAME`, or `all/NAME` with a list. The prefix says how values are
-    combined; lists are joined. A metric without any response (such as neg_outside_band_frac without negative samples)
-    is left out, not returned as NaN.
+    A statistic's key is `sum/NAME`, `min/NAME`, `max/NAME` or `all/NAME`. The prefix says how to combine the values. A
+    value of `all/NAME` is a list, and lists are concatenated. Metrics over no response (such as neg_outside_band_frac
+    without negative samples) are left out.
 
     All metrics are over responses, not tokens:
         actor/pos_outside_band_frac, actor/neg_outside_band_frac: share of the responses with A > 0 (A < 0) that are
-            outside their band. If it is near 1, almost nothing is learned
+            outside their band. If the share is near 1, the policy learns almost nothing
         actor/inside_band_frac: share of the responses with A != 0 that are inside their band
         actor/zero_advantage_frac: share of all responses that have A = 0
         actor/seq_ratio_mean, _min, _max: r; actor/seq_ratio_abs_dev_max: the largest |r - 1|
         actor/seq_tis_imp_ratio_mean, _max: w before the cap
         actor/seq_tis_above_cap_frac, actor/seq_tis_below_cap_frac: share of all responses with w > C (w < 1/C)
         actor/zero_centred_loss_pos, _neg: -(r - 1) A, summed over the responses with A > 0 (A < 0) and divided by the
-            number of all responses, so the two metrics add up to the mean. Both are near 0 while the policy is near
-            the old one (arXiv 2605.14220, eq. 5)
+            number of all responses. Both are near 0 while the policy is near the old one (arXiv 2605.14220, eq. 5)
         actor/rollout_zero_centred_loss_pos, _neg: the same with r * w, the ratio to the rollout policy, instead of r
-        actor/band_p95: over the responses with A != 0, the 95% quantile of |r - 1| scaled to the reference length, that
-            is, times sqrt(T / band_reference_length). A band this wide, scaled by length, leaves 5% outside
-        actor/band_factor_p95: all bands in force times this number would leave 5% outside
+        actor/band_p95: 95% quantile of |r - 1| * sqrt(T / band_reference_length), over the responses with A != 0. Bands
+            of this width, with `band_scaling="length"`, would leave 5% of them outside
+        actor/band_factor_p95: the current bands, multiplied by this number, would leave 5% of them outside
     """
     total = combine(statistics)
     if not total.get("sum/responses"):
@@ -157,7 +155,7 @@ def reduce_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the statistics of several calls as those of one, combined as the prefixes of their keys say."""
+    """Combine the statistics of several calls into one dict, as the prefixes of their keys say."""
     how: dict[str, Callable[[list[Any]], Any]] = {
         "sum": sum,
         "min": min,
@@ -172,11 +170,11 @@ def combine(statistics: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def after_first_metrics(statistics: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of `reduce_metrics` that are about bands, with `_after_first` appended to their names, and
-    those of `qarl.tbpo.tokens.token_metrics`.
+    """Return metrics about bands from `reduce_metrics`, with `_after_first` appended to their names. Also return the
+    metrics of `qarl.tbpo.tokens.token_metrics`.
 
     `statistics`: from all mini-batches of a step except the first. In the first mini-batch r is 1 by construction, so
-    only later mini-batches show whether the bands fit and how far tokens move."""
+    only later mini-batches show whether the bands fit and how far updates move tokens."""
     later = list(statistics)
     metrics = reduce_metrics(later)
     about_bands = ("_band_frac", "/band_p95", "/band_factor_p95")
@@ -223,7 +221,7 @@ def _distances(
     """Return two numbers for each response with A != 0, both [number of such responses]:
 
     all/scaled_distance   |r - 1| * sqrt(T / band_reference_length)
-    all/bands_away        r - 1 divided by the edge on its side, so 1 is on the edge; 0 on a side without an edge
+    all/bands_away        r - 1 divided by the band's edge of the same sign, so 1 is on the edge; 0 without such an edge
     """
     scaled = deviation.abs() * (lengths / config.band_reference_length).sqrt()
     away = deviation / torch.where(deviation < 0, lower, upper)
@@ -301,9 +299,9 @@ def _check_shapes(
 ) -> None:
     if rollout_log_prob is None:
         raise ValueError(
-            "rollout_log_prob is missing: TBPO weighs each response by the ratio of old_log_prob to the log-probs of "
-            "the engine that sampled it, and a weight of 1 instead would hide a mismatch. Let the rollout return its "
-            "log-probs (in verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
+            "rollout_log_prob is missing. TBPO weights each response by the mismatch of old_log_prob and the rollout's "
+            "log-probs. A weight of 1 would hide the mismatch. Let the rollout return its log-probs (in verl: "
+            "actor_rollout_ref.rollout.calculate_log_probs=True)"
         )
     if log_prob.dim() != 2 or not log_prob.numel():
         raise ValueError(f"log_prob must be a non-empty [batch, response_length], got shape {tuple(log_prob.shape)}")
@@ -330,7 +328,7 @@ def _check_values(
 ) -> int:
     """Return the number of non-empty responses. Raise ValueError for the first bad value.
 
-    If all values are good, this makes only one transfer from the device to the CPU."""
+    If all values are valid, this makes only one transfer from the device to the CPU."""
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
     named = {
         "log_prob": log_prob,

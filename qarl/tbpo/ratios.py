@@ -3,8 +3,8 @@
 A ratio is the geometric mean of a response's token ratios, as in GSPO (arXiv 2507.18071). It is one number per
 response.
 
-The code stores r - 1, the deviation of a ratio r from 1, because the paper's bands are only 3e-4 to 7e-4 wide. The
-relative precision of FP32 is 1e-7. So the error of r would be 1e-7, but that of a deviation of 3e-4 is only 3e-11.
+The code stores r - 1, the deviation of a ratio r from 1, because the paper's bands are only 3e-4 to 7e-4 wide. FP32's
+relative error is 1e-7. So r has an error of 1e-7, but a deviation of 3e-4 has an error of only 3e-11.
 
 Legend: B responses, T token positions (response_length).
 """

@@ -1,4 +1,4 @@
-"""The classes of tokens by probability for which `qarl.tbpo.tokens` collects statistics. This module needs no torch."""
+"""Classes of tokens by probability, for the statistics of `qarl.tbpo.tokens`. This module needs no torch."""
 
 from __future__ import annotations
 

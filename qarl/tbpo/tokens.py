@@ -1,4 +1,4 @@
-"""How far an update moves a response's tokens, by how likely they were and by the sign of the advantage.
+"""Statistics of how far an update moves tokens, for each class of old probability and each sign of the advantage.
 
 The QaRL paper (arXiv 2604.07853, section 3.2) finds that the error tokens of quantized rollouts are unlikely tokens of
 negative samples (figure 4c), and that their ratios have the heaviest tail (figure 5b). These statistics show both in
@@ -40,7 +40,7 @@ def token_statistics(
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """Return metrics from combined statistics of `token_statistics`. A sign without tokens is left out.
 
-    SIGN is pos or neg. CLASS is one of `CLASSES`, each without the tokens of the class before it.
+    SIGN is pos or neg. CLASS is one of `CLASSES`. A token counts only in the first class that contains it.
         tokens/SIGN_CLASS_frac: share of the tokens of that sign
         tokens/SIGN_CLASS_moved_mean, _moved_max: |log-ratio| of these tokens in nats; left out if there are none
     """

@@ -1,9 +1,9 @@
 """Advantages for the local backend: GRPO's (arXiv 2402.03300), and verl's functions for the other estimators.
 
-With one exception, GRPO's equal those of verl's `compute_grpo_outcome_advantage` bit for bit, which a test checks. That
-function is not used because its import takes seconds and loads ray. The exception: if all rewards of a group
-are equal, its advantages are exactly 0 here, but verl divides the rounding error of the mean by epsilon. For example,
-eight rewards of 0.7 then give every response an advantage of 0.056, so the whole group is reinforced by noise.
+`grpo_advantages` equals verl's `compute_grpo_outcome_advantage` bit for bit, with one exception. A test checks this.
+verl's function is not used, because its import takes seconds and loads ray. The exception is a group with equal
+rewards. Its advantages are exactly 0 here. verl divides the rounding error of the mean by epsilon. For example, for
+eight rewards of 0.7 verl returns 0.056 for every response, so this noise reinforces the whole group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from qarl.objectives import library
 def step_advantages(config: Config, rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Return the advantage of each response of a step, FP32 [batch]. `rewards`: [batch], `lengths`: in tokens.
 
-    The responses of a prompt follow each other. `algorithm.adv_estimator` chooses: `rloo` and, with
-    actor.loss=reinforce, whitening over the batch's tokens are verl's functions; `dr_grpo` is GRPO without the division
-    by the standard deviation (arXiv 2503.20783). Raise UserError for a reward of NaN or Inf."""
+    The responses to a prompt must be consecutive. `algorithm.adv_estimator` chooses the function:
+        grpo      GRPO's advantages
+        dr_grpo   GRPO's without the division by the standard deviation (arXiv 2503.20783)
+        rloo      verl's function
+    With actor.loss=reinforce, verl's function whitens rewards over the tokens of the batch instead.
+
+    Raise UserError for a reward of NaN or Inf."""
     algorithm, group_ids = config.algorithm, [i // config.rollout.n for i in range(len(lengths))]
     norm = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     found = grpo_advantages(rewards, group_ids, norm_adv_by_std_in_grpo=norm)
@@ -60,7 +64,7 @@ def grpo_advantages(
         raise UserError(
             f"the reward of response {index} is {rewards[index].item()}",
             where="reward.function",
-            why="one NaN or Inf makes the mean and all advantages of its group useless",
+            why="a NaN or Inf makes the mean and all advantages of its group useless",
             fix="return a finite number for every response, for instance 0.0 if it cannot be scored",
         )
 

@@ -1,8 +1,10 @@
-"""The end of a local run. The last files of a run are written even if something failed earlier or fails here.
+"""The end of a local run. It writes the last files even if an earlier step of the run failed.
 
-Summary, export, summary again, plots and report are each tried, in this order. The first error of the run is raised at
-the end. Later errors are printed. A run with all its steps and its export is finished, so a resume does not train
-again. If only plots or report are missing, the exit code still reports the failure.
+It tries to write the summary, the export, the summary again, plots and the report, in this order. A failure of one
+does not stop the next. At the end, the first error of the run is raised. Later errors are only printed.
+
+A run is finished once it has made all its steps and its export. If only plots or the report failed, the exit code
+reports the failure, but a resume does not train again.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Ending:
                 say(f"error: {error if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}")
 
     def in_words(self) -> str | None:
-        """Return the first error in one line for the summary, or None."""
+        """Return the first error as one line for the summary, or None if there is no error."""
         failure = self.failure
         if isinstance(failure, StorageError):
             return f"{failure.what}: {failure.why}"
@@ -61,7 +63,8 @@ def finish_run(
     """Write summary, export, plots and report of a run after `step` of `total` steps. Return the summary.
 
     `failure`: the error that ended the training. `problem`: the error of a logger that failed during the run. `save`: a
-    function that writes the export to a folder. Raises `failure`, or else the first error here, or else `problem`.
+    function that writes the export to a folder. If there was an error, raise the first of: `failure`, an error of this
+    function, `problem`.
     """
     ending = Ending(failure)
 
@@ -90,7 +93,7 @@ def finish_run(
             raise problem
     summary["failed"] = ending.in_words()
     if ending.failure is not None:
-        with suppress(StorageError):  # write again, because the last error may be newer than the file on disk
+        with suppress(StorageError):  # write the summary again, because the file may lack the last error
             write_summary(run_dir, summary)
         raise ending.failure
     return summary

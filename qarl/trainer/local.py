@@ -50,15 +50,18 @@ from qarl.trainer.report import log_samples
 from qarl.trainer.setup import RunParts, engine_config
 
 SAMPLED_ROWS = -1
-"""Stands for a request's place in the batch in the seed of the rows that `actor.old_log_probs=auto` checks."""
+"""Replaces the index in `request_seed` for the random rows that `actor.old_log_probs=auto` checks."""
 
 
 class LocalTrainer:
     """The state of one run and its training step.
 
-    `step`: number of finished training steps, which is also the version of the published weights. `rebuilds`: number of
-    engines that were started to replace a lost one. `updated`: whether this program has begun an update. `warnings`:
-    the warnings of the last step. `source`: where a step's old log-probs come from."""
+    step       number of finished training steps, which is also the version of the published weights
+    rebuilds   number of engines that were started to replace a lost engine
+    updated    whether this program has begun an update
+    warnings   the warnings of the last step
+    source     returns the old log-probs of a step
+    """
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
@@ -110,7 +113,7 @@ class LocalTrainer:
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
         """Sample and score responses. Return the batch of this step, and metrics.
 
-        `top_tokens`: also put the engine's likeliest token at each position into the batch."""
+        `top_tokens`: also store the engine's likeliest token at each position in the batch."""
         config = self.config
         prompts = [self.parts.train_prompts[i] for i in next(self.parts.sampler)]
         repeated = [prompt for prompt in prompts for _ in range(config.rollout.n)]
@@ -139,9 +142,9 @@ class LocalTrainer:
 
     @torch.no_grad()
     def old_log_probs(self, batch: Batch, only: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the policy's log-probs before the update, FP32 [B, R]; 0 in rows that are not in `only`, if given.
+        """Return the policy's log-probs before the update, FP32 [B, R]. If `only` is given, all other rows are 0.
 
-        With top-p or top-k, also store the kept tokens in `batch.kept`, for all forwards of the update."""
+        With top-p or top-k, also store the kept tokens in `batch.kept`. All forwards of the update use them."""
         temperature, kept = self.config.rollout.temperature, truncation(self.config)
         found = torch.zeros_like(batch.rollout_log_probs)
         for rows in micro_batches(batch, self.config.actor, log_probs=True, only=only):
@@ -164,8 +167,8 @@ class LocalTrainer:
         return measured | watched
 
     def proven_update(self, batch: Batch, old_log_probs: torch.Tensor) -> dict[str, float]:
-        """Call `update`. If its first mini-batch shows that `old_log_probs`, the rollout's, are not the trainer's, drop
-        the gradients, recompute and start again; no weight has changed yet."""
+        """Call `update`. If its first mini-batch shows that the trainer's log-probs differ from `old_log_probs`, drop
+        the gradients, recompute the old log-probs and start again. At that point no weight has changed."""
         try:
             return self.update(batch, old_log_probs)
         except RolloutDiffers:
@@ -228,7 +231,7 @@ class LocalTrainer:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Run the forward of one micro-batch, and return its loss and the objective's statistics.
 
-        `whole`: number of non-empty responses in the whole mini-batch, and of their tokens."""
+        `whole`: number of non-empty responses in the whole mini-batch, and number of their tokens."""
         log_probs = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
         self.source.see(batch, rows, log_probs)
         return objective_loss(
@@ -267,8 +270,8 @@ class LocalTrainer:
     def publish(self) -> PublishReport:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
-        If the tensors are damaged on the way, they are sent once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, one new engine is started. If that fails too, the latest error is raised.
+        If the tensors are damaged on the way, send them once more. If the engine is lost and
+        `rollout.rebuild_on_failure` is set, start one new engine. If that fails too, raise the latest error.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -326,16 +329,16 @@ class LocalTrainer:
 
 
 def request_seed(seed: int, step: int, index: int) -> int:
-    """Return a sampling seed that depends only on the run's seed, the step and the request's place in the batch."""
+    """Return a sampling seed that depends only on the run's seed, the step and the request's index in the batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def publish_metrics(report: PublishReport, quantizing: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `publish/*`: bytes, their ratio to BF16 bytes in the quantized layers, changed words, and
+    """Return the metrics `publish/*`: bytes, the ratio of bytes to BF16 in the quantized layers, changed words, and
     seconds by phase.
 
-    `quantizing`: seconds that the quantizer took by phase, over all optimizer steps of the training step.
+    `quantizing`: seconds of the quantizer by phase, summed over all optimizer steps of the training step.
     """
     metrics = {
         "publish/mbytes": report.sent_bytes / 1e6,

@@ -1,25 +1,24 @@
-"""Where the old log-probs of a step come from (`actor.old_log_probs`), and the proof that the rollout's may be used.
+"""The source of a step's old log-probs (`actor.old_log_probs`), and checks of the rollout's log-probs.
 
-    recompute  a forward over the whole batch before the update
-    rollout    the rollout's own log-probs, whatever the mismatch is; the first step still measures it on all rows
-    auto       the rollout's own log-probs while they equal the trainer's, otherwise as `recompute`
+    recompute  Recompute them in a forward over the whole batch before the update (the pass).
+    rollout    Use the rollout's log-probs. The first step still measures the mismatch on all rows.
+    auto       Use the rollout's log-probs while they equal the trainer's. Otherwise recompute.
 
-If trainer and engine agree in every bit, the pass that recomputes computes what the rollout has reported. `auto` skips
-it after a step whose recomputed log-probs all had δ = 0. Each skipped step is checked in two ways before any weight
-changes:
+`auto` skips the pass after a step in which all recomputed log-probs had δ = 0, that is, equalled the rollout's bit for
+bit. Before a skipped step changes any weight, it makes two checks:
 
-- The update's first forwards use the weights that sampled, so they give the old log-probs of the first mini-batch.
-  They are compared with the rollout's. A difference there is found at once and costs nothing to look for.
-- A random sample of the other rows is computed as the pass would. If d of M other rows differ, a sample of k rows finds
-  at least one with probability 1 - C(M-d, k) / C(M, k) (`find_probability`).
+- The forwards of the first mini-batch use the weights that sampled, so they compute its true old log-probs. These are
+  compared with the rollout's. This check needs no extra forward.
+- The old log-probs of a random sample of the other rows are computed. If d of M rows differ, a sample of k rows
+  contains at least one of them with probability 1 - C(M-d, k) / C(M, k) (`find_probability`).
 
-At the first difference, gradients are dropped, all old log-probs are recomputed, and the update starts again. After
-each such fallback, `auto` needs twice as many recomputed steps without a difference before it skips again, at most
-`MOST_PATIENCE`. So a run whose δ is often above 0 pays for at most a few wasted forwards. Its first step always
-recomputes, also after a resume.
+At the first difference, the step drops its gradients, recomputes all old log-probs, and starts the update again. This
+is a fallback. After each fallback, `auto` requires twice as many recomputed steps without a difference before it skips
+again, but at most `MOST_PATIENCE`. So even a run with frequent differences wastes few forwards. The first step, also
+after a resume, always recomputes.
 
-verl's `bypass_mode` also takes the rollout's log-probs, but checks nothing and always drops the weight for mismatch.
-The verl backend uses `Skipping`, `sample_size` and `find_probability` of this module, too.
+verl's `bypass_mode` also uses the rollout's log-probs. It makes no checks and always drops the weight for mismatch.
+The verl backend uses `Skipping`, `sample_size` and `find_probability` of this module.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MOST_PATIENCE = 32
 """Largest number of recomputed steps without a difference that `auto` waits for before it skips again."""
 
 Compute = Callable[[Batch, torch.Tensor | None], torch.Tensor]
-"""Returns the trainer's log-probs, FP32 [B, R], of the given rows (int64), or of all rows for None."""
+"""A function that returns the trainer's log-probs, FP32 [B, R], of the given rows (int64). None means all rows."""
 
 
 class RolloutDiffers(Exception):
@@ -46,7 +45,9 @@ class RolloutDiffers(Exception):
 
 
 def find_probability(rows: int, sampled: int, differing: int = 1) -> float:
-    """Return the probability that `sampled` of `rows` rows, drawn without replacement, contain one of `differing`."""
+    """Return the probability that a sample contains at least one of the `differing` rows.
+
+    `sampled` of `rows` rows are drawn without replacement."""
     return 1.0 - math.comb(rows - differing, sampled) / math.comb(rows, sampled)
 
 
@@ -56,13 +57,13 @@ def sample_size(rows: int, fraction: float) -> int:
 
 
 def differing_tokens(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> int:
-    """Return the number of tokens with δ != 0. NaN differs from everything. All arguments are [rows, R]."""
+    """Return the number of tokens with δ != 0. A NaN counts as a difference. All arguments are [rows, R]."""
     return int(((log_prob != rollout_log_prob) & mask).sum())
 
 
 class Skipping:
-    """Decides for each step whether `auto` skips the pass. `clean`: recomputed steps in a row without a difference.
-    `patience`: the number of them that is needed."""
+    """Decides for each step whether `auto` skips the pass. `clean`: number of consecutive recomputed steps without a
+    difference. `patience`: the number of such steps that is required."""
 
     def __init__(self) -> None:
         self.clean, self.patience = 0, 1
@@ -82,11 +83,11 @@ class Skipping:
 
 @dataclass
 class Measured:
-    """The trainer's own log-probs, as far as this step has computed them before its first optimizer step.
+    """The trainer's own log-probs that this step has computed before its first optimizer step.
 
     log_probs   FP32 [B, R]
     known       bool [B]; the rows of `log_probs` that have been computed
-    first       number of rows of the first mini-batch, which are the first of the batch
+    first       number of rows of the first mini-batch, which is the start of the batch
     strict      whether a difference in the first mini-batch raises RolloutDiffers
     """
 
@@ -96,8 +97,10 @@ class Measured:
     strict: bool
 
     def see(self, batch: Batch, rows: Rows, log_prob: torch.Tensor) -> None:
-        """Take the log-probs of a forward of the update, [rows, R]. Only those of the first mini-batch, the first time,
-        are from the weights that sampled; others are ignored. Raise RolloutDiffers as `strict` says."""
+        """Store the log-probs of a forward of the update, [rows, R], if they are from the weights that sampled.
+
+        These are only the log-probs of the first pass over the first mini-batch. Others are ignored. Raise
+        RolloutDiffers if `strict` is true and they differ from the rollout's."""
         numbers = torch.arange(len(self.known), device=self.known.device)[rows]
         if bool((numbers >= self.first).any() | self.known[numbers].all()):
             return
@@ -107,7 +110,8 @@ class Measured:
 
 
 class OldLogProbs:
-    """The old log-probs of a local run. `measured`: what this step has measured. `messages`: its lines for the log."""
+    """The old log-probs of a local run. `measured`: the trainer's log-probs of this step. `messages`: the log lines of
+    this step."""
 
     def __init__(self, config: Config) -> None:
         self.mode, self.fraction = config.actor.old_log_probs, config.actor.old_log_probs_sample
@@ -123,7 +127,7 @@ class OldLogProbs:
         return bool(self.found["old_log_probs/recomputed"])
 
     def begin(self, batch: Batch, compute: Compute, *, seed: int) -> torch.Tensor:
-        """Return the old log-probs of a step, FP32 [B, R]. `seed`: for the sample of rows that are checked."""
+        """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
         self.messages, self.found = [], {"old_log_probs/recomputed": 0.0, "old_log_probs/fallback": 0.0}
         skips = self.skipping.skips if self.mode == "auto" else self.mode == "rollout" and self.started
         self.started = True
@@ -149,8 +153,8 @@ class OldLogProbs:
         return self._recompute(batch, compute)
 
     def see(self, batch: Batch, rows: Rows, log_prob: torch.Tensor) -> None:
-        """Take the log-probs of a forward of the update (`Measured.see`). Raise RolloutDiffers in a step that skipped
-        the pass although they differ from the rollout's."""
+        """Store the log-probs of a forward of the update (`Measured.see`). Raise RolloutDiffers if this step skipped
+        the pass and these log-probs differ from the rollout's."""
         if self.measured is not None:
             self.measured.see(batch, rows, log_prob)
 
@@ -168,8 +172,8 @@ class OldLogProbs:
         old_log_probs/fallback      1 if a check found a difference in a step that had skipped the pass
         old_log_probs/checked_frac  share of the rows whose log-probs the trainer computed before the first optimizer
                                     step, so that `mismatch/*` covers them
-        old_log_probs/find_prob     if rows were sampled: the probability to find a single differing row among the rows
-                                    outside the first mini-batch
+        old_log_probs/find_prob     only if rows were sampled: the probability that the sample contains a differing row,
+                                    if only one row outside the first mini-batch differs
         """
         assert self.measured is not None  # `begin` comes first
         return self.found | {"old_log_probs/checked_frac": float(self.measured.known.float().mean())}
@@ -200,7 +204,7 @@ class OldLogProbs:
         drawn = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:count]
         rows = others[drawn.to(others.device).sort().values]
         own = compute(batch, rows)
-        batch.other_experts = None  # known for these rows only
+        batch.other_experts = None  # only these rows have been counted
         self.measured.log_probs[rows], self.measured.known[rows] = own[rows], True
         self.found["old_log_probs/find_prob"] = find_probability(len(others), count)
         return differing_tokens(own[rows], batch.rollout_log_probs[rows], batch.response_mask[rows]) > 0

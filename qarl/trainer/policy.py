@@ -2,8 +2,7 @@
 
 A row is a prompt followed by its response. The rows of a micro-batch are packed into one forward
 (`qarl.trainer.packing`), and causal attention stays within each row. So no attention mask is needed, and a row's
-log-probs do not depend on the other rows. This matters because TBPO's bands are narrower than the noise between two
-ways to batch the same row.
+log-probs do not depend on the other rows of its batch. If they did, the differences could be wider than TBPO's bands.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def check_finite(model: nn.Module, dtype: str) -> None:
-    """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16 ends at 65504."""
+    """Raise UserError if a parameter of a model loaded in FP16 is NaN or Inf. FP16's largest number is 65504."""
     if dtype != "fp16":
         return
     bad = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
@@ -47,16 +46,21 @@ def check_finite(model: nn.Module, dtype: str) -> None:
         raise UserError(
             f"{len(bad)} weights are NaN or Inf in FP16",
             where=f"model.dtype=fp16: {', '.join(bad[:4])}",
-            why="FP16 ends at 65504, BF16 at 3e38",
+            why="FP16's largest number is 65504, BF16's is 3e38",
             fix="set model.dtype=bf16",
         )
 
 
 class Policy:
-    """`model`: the module that is trained. `called`: what the forward calls, `model` or a wrapper such as DDP.
-    `scheme` and `ignore` say how to quantize it. `align`: the alignment level
-    that was applied, which may be lower than the config's. `report`: text that lists the replaced modules and, if the
-    level is lower, the reason. `packed`: whether the rows of a forward are packed; otherwise they are padded."""
+    """The trainer's model.
+
+    model            the module that is trained
+    called           the module that the forward calls: `model`, or a wrapper such as DDP
+    scheme, ignore   the quantization scheme, and the modules that stay unquantized
+    align            the alignment level that was applied, which may be lower than the config's
+    report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
+    packed           whether the rows of a forward are packed; if false, they are padded
+    """
 
     def __init__(
         self,
@@ -69,8 +73,8 @@ class Policy:
         packed: bool = True,
         head_dtype: str = "model",
     ) -> None:
-        """`router_replay`: a value of `rollout.router_replay`. If a batch has no routing, there is no replay.
-        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 and lm_head is not plain."""
+        """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
+        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 without `plain_head`."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
@@ -87,8 +91,8 @@ class Policy:
 
     @classmethod
     def load(cls, config: Config) -> Policy:
-        """Load `model.path` in `model.dtype` and quantize its linears as `quant` says. Raise UserError if a weight does
-        not fit into that dtype."""
+        """Load `model.path` in `model.dtype` and quantize its linears as the section `quant` says. Raise UserError if
+        the model cannot be loaded, or if a weight does not fit into that dtype."""
         from transformers import AutoModelForCausalLM
 
         quant = config.quant
@@ -105,7 +109,7 @@ class Policy:
                 )
         except RuntimeError:  # raised by torch; `prepare_run` reports that config and weights do not fit
             raise
-        except Exception as error:  # what transformers raises depends on the key that it cannot use
+        except Exception as error:  # transformers raises different types for different bad keys
             why = (str(error).splitlines() or [""])[0]
             raise cannot_load(config.model.path, why or type(error).__name__) from error
         model, loading = loaded
@@ -136,8 +140,8 @@ class Policy:
     ) -> torch.Tensor:
         """Return log-probs of the response tokens of `batch[rows]`, FP32 [rows, response_length]; 0 on padding.
 
-        `truncation`: top-p and top-k. Pass it only to compute the old log-probs. The tokens that top-p and top-k keep
-        are then stored in `batch.kept`. If `batch.kept` is set, the log-probs are over the kept tokens only.
+        `truncation`: top-p and top-k. Pass it only to compute the old log-probs. It stores the tokens that top-p and
+        top-k keep in `batch.kept`. If `batch.kept` is set, each softmax is over the kept tokens only.
         """
         return self.response_log_probs_and_top(batch, rows, temperature=temperature, truncation=truncation)[0]
 
@@ -146,8 +150,9 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `response_log_probs` and the likeliest token at each position (int64; 0 on padding).
 
-        The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are upcast before the temperature and
-        the softmax. FP32 logits, and more than `LOGITS_AT_A_TIME` logits, are computed in blocks of response tokens.
+        The logits are BF16 or FP32, like the engine's (`model.head_dtype`). They are converted to FP32 before the
+        temperature and the softmax. If there are more than `LOGITS_AT_A_TIME` logits, or if they are FP32, they are
+        computed in blocks of response tokens.
         """
         mask = batch.response_mask[rows]
         tokens = batch.responses[rows][mask]
@@ -173,11 +178,11 @@ class Policy:
 
     @contextmanager
     def routing(self, batch: Batch, rows: Rows, layout: Layout) -> Iterator[None]:
-        """Run a forward of `batch[rows]` in this context. If this policy replays, tokens go to the rollout's experts.
+        """Make a context for a forward of `batch[rows]`. If router replay is on, tokens go to the rollout's experts.
 
-        Without gradients, also record the tokens for which the policy's own routers choose other experts than the
-        rollout. With gradients, the replay lasts until `end_replay`, because gradient checkpointing computes the
-        forward again in the backward.
+        Without gradients, also record the tokens for which the policy's own routers choose different experts than the
+        rollout's. With gradients, the replay lasts until `end_replay`, because gradient checkpointing repeats the
+        forward in the backward.
         """
         self.end_replay()
         given = batch.routed_experts
@@ -204,7 +209,7 @@ class Policy:
         If `logits_in_blocks`, return (hidden states, True). The caller then computes the logits block by block."""
         inputs, places = dict(layout.inputs), layout.predictors
         if self.align == "exact":
-            # The engine's attention sums a prompt, which it prefills, in another order than tokens that it decodes.
+            # The engine's attention sums in different orders in the prefill of a prompt and in decoding.
             filler = inputs["row_lengths"][len(layout.valid) :]
             prompts = batch.prompt_lengths[rows]
             inputs["prompt_lengths"] = torch.cat([prompts, prompts.new_tensor(filler)])
@@ -217,19 +222,21 @@ class Policy:
         return self.called(use_cache=False, logits_to_keep=kept, **inputs).logits[0, : len(places)], False
 
     def logits_in_blocks(self, positions: int) -> bool:
-        """Return whether to compute the logits of `positions` in blocks: lm_head allows it, and there are too many or
-        the forward of the model would round them to BF16. A wrapper such as DDP must see the whole forward."""
+        """Return whether to compute the logits of `positions` positions in blocks.
+
+        This is true if there are too many logits, or if the model's own forward would round FP32 logits to BF16. It
+        requires `plain_head`. It is false for a wrapper such as DDP, which must see the whole forward."""
         too_many = positions * self.model.get_output_embeddings().out_features > LOGITS_AT_A_TIME
         return self.plain_head and self.called is self.model and (too_many or self.fp32_head)
 
     @property
     def plain_head(self) -> bool:
-        """Whether the logits are lm_head's product and nothing else."""
+        """Whether the logits are lm_head's unchanged output."""
         head = self.model.get_output_embeddings()
         return self.model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
 
     def quantize(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to publish, with checkpoint names. Quantized layers multiply by the same tensors."""
+        """Return the tensors to publish, with checkpoint names. The forward of quantized layers uses these tensors."""
         return list(self.packed_state_dict())
 
     def packed_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:

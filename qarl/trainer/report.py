@@ -1,7 +1,6 @@
-"""What a local run adds to its report: samples of a step's batch, and the page itself while the run lasts.
+"""Writes the report of a local run during the run: samples of a step's batch, and the page.
 
-A report that cannot be written never stops a run: the metrics are safe in metrics.jsonl, and `python -m qarl.report`
-writes the page from them at any time.
+If the report cannot be written, the run continues. `python -m qarl.report` can write it later from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from qarl.trainer.old_log_probs import Measured
 
 
 def log_samples(config: Config, step: int, batch: Batch, measured: Measured | None, tokenizer: Any) -> None:
-    """Append some responses of `step` to samples.jsonl, if samples of this step are wanted.
+    """Append some responses of `step` to samples.jsonl, if `is_logged` chooses this step.
 
     `measured`: the trainer's log-probs before the update. Responses that have none are not chosen."""
     if not config.trainer.report or measured is None or not is_logged(step, config.trainer.total_training_steps):
@@ -53,7 +52,7 @@ def log_samples(config: Config, step: int, batch: Batch, measured: Measured | No
 
 
 def update_report(config: Config, step: int) -> None:
-    """Write report.html after `step`, if it is one after which it is written."""
+    """Write report.html after `step`, if `is_logged` chooses this step."""
     if not config.trainer.report or not is_logged(step):
         return
     try:

@@ -1,7 +1,7 @@
-"""Refuses what QaRL's TRL trainer does not support, before a model is loaded or an engine started.
+"""Refuses settings that QaRL's TRL trainer does not support, before it loads a model or starts an engine.
 
-TRL is pinned, because exact log-probs need an override of one of its private methods
-(`GRPOTrainer._get_per_token_logps_and_entropies`), and `rollout_func` is experimental in TRL.
+TRL is pinned for two reasons. Exact log-probs require an override of a private method
+(`GRPOTrainer._get_per_token_logps_and_entropies`). `rollout_func` is experimental in TRL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_version() -> None:
         raise UserError(
             f"qarl.trl needs trl=={TRL_VERSION}, but {installed} is installed",
             where="the Python environment",
-            why="it overrides a private method of TRL, which other versions may call differently",
+            why="it overrides a private method of TRL, and other versions of TRL may call this method differently",
             fix=f"pip install trl=={TRL_VERSION}",
         )
 
@@ -42,11 +42,11 @@ def check_args(args: Any) -> None:
         raise UserError(
             f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}",
             where="args",
-            why="QaRL's settings have no place in another config",
+            why="a different config does not have QaRL's settings",
             fix="from qarl.trl import QaRLConfig, and pass args=QaRLConfig(...)",
         )
-    rounding = "the forward must round as the engine does, and this changes its arithmetic"
-    tokens = "the engine would sample from other probabilities than those that the trainer computes"
+    rounding = "the forward must round as the engine does, and this setting changes its arithmetic"
+    tokens = "the engine would sample from probabilities that differ from the trainer's"
     neutral: list[tuple[str, object, str]] = [
         ("bf16", False, f"{rounding}: autocast on a BF16 model"),
         ("fp16", False, rounding),
@@ -77,7 +77,7 @@ def check_args(args: Any) -> None:
         raise UserError(
             "QaRLTrainer does not support FSDP",
             where="fsdp, or accelerate's configuration",
-            why="the publish needs whole weights in each process",
+            why="a publish needs all weights in each process",
             fix="use DistributedDataParallel, or backend=verl of QaRL, which shards quantized weights",
         )
     if (precision := args.mixed_precision) not in (None, "no"):
@@ -132,7 +132,9 @@ def _check_terms(args: QaRLConfig) -> None:
 
 
 def _check_saves(args: QaRLConfig) -> None:
-    """A checkpoint between two optimizer steps on the same rollouts could not resume: TRL does not save rollouts."""
+    """Raise UserError if a checkpoint is due between two optimizer steps on the same rollouts.
+
+    TRL does not save rollouts, so a run could not resume there."""
     assert args.steps_per_generation is not None  # TRL has set it
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     strategy = getattr(args.save_strategy, "value", args.save_strategy)
@@ -148,11 +150,11 @@ def _check_saves(args: QaRLConfig) -> None:
 
 
 def check_arguments(given: dict[str, Any]) -> None:
-    """Raise UserError for arguments of `GRPOTrainer` that QaRL's trainer sets itself or cannot honour.
+    """Raise UserError for arguments of `GRPOTrainer` that QaRL's trainer sets itself or does not support.
 
-    `given`: argument's name -> value."""
+    `given` maps an argument's name to its value."""
     reasons = {
-        "peft_config": "the engine is sent whole weights, and adapters are not merged",
+        "peft_config": "a publish sends whole weights and does not merge adapters into them",
         "quantization_config": "it would quantize the weights that QaRL trains; quant_scheme quantizes the forward",
         "rollout_func": "QaRL's own rollout_func calls the quantized engine",
         "tools": "QaRL's engine makes one response to each prompt",
@@ -163,10 +165,10 @@ def check_arguments(given: dict[str, Any]) -> None:
             raise UserError(f"QaRLTrainer does not support {name}", where=name, why=why, fix=f"leave {name} out")
     if given.get("optimizers", (None, None))[0] is not None:
         raise UserError(
-            "QaRLTrainer does not support another optimizer",
+            "QaRLTrainer does not support an optimizer from outside",
             where="optimizers",
-            why="its own AdamW keeps FP32 copies of the BF16 weights; otherwise small updates would be lost",
-            fix="pass optimizers=(None, scheduler), or leave it out",
+            why="its own AdamW keeps FP32 copies of the BF16 weights; without them, small updates would be lost",
+            fix="pass optimizers=(None, scheduler), or leave optimizers out",
         )
 
 

@@ -1,11 +1,11 @@
-"""`QaRLConfig`: TRL's `GRPOConfig` with QaRL's keys, and the run config of QaRL that it stands for.
+"""`QaRLConfig` adds QaRL's keys to TRL's `GRPOConfig`. `run_config` converts it to QaRL's own config.
 
-QaRL's keys keep their names. Keys of the section `quant` get the prefix `quant_`, keys of the engine the prefix `vllm_`
-(TRL has several of these already), and keys of the loss none. The values are checked by QaRL's own config, so a value
-means the same and is refused with the same reason as in `python -m qarl.train`.
+Keys of the section `quant` have the prefix `quant_`. Keys of the engine have the prefix `vllm_`, which TRL uses too.
+Other keys have no prefix. QaRL's own config checks the values, so they mean the same as in `python -m
+qarl.train`, and bad values give the same errors.
 
-Three of TRL's defaults differ here. `loss_type` is `tbpo`. `bf16` is False: the model already is BF16, and autocast
-would round differently from the engine. `weight_decay` and everything else are TRL's.
+TRL's defaults are kept, except for two. `loss_type` is `tbpo`. `bf16` is False, because the model is already BF16, and
+autocast would round differently from the engine.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ RUN_KEYS = {
     **{f"actor.{name}": name for name in _BANDS},
     "seed": "seed",
 }
-"""QaRL's key -> the field of `QaRLConfig` that holds its value."""
+"""Maps QaRL's keys to the fields of `QaRLConfig` that contain their values."""
 
 
 @dataclass
 class QaRLConfig(GRPOConfig):
-    """Settings of a `QaRLTrainer`. docs/configuration.md describes QaRL's keys; `RUN_KEYS` says which is which."""
+    """Settings of a `QaRLTrainer`. `RUN_KEYS` maps QaRL's keys (docs/configuration.md) to these fields."""
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
@@ -76,7 +76,7 @@ class QaRLConfig(GRPOConfig):
 
 
 def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
-    """Return QaRL's config of the run that `args` describes. Raise UserError, with TRL's names, for a bad value.
+    """Return QaRL's config of the run that `args` describes. For a bad value raise UserError, which names TRL's field.
 
     `max_prompt_length`: tokens of the longest prompt. TRL loads the data, so the data keys are placeholders."""
     values: dict[str, Any] = {
@@ -98,7 +98,7 @@ def run_config(args: QaRLConfig, model: str, max_prompt_length: int) -> Config:
 
 
 def in_trls_words(call: Any) -> Any:
-    """Return `call()`. If it raises UserError, raise one that names the fields of `QaRLConfig` and not QaRL's keys."""
+    """Return `call()`. If it raises UserError, raise it with the fields of `QaRLConfig` instead of QaRL's keys."""
     try:
         return call()
     except UserError as error:

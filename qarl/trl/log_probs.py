@@ -1,7 +1,7 @@
 """The trainer's log-probs of TRL's batches, computed as QaRL's policy computes them.
 
 TRL pads prompts on the left and responses on the right, passes no positions, and multiplies by lm_head in its own
-fused function. Each of these changes the bits. So QaRL cuts the rows out of the padding and packs them
+fused function. Each of these changes the bits of the log-probs. So QaRL removes the padding and packs the rows
 (`qarl.trainer.packing`).
 """
 
@@ -16,11 +16,11 @@ from qarl.trainer.policy import Policy
 
 
 def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_width: int) -> Batch:
-    """Return QaRL's batch of TRL's rows: prompts padded on the left, then responses padded on the right.
+    """Return TRL's rows as QaRL's batch. A row is a prompt padded on the left, then a response padded on the right.
 
     Args:
         input_ids, attention_mask: [B, T].
-        response_width: number of columns, at the end, that belong to responses.
+        response_width: number of columns that belong to responses. They are the last columns.
     """
     prompt_lengths = attention_mask[:, :-response_width].sum(1)
     padding = input_ids.shape[1] - response_width - prompt_lengths
@@ -43,7 +43,8 @@ def as_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, response_wid
 def log_probs_of_rows(
     policy: Policy, batch: Batch, rows: slice, *, temperature: float, entropies: bool, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probs and, if asked for, entropies in nats: FP32 [rows, response_width], 0 on padding."""
+    """Return log-probs and, if `entropies` is true, entropies in nats. Both are FP32 [rows, response_width], 0 on
+    padding."""
     mask = batch.response_mask[rows]
     tokens = batch.responses[rows][mask]
     layout = lay_out(batch, rows, packed=policy.packed)

@@ -1,7 +1,7 @@
 """Mismatch and TBPO's statistics in TRL's logs, and the mismatch guard.
 
-TRL averages each metric over the micro-batches between two logs. For maxima and shares that is wrong, so QaRL collects
-the statistics of all micro-batches and processes, and reduces them once for each log.
+TRL averages each metric over the micro-batches between two logs. An average is wrong for maxima and shares. So QaRL
+collects the statistics of all micro-batches and processes, and combines them once per log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qarl.tbpo import reduce_metrics
 
 
 class StepMetrics:
-    """Collects what `QaRLTrainer` measures between two logs. `level`: the alignment level that was applied."""
+    """Collects the measurements of `QaRLTrainer` between two logs. `level`: the alignment level that was applied."""
 
     def __init__(self, config: Config, level: str) -> None:
         self.config, self.level = config, level
@@ -36,7 +36,7 @@ class StepMetrics:
         """Compare the log-probs of trainer and engine, all [B, T]. `trained`: whether an update has been made.
 
         Raises:
-            MismatchError: the mismatch of all processes' micro-batches is over its limit, before the first update.
+            MismatchError: before the first update, the mismatch over all processes' micro-batches exceeds its limit.
         """
         mask = mask.bool()
         old, rollout = old.detach().float().cpu(), rollout.float().cpu()
@@ -49,7 +49,7 @@ class StepMetrics:
         self._check(total / max(tokens, 1), tokens / max(rows, 1), before_first_update=True)
 
     def take(self, accelerator: Any, report: PublishReport | None) -> dict[str, float]:
-        """Return the metrics since the last call, of all processes."""
+        """Return the metrics of all processes since the last call."""
         pairs = gather_object([_stacked(self._pairs)]) if self._pairs else []
         statistics = gather_object(self._statistics) if self._statistics else []
         self._pairs, self._statistics = [], []
@@ -80,7 +80,7 @@ class StepMetrics:
 
 
 def _stacked(pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the two log-probs of all valid tokens, each [tokens], and the number of responses."""
+    """Return the old log-probs and the rollout's of all valid tokens, each [tokens], and the number of responses."""
     old = torch.cat([one[mask] for one, _, mask in pairs])
     rollout = torch.cat([other[mask] for _, other, mask in pairs])
     return old, rollout, sum(int(mask.any(1).sum()) for _, _, mask in pairs)

@@ -3,9 +3,9 @@
 The copies are part of `state_dict`, so TRL's own checkpoints contain them and a run resumes bit for bit. With
 `master_dtype=bf16` there are no copies, and updates are rounded stochastically (`qarl.optim`).
 
-Autograd adds the gradients of all micro-batches in FP32 (`Tensor.grad_dtype`). With several processes that is not
-possible, because DistributedDataParallel reduces gradients in the dtype of the weights. Then they are summed in BF16,
-as they are in TRL for any BF16 model.
+In a single process, autograd sums the gradients of all micro-batches in FP32 (`Tensor.grad_dtype`). With several
+processes they are summed in BF16, as TRL does for any BF16 model, because DistributedDataParallel reduces gradients in
+the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from qarl.optim.optimizer import MuonAdamW, write
 
 
 class MasterAdamW(MuonAdamW):
-    """AdamW on FP32 copies of BF16 parameters. After a step, a parameter is its copy rounded to nearest.
+    """AdamW on FP32 copies of BF16 parameters. After a step, each parameter is its FP32 copy, rounded to nearest.
 
-    Parameters whose names are not in `decayed` have no weight decay, as in transformers."""
+    `decayed`: names of the parameters that have weight decay, as in transformers."""
 
     def __init__(
         self,

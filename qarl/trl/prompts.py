@@ -9,12 +9,14 @@ from qarl.trl.config import QaRLConfig
 
 
 def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
-    """Return the tokens of the longest prompt that the engine has to take.
+    """Return the largest number of tokens that a prompt may have.
 
-    If `vllm_max_model_length` is set, return what it leaves for a prompt. Otherwise tokenize the datasets' prompts.
+    If `vllm_max_model_length` is set, this is the number that it leaves for a prompt. Otherwise it is the length of the
+    longest prompt in the datasets.
 
     Raises:
-        UserError: a prompt is longer than that, there is none, or a dataset is a stream and the length is not set.
+        UserError: a prompt is longer than `vllm_max_model_length` allows, there is no prompt, or a dataset is a stream
+            and `vllm_max_model_length` is not set.
     """
     lengths = [length for data in datasets if data is not None for length in _lengths(args, tokenizer, data)]
     longest = max(lengths, default=0)
@@ -22,14 +24,14 @@ def longest_prompt(args: QaRLConfig, tokenizer: Any, *datasets: Any) -> int:
     assert response is not None  # `check_args` refuses None
     if limit is None:
         if not longest:
-            raise UserError("the training data have no prompt", where="train_dataset", fix="give it a column 'prompt'")
+            raise UserError("the training data has no prompts", where="train_dataset", fix="add rows with a 'prompt'")
         return longest
     room = limit - response
     if room < max(longest, 1):
         raise UserError(
             f"vllm_max_model_length={limit} leaves {room} tokens for a prompt, but the longest has {longest}",
             where="vllm_max_model_length",
-            fix=f"set it to {max(longest, 1) + response} or more, or leave it out",
+            fix=f"set it to {max(longest, 1) + response} or more, or remove it",
         )
     return room
 
@@ -40,9 +42,9 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> list[int]:
     if not hasattr(data, "__len__"):
         if args.vllm_max_model_length is None:
             raise UserError(
-                "the lengths of a streamed dataset's prompts are not known",
+                "the prompts of a streamed dataset have unknown lengths",
                 where="vllm_max_model_length",
-                why="the engine needs a limit on prompt and response together",
+                why="the engine needs a limit on the length of prompt plus response",
                 fix="set vllm_max_model_length to the tokens of the longest prompt plus max_completion_length",
             )
         return []
@@ -51,7 +53,7 @@ def _lengths(args: QaRLConfig, tokenizer: Any, data: Any) -> list[int]:
             "the dataset has no column 'prompt'",
             where="train_dataset",
             why=f"its columns are {', '.join(data.column_names)}",
-            fix="rename the column that has the prompts",
+            fix="rename the column with the prompts to 'prompt'",
         )
     return [len(tokens) for tokens in tokenize(tokenizer, data["prompt"], args.chat_template_kwargs or {})]
 

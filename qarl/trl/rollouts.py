@@ -1,7 +1,7 @@
-"""TRL's `rollout_func` with QaRL's engine: publish if the weights have moved, then sample one response to each prompt.
+"""TRL's `rollout_func` with QaRL's engine. It publishes changed weights, then samples one response to each prompt.
 
-Each process has its own engine, in the same process, and samples its own part of the batch. The weights of all
-processes are equal after an optimizer step, so every process publishes its own.
+Each process runs its own engine and samples its own part of the batch. After an optimizer step all processes have the
+same weights, so each publishes its weights to its own engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qarl.trainer.local import request_seed
 from qarl.trainer.policy import Policy
 
 EVALUATION = 2**40
-"""First place of evaluations in `request_seed`. No step has as many rollouts."""
+"""Evaluations count their requests from this index in `request_seed`. No step has as many rollouts."""
 
 
 class Rollouts:
@@ -52,8 +52,8 @@ class Rollouts:
         self.published = now
 
     def _seeds(self, trainer: Any, step: int, count: int) -> list[int]:
-        """Return a seed for each request. It depends on the run's seed, the step, and the place in the batch of all
-        processes. Evaluations have seeds of their own, so they do not change the rollouts of training."""
+        """Return a seed for each request. It depends on the run's seed, the step, and the request's index in the batch
+        of all processes. Evaluations use different seeds, so they do not change the rollouts of training."""
         training = trainer.training
         last, calls = self._calls.get(training, (step, -1))
         calls = calls + 1 if last == step else 0

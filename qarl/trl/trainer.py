@@ -1,14 +1,14 @@
 """`QaRLTrainer`: TRL's `GRPOTrainer` on quantized rollouts, with QaRL's forward, publish, loss and checks.
 
-    rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`)
-    log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`), instead of TRL's fused lm_head. This is
-                  the one private method of TRL that is overridden, so TRL's version is pinned (`qarl.trl.checks`)
-    loss          TBPO through `compute_loss`, or any of TRL's losses
-    optimizer     AdamW with FP32 copies of the weights, through `create_optimizer`, so that TRL's own rule decides
-                  which parameters have weight decay
+    rollouts      `rollout_func` calls QaRL's vLLM in this process (`qarl.trl.rollouts`).
+    log-probs     QaRL's quantized and aligned forward (`qarl.trl.log_probs`) replaces TRL's fused lm_head. For this, a
+                  private method of TRL is overridden, so TRL's version is pinned (`qarl.trl.checks`).
+    loss          `compute_loss` calls TBPO, or one of TRL's losses.
+    optimizer     `create_optimizer` returns AdamW with FP32 copies of the weights. TRL decides which parameters have
+                  weight decay.
 
-Data, rewards, advantages, logs, checkpoints and `accelerate launch` are TRL's. TRL divides rewards by their standard
-deviation plus 1e-4, QaRL's local backend by that plus 1e-6.
+TRL provides data, rewards, advantages, logs, checkpoints and `accelerate launch`. TRL adds 1e-4 to the standard
+deviation by which it divides rewards; QaRL's local backend adds 1e-6.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class QaRLTrainer(GRPOTrainer):
         """Take the arguments of `GRPOTrainer`. `model`: a folder or name, or a causal LM loaded from one.
 
         Raises:
-            UserError: a setting, the model or this machine is not supported. No engine has been started.
+            UserError: a setting, the model or this machine is not supported. This is raised before an engine starts.
         """
         check_version()
         check_args(args)
@@ -88,7 +88,7 @@ class QaRLTrainer(GRPOTrainer):
             raise UserError(
                 "QaRLTrainer does not add the routers' auxiliary loss",
                 where="router_aux_loss_coef",
-                why="it needs the routers' logits, which QaRL's forward does not return",
+                why="this loss needs the routers' logits, which QaRL's forward does not return",
                 fix="set router_aux_loss_coef=0",
             )
         if self.ref_model is not None:
@@ -139,8 +139,8 @@ class QaRLTrainer(GRPOTrainer):
         return loss
 
     def _tbpo_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return TBPO's loss of a micro-batch. The losses of all micro-batches and processes of an optimizer step add
-        up to a mean over its responses, because accelerate sums over micro-batches and averages over processes."""
+        """Return TBPO's loss of a micro-batch. It is scaled so that accelerate's result (the sum over micro-batches,
+        averaged over processes) is the mean over all responses of an optimizer step."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         mask = inputs["completion_mask"]
@@ -176,7 +176,7 @@ class QaRLTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Return what TRL's method returns, from QaRL's forward.
+        """Return log-probs and entropies from QaRL's forward, in the format of TRL's method.
 
         `model`: the policy's model, DDP's wrapper around it, or the reference model."""
         is_reference = self.reference is not None and model is self.ref_model
@@ -209,7 +209,7 @@ class QaRLTrainer(GRPOTrainer):
         super().log(logs, start_time)
 
     def save_quantized(self, folder: str) -> None:
-        """Write the model in compressed-tensors format, for vLLM to load. Call it in one process."""
+        """Write the model in compressed-tensors format, which vLLM can load. Call this in only one process."""
         self.policy.save(Path(folder), self.processing_class)
 
     def _roll_out(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def load_policy(model: str | PreTrainedModel, config: Config) -> Policy:
         raise UserError(
             f"the model is {model.dtype}, but QaRL trains BF16 models",
             where="model",
-            why="vLLM computes in BF16, and the trainer must round alike",
-            fix="load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies",
+            why="vLLM computes in BF16, and the trainer must round in the same way",
+            fix="load it with dtype=torch.bfloat16, or pass its folder; the optimizer keeps FP32 copies of the weights",
         )
     return quantized(model, config)
 

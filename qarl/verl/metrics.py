@@ -1,8 +1,8 @@
-"""Records a verl run in QaRL's run folder. During the run a thread reads the file of verl's logger and logs each
-step through QaRL's tracker. A metric that the local backend also logs gets the local backend's name.
+"""Records a verl run in QaRL's run folder.
 
 verl's logger writes one line `{"step": n, "data": {...}}` per step to `VERL_FILE_LOGGER_PATH`
-(verl/utils/tracking.py). `trainer.logger` chooses QaRL's loggers, not verl's, so both backends log the same names.
+(verl/utils/tracking.py). During the run a thread reads this file and logs each step through QaRL's tracker. A metric
+that the local backend also logs gets the local backend's name. `trainer.logger` chooses QaRL's loggers, not verl's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def our_names(metrics: Mapping[str, Any]) -> dict[str, float]:
     named: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            # verl prefixes every metric that an actor reports.
+            # verl adds this prefix to every metric of an actor.
             plain = name.removeprefix("actor/") if name.startswith(_OURS) else name
             named[RENAMED.get(plain, plain)] = value
     accuracies = [value for name, value in named.items() if _ACCURACY.match(name)]
-    if len(accuracies) == 1:  # for several data sources verl gives one accuracy each, but not their sizes
+    if len(accuracies) == 1:  # for several data sources verl logs one accuracy each, but not their sizes
         named["val/accuracy"] = accuracies[0]
     return named
 
@@ -85,8 +85,10 @@ class MetricsFollower:
         self._tracker.close()
 
     def summary(self, failure: BaseException | None) -> tuple[dict[str, Any], BaseException | None]:
-        """Write summary, plots and report. Return the summary and the first of these errors, or None: `failure`, an
-        error of storing metrics (which does not stop the training), an error of writing summary, plots or report."""
+        """Write summary, plots and report. Return the summary and an error or None.
+
+        The error is the first of: `failure`, an error while storing metrics (which does not stop the training), an
+        error while writing summary, plots or report."""
         from qarl.trainer.loop import summarize
 
         config = self.config
@@ -122,7 +124,7 @@ class MetricsFollower:
             self._read()
 
     def _read(self) -> None:
-        """Log all complete new lines. Keep the first StorageError for `summary`, and only warn of other errors."""
+        """Log all complete new lines. Keep the first StorageError for `summary`. Print a warning for other errors."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

@@ -15,7 +15,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def objective_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of the loss: verl's own, those of QaRL's class, and which loss of verl's registry it is."""
+    """Return the keys of the loss: `loss_mode`, verl's other keys, and those of `TBPOPolicyLossConfig`."""
     settings, root = objective_settings(config), "actor_rollout_ref.actor"
     bands = [key.name for key in fields(TBPOConfig) if key.name != "loss_agg_mode"]
     ours = {name: getattr(config.actor, name) for name in bands} | {
@@ -28,7 +28,7 @@ def objective_keys(config: Config) -> dict[str, Any]:
         f"{root}.policy_loss._target_": f"{PLUGIN}.config.TBPOPolicyLossConfig",
         f"{root}.policy_loss.loss_mode": "tbpo" if settings.loss == "tbpo" else "qarl",
         **{f"+{root}.policy_loss.{name}": value for name, value in ours.items()},
-        # Used only if the section verl sets use_kl_loss. `+` gives KL's own gradient, that of k2; k3's is biased.
+        # Used only if the section verl sets use_kl_loss. `+` selects k2's gradient, KL's own; k3's is biased.
         f"{root}.kl_loss_type": "low_var_kl+",
     }
     if settings.loss != "tbpo":
@@ -40,15 +40,15 @@ def objective_keys(config: Config) -> dict[str, Any]:
 def algorithm_keys(config: Config) -> dict[str, Any]:
     """Return the keys of the advantages, and of the weights that verl's trainer computes for the whole batch.
 
-    The loss does everything else of the section `rollout_correction`. So it knows the number of responses before a
-    rejection, and the mismatch metrics are those of all responses.
+    The loss applies all other corrections. So it knows the number of responses before a rejection, and the mismatch
+    metrics are over all responses.
     """
     algorithm, correction = config.algorithm, objective_settings(config).correction
     estimator = "reinforce_plus_plus" if config.actor.loss == "reinforce" else algorithm.adv_estimator
     keys: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo" if estimator == "dr_grpo" else estimator,
         "algorithm.norm_adv_by_std_in_grpo": estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo,
-        # If true, verl would use the rollout's log-probs as the trainer's, and no mismatch would be seen.
+        # If true, verl would use the rollout's log-probs as the trainer's, which would hide every mismatch.
         "algorithm.rollout_correction.bypass_mode": False,
     }
     if correction.in_verl:
@@ -61,7 +61,7 @@ def algorithm_keys(config: Config) -> dict[str, Any]:
 
 
 def refuse_second_correction(config: Config) -> None:
-    """Raise UserError if the section `verl` sets verl's corrections for an objective that has QaRL's."""
+    """Raise UserError if the section `verl` sets verl's own corrections. The loss tbpo refuses them itself."""
     given = [key for key in config.verl if key.removeprefix("+").startswith(_CORRECTION)]
     if given and config.actor.loss != "tbpo":
         raise UserError(

@@ -212,25 +212,25 @@ BY_TOKENS = [
         (
             ["actor.ppo_micro_batch_size_per_gpu=null"],
             "actor.ppo_micro_batch_size_per_gpu",
-            ["use_dynamic_bsz is false", "or set actor.use_dynamic_bsz=true and actor.ppo_max_token_len_per_gpu"],
+            ["use_dynamic_bsz=false requires", "or set actor.use_dynamic_bsz=true and actor.ppo_max_token_len_per_gpu"],
         ),
         (
             ["actor.log_prob_micro_batch_size_per_gpu=null"],
             "actor.log_prob_micro_batch_size_per_gpu",
-            ["micro-batches need a size", "actor.log_prob_max_token_len_per_gpu"],
+            ["requires a size of micro-batches", "actor.log_prob_max_token_len_per_gpu"],
         ),
         (
             ["actor.ppo_max_token_len_per_gpu=9999"],
             "actor.ppo_max_token_len_per_gpu",
-            ["responses are counted, not tokens", "set it to null, or set actor.use_dynamic_bsz=true"],
+            ["limits responses, not tokens", "set it to null, or set actor.use_dynamic_bsz=true"],
         ),
         (
             ["actor.log_prob_max_token_len_per_gpu=9999"],
             "actor.log_prob_max_token_len_per_gpu",
-            ["responses are counted, not tokens"],
+            ["limits responses, not tokens"],
         ),
         ([*BY_TOKENS[:3], TOKENS + "=null"], TOKENS, ["fills micro-batches", "or set actor.use_dynamic_bsz=false"]),
-        ([*BY_TOKENS[:3], TOKENS + "=9"], TOKENS, ["data.max_prompt_length + data.max_response_length", "not divided"]),
+        ([*BY_TOKENS[:3], TOKENS + "=9"], TOKENS, ["data.max_prompt_length + data.max_response_length", "never split"]),
         (
             [*BY_TOKENS, "actor.log_prob_max_token_len_per_gpu=9"],
             "actor.log_prob_max_token_len_per_gpu",
@@ -239,12 +239,12 @@ BY_TOKENS = [
         (
             [BY_TOKENS[0], *BY_TOKENS[2:], "actor.ppo_micro_batch_size_per_gpu=16"],
             "actor.ppo_micro_batch_size_per_gpu",
-            ["tokens are counted, not responses", "set it to null"],
+            ["limits tokens, not responses", "set it to null"],
         ),
         (
             [*BY_TOKENS[:2], BY_TOKENS[3], "actor.log_prob_micro_batch_size_per_gpu=16"],
             "actor.log_prob_micro_batch_size_per_gpu",
-            ["tokens are counted, not responses"],
+            ["limits tokens, not responses"],
         ),
         (
             [*BY_TOKENS, "model.use_remove_padding=false"],

@@ -240,4 +240,4 @@ def test_after_five_steps_the_run_says_which_bands_leave_five_percent_outside(tm
 def test_without_a_second_mini_batch_there_is_no_advice(tmp_path: Path, capsys: Any) -> None:
     assert "bands:" not in write(tmp_path, [{"step": step, "actor/grad_norm": 1.0} for step in range(9)], capsys)
     still = [{"step": step, **BAND, "actor/band_factor_p95_after_first": 0.0} for step in range(9)]
-    assert "no sequence ratio has moved yet" in write(tmp_path / "still", still, capsys)
+    assert "no sequence ratio has changed yet" in write(tmp_path / "still", still, capsys)

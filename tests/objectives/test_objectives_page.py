@@ -96,7 +96,7 @@ def test_what_contradicts_itself_is_refused(loss: str, correction: dict[str, obj
 def test_a_mismatch_that_is_not_seen_is_not_corrected() -> None:
     rejection = {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": 1.0}
     for correction in ({"rollout_is": "token"}, rejection):
-        with pytest.raises(ConfigError, match="r_corr is 1"):
+        with pytest.raises(ConfigError, match="r_corr is always 1"):
             run_config("grpo", correction, old_log_probs="rollout")
         assert run_config("grpo", correction, old_log_probs="auto")
     assert run_config("grpo", rejection | {"rollout_rs_ratio": "ppo"}, old_log_probs="rollout")

@@ -135,7 +135,7 @@ def test_rows_that_ranks_share_are_refused_where_attention_is_qarls(monkeypatch,
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_: None)
     kind = QuantFSDPEngineConfig if quantized else FSDPEngineConfig
     engine_config = kind(strategy="fsdp2", ulysses_sequence_parallel_size=2)
-    with pytest.raises(UserError, match="rows that 2 ranks share") if refused else nullcontext():
+    with pytest.raises(UserError, match="rows that are split over 2 ranks") if refused else nullcontext():
         QaRLFSDPEngine(SimpleNamespace(**MODEL), engine_config, None, None)
 
 

@@ -1,8 +1,8 @@
 """Chooses the address at which a trainer listens for the engines that it publishes to.
 
-On one host this is the loopback address, which no other host can reach. If the engines may be on other hosts, it is
-the address of Ray's node, or of the interface that leads to the engine's server. `socket.gethostbyname` of the host's
-own name is no choice, because Debian's /etc/hosts gives it the address 127.0.1.1.
+If all engines are on this host, this is the loopback address, which other hosts cannot reach. Otherwise it is the
+address of Ray's node, or of the network interface that leads to the engine's server. `socket.gethostbyname` of the
+host's own name would not work, because Debian's /etc/hosts maps this name to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(peer: str | None = None) -> str:
-    """Return the address of this host for receivers.
+    """Return the address of this host to which receivers connect.
 
-    `peer`: name or address of the engine's host. If it is None, the receivers are in this process's Ray cluster, or on
-    this host if there is none.
+    `peer`: name or address of the engine's host. If it is None, the receivers are in this process's Ray cluster, or, if
+    there is no cluster, on this host.
 
     Raises:
         UserError: `peer` has no IPv4 address that this host can reach.
@@ -34,13 +34,13 @@ def own_address(peer: str | None = None) -> str:
 
 
 def _towards(peer: str) -> str:
-    """Return the address of the interface that packets to `peer` leave by. Nothing is sent."""
+    """Return the address of the network interface that this host uses for packets to `peer`. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, 9))
         except OSError as error:
             raise UserError(
-                f"the trainer cannot find its own address for the engine at {peer}",
+                f"the trainer cannot find an address of this host that the engine at {peer} can reach",
                 why=f"{type(error).__name__}: {error}",
                 fix="set `host` to an address of this host that the engine can reach",
             ) from error

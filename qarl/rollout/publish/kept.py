@@ -1,14 +1,15 @@
 """Keep the tensors of the last complete publish, so that the next one can send only the words that changed.
 
-Sender and receiver both keep the tensors in host memory, in the published format. This costs one copy of all published
-tensors per receiver, and one per sender. If both are in one process, they share a copy.
+Each sender and each receiver keeps one copy of all published tensors in host memory, in the published format. If sender
+and receiver are in one process, they share a copy.
 
 vLLM stores weights in a different layout, in which parts of one published word may be in several places. So the
-receiver changes words of its kept tensors, and then writes whole tensors into vLLM.
+receiver first changes words of its kept tensors, and then writes whole tensors into vLLM.
 
 A fingerprint identifies the kept tensors. It is a hash of the publish's version and the checksums of all tensors. A
-delta publish names the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, it refuses
-the publish before it writes anything. During a publish, and after a failed one, there is no fingerprint.
+delta publish contains the fingerprint of the tensors that it changes. If a receiver's fingerprint is different, the
+receiver refuses the publish before it writes anything. During a publish, and after a failed one, a receiver has no
+fingerprint.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class KeptTensors:
         self.fingerprint: str | None = None
 
     def begin(self, *, changes: bool) -> None:
-        """Begin a publish. `changes`: true if it sends only changes, false if it sends all tensors."""
+        """Begin a publish. `changes`: true if the publish sends only changes, false if it sends all tensors."""
         self.fingerprint = None
         if not changes:
             self.digests = {}
 
     def put(self, name: str, tensor: torch.Tensor, digest: int) -> None:
-        """Keep a copy of `tensor`, in the memory of the earlier tensor of this name if dtype and shape are equal."""
+        """Keep a copy of `tensor`. If dtype and shape are unchanged, overwrite the earlier tensor of this name."""
         tensor = tensor.detach()
         kept = self.tensors.get(name)
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
@@ -76,7 +77,7 @@ class KeptTensors:
 @dataclass
 class Tally:
     """Counts the changed words of a publish, by kind: `codes` (quantized weights), `scales`, `other`. `known`: whether
-    the publish was compared with the one before."""
+    the publish was compared with the previous one."""
 
     known: bool = False
     changed: dict[str, int] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class Sent:
 def changed_members(
     members: Iterable[NamedTensor], base: KeptTensors, tally: Tally
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor to send, whether that is a payload) for each tensor that differs from the one in `base`."""
+    """Yield (name, tensor to send, whether it is a delta payload) for each tensor that differs from that in `base`."""
     for name, tensor in members:
         now = tensor.detach().contiguous()
         if name not in base.tensors or base.tensors[name].shape != now.shape or base.tensors[name].dtype != now.dtype:

@@ -1,7 +1,8 @@
 """The sender's side of delta publishes to receivers in other processes.
 
 The sender keeps the tensors that it sent last, as the receivers do (`kept.py`). It does not assume that they arrived.
-Before each publish it gets the fingerprints of all receivers. It sends changes only if they all equal its own.
+Before each publish it gets the fingerprints of all receivers. If they all equal the sender's fingerprint, it sends only
+changes. Otherwise it sends all tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from qarl.rollout.publish.wire import BEGIN, COMMIT, UNIT, NamedTensor, encode_p
 
 
 class Outbox:
-    """The last publish of one sender. `kept`: its tensors. `tally`: its changed words. `sent`: its bytes."""
+    """The last publish of one sender. `kept`: the tensors. `tally`: counts of changed words. `sent`: count of bytes."""
 
     def __init__(self) -> None:
         self.kept = KeptTensors()
@@ -22,7 +23,7 @@ class Outbox:
         self.sent = Sent()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and its changed words."""
+        """Return the metrics of the last publish: `publish/delta`, `publish/mbytes`, and counts of changed words."""
         if not self.sent.bytes:
             return {}
         sent = {"publish/delta": float(self.tally.known), "publish/mbytes": self.sent.bytes / 1e6}
@@ -33,7 +34,7 @@ class Outbox:
     ) -> Iterator[NamedTensor]:
         """Yield the stream of a publish, as `qarl.rollout.publish.wire.encode_publish` does with `options`.
 
-        `held`: the fingerprint of each receiver, or None for a receiver without one."""
+        `held`: the fingerprint of each receiver, or None for a receiver without a fingerprint."""
         mine = self.kept.fingerprint
         base = self.kept if mine is not None and held and all(one == mine for one in held) else None
         self.tally, self.sent = Tally(), Sent()

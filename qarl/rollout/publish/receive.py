@@ -1,15 +1,16 @@
 """The engine's side of a publish, inside vLLM's worker. It checks and then writes the tensors, one unit at a time.
 
-A publish is a transaction. From its first record (`qarl.begin`) to its last (`qarl.commit`) the receiver is `stale`. It
-stays stale if anything goes wrong, for example if a tensor is missing, damaged on the way, or refused by vLLM. A stale
-engine must not generate, because it may hold weights of two versions. The next complete publish repairs it. After
-`ReloadFailed` the receiver is `broken`, and only a new engine helps.
+A publish is a transaction. From its first record (`qarl.begin`) to its last (`qarl.commit`) the receiver is `stale`. If
+the publish fails, for example because a tensor is missing or damaged, or because vLLM refuses it, the receiver stays
+stale. A stale engine must not generate, because it may have weights of two versions. The next complete publish repairs
+it. After `ReloadFailed` the receiver is `broken`, and the engine must be replaced.
 
 The receiver holds the tensors of only one unit (a decoder layer) in memory. Set `clone=True` if these tensors are views
-of a buffer that the transport reuses, as in verl. If the sender asks for it, the receiver also keeps a copy of all
-tensors for delta publishes (`qarl.rollout.publish.kept`). After a delta it writes all tensors of a unit, changed or
-not, because an engine that slept may have lost them. It may skip unchanged modules if nothing else touches the engine's
-weights (`skip_unchanged`).
+of a buffer that the transport reuses, as in verl. If the sender requests it, the receiver also keeps a copy of all
+tensors for delta publishes (`qarl.rollout.publish.kept`).
+
+After a delta, the receiver also writes unchanged tensors, because an engine that slept may have lost them. Set
+`skip_unchanged=True` if only publishes change the engine's weights. Then unchanged modules are skipped.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_l
 class WeightReceiver:
     """Receive publishes for one worker of the engine. Each worker has one receiver for its whole life.
 
-    `version`: the version of the last complete publish, or None while the engine is stale. `stale_because`: why it is
-    stale. `broken`: whether only a new engine helps. `seconds`: seconds that the last publish spent in `transfer`
-    (taking and checking tensors) and `apply` (writing them)."""
+    version         the version of the last complete publish, or None while the engine is stale
+    stale_because   why the engine is stale
+    broken          whether the engine must be replaced
+    seconds         seconds of the last publish in `transfer` (taking and checking tensors) and `apply` (writing them)
+    """
 
     def __init__(
         self,
@@ -82,13 +85,13 @@ class WeightReceiver:
 
     @property
     def held(self) -> str | None:
-        """The fingerprint of the tensors that this receiver has kept, or None. Delta publishes change those tensors."""
+        """The fingerprint of the kept tensors, or None. A delta publish must contain this fingerprint."""
         return self.kept.fingerprint if self.kept else None
 
     def mark_stale(self, reason: str, *, doubt: bool = True) -> None:
         """Make the receiver stale, with `reason`, until the next complete publish.
 
-        `doubt`: whether the next publish must have all tensors."""
+        `doubt`: whether the next publish must contain all tensors."""
         self.version, self.stale_because = None, reason
         if doubt:
             self.kept = None
@@ -119,7 +122,7 @@ class WeightReceiver:
             self.seconds["transfer"] += time.perf_counter() - start - (self._applied - applied)
 
     def abort(self, reason: str) -> None:
-        """End a publish that cannot be completed; the receiver stays stale."""
+        """End a publish that cannot be completed. The receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
         self._open, self._unit, self._seen = None, [], set()
@@ -154,9 +157,9 @@ class WeightReceiver:
         self._is_delta = base is not None
         if self._is_delta and base != held:
             raise wire.TransferFailed(
-                f"the changes of version {self._open} are for other tensors than the engine has",
-                where=f"for {base}, the engine has {held}",
-                why="the engine was restarted, or a publish in between was lost",
+                f"the changes of version {self._open} do not apply to the tensors that the engine has kept",
+                where=f"the changes are for {base}, but the engine has {held}",
+                why="the engine was restarted, or an earlier publish was lost",
                 fix=wire.RETRY,
             )
         if record.get("keep"):
@@ -210,7 +213,7 @@ class WeightReceiver:
         self._unit = []
 
     def _whole_unit(self, record: dict[str, Any]) -> list[wire.NamedTensor]:
-        """Return all tensors of the unit that has arrived, whole and on the engine's device."""
+        """Return all tensors of the received unit on the engine's device, with changes already applied."""
         if not self._is_delta or self.kept is None:
             return self._unit
         deltas = set(record["deltas"])
@@ -244,8 +247,8 @@ class WeightReceiver:
             )
         if self.kept and self.kept.commit(self._open) != record.get("fingerprint"):
             raise wire.TransferFailed(
-                f"the engine has other tensors than version {self._open} of the trainer",
-                why="their checksums differ in a tensor that was not sent",
+                f"the engine's tensors differ from version {self._open} of the trainer's",
+                why="a tensor that was not sent has different checksums on the two sides",
                 fix=wire.RETRY,
             )
         start = time.perf_counter()
@@ -269,7 +272,7 @@ def _flat(kv_caches: Any) -> list[torch.Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the message of `error` without its fix, for a later error that quotes it and has its own fix."""
+    """Return the message of `error` without its fix, to be quoted in a later error with a different fix."""
     if not isinstance(error, UserError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

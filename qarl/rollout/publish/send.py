@@ -1,11 +1,11 @@
-"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then passes them on.
+"""The trainer's side of a publish to an engine in the same process. It checks all tensors, then passes them to vLLM.
 
     validate   compare names, dtypes and shapes with the engine's config, look for NaN and Inf, and make checksums
     transfer   the engine's receiver takes the tensors unit by unit and compares the checksums
     apply      write each unit into vLLM's modules
     commit     refresh tied layers and clear a corrupt KV cache, then set the version, then reset the prefix cache
 
-If anything fails, even the first check, the engine is stale, because its weights are not the trainer's current weights.
+If any step fails, even the first, the engine is stale, because its weights are not the trainer's current weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def publish_weights(
     """Publish as `RolloutEngine.publish` describes. All tensors stay in memory until all are checked. A quantized model
     holds them anyway, so this needs no extra memory.
 
-    `delta`: send only changes if the receiver has kept the tensors of the last complete publish. It keeps them, and
-    they are the only copy: the changes are found by a comparison with them, one unit before it is changed."""
+    `delta`: send only changes if the receiver has kept the tensors of the last complete publish. The sender has no copy
+    of its own: it compares each unit with the receiver's kept tensors before the receiver changes them."""
     start, sent, tally = time.perf_counter(), Sent(), Tally()
     try:
         tensors = list(stream)

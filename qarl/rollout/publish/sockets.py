@@ -1,20 +1,20 @@
-"""Carries a publish between processes or hosts over TCP: one sender, one connection per receiver and publish.
+"""Sends a publish to receivers in other processes or on other hosts over TCP. Each publish makes new connections.
 
     sender -> receiver    a challenge
-    receiver -> sender    hello: its own challenge, its proof, and the fingerprint of the tensors that it holds
+    receiver -> sender    hello: the receiver's challenge, its proof, and the fingerprint of its kept tensors
     sender -> receiver    the sender's proof, then the stream of `qarl.rollout.publish.wire`, one frame per tensor
-    receiver -> sender    the answer, after the last record: the version and the fingerprint that it holds now, or its
-                          error. A receiver that fails reads the rest of the stream first, so its answer is not lost
+    receiver -> sender    the answer after the last record: its new version and fingerprint, or its error. A receiver
+                          that fails first reads the rest of the stream, so that its answer is not lost.
     sender -> receiver    the verdict: whether all receivers have the publish. If one lacks it, all others become stale,
-                          because the workers of one engine would compute with weights of two versions
+                          because otherwise the workers of one engine could have weights of two versions.
 
-A frame is a JSON header, preceded by its length, and the tensor's bytes. Nothing is unpickled. TCP delivers bytes in
-order, and reports at once that a peer was killed. Every operation has a time limit, because TCP does not report a peer
-that is stopped or a host that is gone. The publish is checked like every other one (manifest, checksums, versions).
+A frame is the length of a JSON header, this header, and the tensor's bytes. Pickle is not used. TCP delivers bytes in
+order, and reports a killed peer at once. Every operation has a time limit, because TCP does not report a stopped
+process or a lost host. The publish has the usual checks (manifest, checksums, versions).
 
-Both sides know a token, and prove it by a keyed hash of both challenges (RFC 2104). The token itself is not sent. A
-receiver allocates memory only for a sender that has proved the token, and only up to a limit. The data are neither
-encrypted nor signed. So, as with NCCL and verl's transports, use this only inside a trusted network.
+Both sides know a token. Each proves this by a keyed hash of both challenges (RFC 2104), so the token is never sent. A
+receiver allocates memory only for a sender that has proved the token, and only up to a limit. The data is neither
+encrypted nor signed. So use this only inside a trusted network, like NCCL and verl's transports.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _MAX_HEADER = 1 << 20
 _MAX_DIMENSIONS = 8
 _PIECE = 1 << 20
 SMALLEST_LIMIT = 1 << 26
-"""Bytes that every frame may have, for records and for deltas of small tensors."""
+"""Every frame may have at least this number of bytes, for records and for deltas of small tensors."""
 DEFAULT_LIMIT = 1 << 33
-"""The limit for a receiver that does not know the tensors that it will get. The embedding of a model with a vocabulary
-of 256,000 and a hidden size of 16,384 fits into it."""
+"""Largest number of bytes of a frame for a receiver that has no manifest. The embedding of a model with a vocabulary of
+256,000 and a hidden size of 16,384 is smaller."""
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -62,9 +62,9 @@ class PeerLost(TransferFailed):
 class WeightServer:
     """The sender's side. It listens until `close`. `address`: host and port for the receivers.
 
-    `token`: a secret that both sides know. `receivers`: number of receivers in every publish. `seconds`: limit for the
-    receivers to connect, and for every single read and write after that. All of a receiver's hello must arrive within
-    `_HELLO_SECONDS`, however slowly its bytes come."""
+    `token`: a secret that both sides know. `receivers`: number of receivers in every publish. `seconds`: time limit for
+    all receivers to connect, and for each later read and write. The whole hello of a receiver must arrive within
+    `_HELLO_SECONDS`."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class WeightServer:
         self.address: Address = self._socket.getsockname()[:2]
 
     def publish(self, make_stream: MakeStream) -> list[str | None]:
-        """Send one publish to all receivers. Return the fingerprints that they hold afterwards.
+        """Send one publish to all receivers. Return their new fingerprints.
 
-        `make_stream`: returns the stream, given the fingerprints that the receivers hold before.
+        `make_stream`: a function that takes the receivers' fingerprints before the publish and returns the stream.
 
         Raises:
-            PeerLost: a receiver did not connect, or was lost in the middle.
-            TransferFailed: a receiver refused the publish. The message has its error.
+            PeerLost: a receiver did not connect, or was lost during the publish.
+            TransferFailed: a receiver refused the publish. The message contains the receiver's error.
         """
         with ExitStack() as open_sockets:
             peers, held = self._accept(open_sockets)
@@ -124,7 +124,7 @@ class WeightServer:
             open_sockets.callback(peer.close)
             try:
                 hello = self._welcome(peer, end=min(end, time.monotonic() + _HELLO_SECONDS))
-            except (OSError, TransferFailed):  # not a receiver, or one that is gone: the others may still come
+            except (OSError, TransferFailed):  # not a receiver, or a lost one; other receivers may still connect
                 peer.close()
                 continue
             peer.settimeout(self.seconds)
@@ -152,11 +152,11 @@ class WeightServer:
 class WeightClient:
     """The receiver's side of one publish. Use it in a `with` block, which closes the connection.
 
-    `limit`: the most bytes that one tensor may have.
+    `limit`: largest number of bytes of a tensor.
 
     Raises:
-        PeerLost: nobody listens at `address`, or the sender was lost, or it did not begin a publish in time.
-        TransferFailed: the sender has another token.
+        PeerLost: no program listens at `address`, the sender was lost, or it did not begin a publish in time.
+        TransferFailed: the sender has a different token.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class WeightClient:
             raise
 
     def _introduce(self, token: str, held: str | None, where: str) -> None:
-        """Exchange proofs with the sender. It may be busy with other receivers, but all of this has one time limit."""
+        """Exchange proofs with the sender. One time limit applies to the whole exchange, because the sender may be busy
+        with other receivers."""
         end, mine = time.monotonic() + self.seconds, secrets.token_hex(16)
         theirs = _receive_header(self._socket, most=_MAX_HELLO, end=end).get("challenge")
         proof = _proof(token, "receiver", str(theirs), mine)
@@ -194,9 +195,9 @@ class WeightClient:
             raise TransferFailed(
                 "the program that sends weights is not the trainer of this run",
                 where=where,
-                why="it did not prove that it knows the token of this run, so nothing was taken from it",
-                fix="pass the trainer's address and token again: in vLLM by init_weight_transfer_engine; in verl the "
-                "checkpoint engine passes them for every publish, so another program has taken the port",
+                why="it did not prove that it knows the token of this run, so its data was not accepted",
+                fix="with vLLM, pass the trainer's address and token again by init_weight_transfer_engine; with verl, "
+                "find the program that has taken the port, because verl passes both for every publish",
             )
 
     def stream(self) -> Iterator[NamedTensor]:
@@ -220,7 +221,7 @@ class WeightClient:
 
         Raises:
             PeerLost: the sender was lost.
-            TransferFailed: another receiver does not have the publish. The caller must not use its weights either.
+            TransferFailed: a different receiver does not have the publish. The caller must not use its weights either.
         """
         with _lost("the trainer", self.seconds):
             _send(self._socket, {"version": version, "held": held})
@@ -228,7 +229,7 @@ class WeightClient:
         if verdict.get("complete") is not True:
             raise TransferFailed(
                 "another worker did not get the publish, so this one does not use it",
-                why=f"its error: {verdict.get('why')}. All workers of an engine must have weights of one version",
+                why=f"the other worker's error: {verdict.get('why')}. All workers must have weights of one version",
                 fix=RETRY,
             )
 
@@ -241,8 +242,11 @@ class WeightClient:
         """Feed the publish to `receiver` (`qarl.rollout.publish.receive.WeightReceiver`), and answer.
 
         Raises:
-            UserError: what the receiver raised, or `PeerLost`, or `TransferFailed` because another receiver failed.
-                After any error the receiver is stale.
+            UserError: the receiver raised it.
+            PeerLost: the sender was lost.
+            TransferFailed: a different receiver failed.
+
+        After any error the receiver is stale.
         """
         stream = self.stream()
         try:
@@ -282,8 +286,8 @@ class _lost:
             late = isinstance(error, TimeoutError)
             raise PeerLost(
                 f"{self.who} did not answer for {self.seconds:g} s" if late else f"the publish lost {self.who}",
-                why=f"{type(error).__name__}: {error}; it was killed, is stuck, or the network failed",
-                fix=f"start it again if it is gone, then {RETRY}",
+                why=f"{type(error).__name__}: {error}; the other side was killed or is stuck, or the network failed",
+                fix=f"if the other side is gone, start it again; then {RETRY}",
             ) from error
 
 
@@ -296,19 +300,19 @@ def _send(peer: socket.socket, header: dict[str, Any], data: memoryview | bytes 
 
 
 def _proof(token: str, role: str, senders: str, receivers: str) -> str:
-    """Return the proof of one side (`role`) that it knows the token, for the challenges of both sides."""
+    """Return the proof that one side (`role`) knows the token. It is a hash that depends on both challenges."""
     text = json.dumps([role, senders, receivers])
     return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
 
 
 def _proves(header: dict[str, Any], expected: str) -> bool:
-    """Return whether the header has the expected proof. The time that this takes does not depend on the proof."""
+    """Return whether the header contains the expected proof. The comparison takes the same time for every proof."""
     found = header.get("proof")
     return isinstance(found, str) and found.isascii() and hmac.compare_digest(found, expected)
 
 
 def _receive(peer: socket.socket, size: int, end: float | None = None) -> bytearray:
-    """Return `size` bytes. `end`: time limit for all of them (`time.monotonic`), besides the socket's for each read."""
+    """Return `size` bytes. `end`: when all must have arrived (`time.monotonic`). The socket also limits each read."""
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:
@@ -330,7 +334,7 @@ def _receive_header(peer: socket.socket, *, most: int = _MAX_HEADER, end: float 
     if not isinstance(content, dict):
         raise TransferFailed(
             "a frame of a publish cannot be read",
-            why=f"its header has {size} bytes and is not a JSON object",
+            why=f"its header of {size} bytes is not a JSON object",
             fix=f"{RETRY}; if the error comes back, another program uses this port",
         )
     return content
@@ -349,7 +353,7 @@ def _receive_tensor(peer: socket.socket, header: dict[str, Any], limit: int) -> 
         raise TransferFailed(
             f"a frame of a publish announces {header['dtype']} {shape}, which is more than {limit} bytes",
             where=str(header.get("name"))[:200],
-            why="no tensor of this model is so large, so the sender publishes another model or is not a trainer",
+            why="every tensor of this model is smaller, so the sender has a different model or is not a trainer",
             fix="start trainer and engine with the same model",
         )
     count = math.prod(shape)

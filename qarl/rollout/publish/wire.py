@@ -6,13 +6,14 @@
     ...           more units
     qarl.commit   the version again; only now is the publish complete
 
-Records are tensors too (JSON in uint8). So any transport that carries named tensors in order can carry them, for
+Records are tensors too (JSON in uint8). So any transport that keeps the order of named tensors can carry them, for
 example verl's buckets or a list in one process. The engine's side is `qarl.rollout.publish.receive`. Both sides hold
-one unit in memory at a time. All parts of a layer that the engine fuses (q/k/v, gate/up) are in the same unit.
+one unit in memory at a time. A unit contains all parts of a layer that the engine fuses (q/k/v, gate/up).
 
-A delta publish changes the tensors of the publish before (`qarl.rollout.publish.kept`). Its begin has the fingerprint
-of that publish, `base`, and no list of tensors. A unit has only the tensors that changed. Those that its record lists
-under `deltas` are sent as payloads of `qarl.rollout.publish.delta`. The checksums are always those of whole tensors.
+A delta publish changes the tensors of the previous publish (`qarl.rollout.publish.kept`). `qarl.begin` then contains
+the fingerprint of that publish, `base`, and no list of tensors. A unit contains only changed tensors. `qarl.unit` lists
+under `deltas` the tensors that are sent as payloads of `qarl.rollout.publish.delta`. Checksums are always of whole
+tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RETRY = (
     "publish all tensors once more; backend=local does so by itself; with backend=verl run the same command again, "
     "which resumes from the last checkpoint; in your own program call publish (or send_weights) again"
 )
-"""What to do about a publish that failed on its way."""
+"""The advice in errors of a publish that failed on its way."""
 
 
 class TransferFailed(UserError):
@@ -68,17 +69,17 @@ def encode_publish(
     """Yield `tensors` (checkpoint names, in layer order) with the records of a publish between them.
 
     Args:
-        manifest: every tensor that will follow. With it, the engine refuses a missing tensor or a wrong shape before it
-            changes any weight. Without it, the engine notices the mistake only when it reaches that tensor.
+        manifest: the specs of all tensors. If given, the engine refuses a missing tensor or a wrong shape before it
+            changes any weight. If None, the engine finds the mistake only when it reaches that tensor.
         digests: the checksum of each tensor by name. Pass it only if `check_complete` has accepted the tensors. If
-            None, the checksums are made here, and every unit is checked for NaN and Inf.
+            None, this function computes the checksums and checks every unit for NaN and Inf.
         run: the name of the run that owns the weights, for transports that two runs could share by mistake.
         keep: whether the receiver keeps the tensors, so that the next publish can be a delta.
-        base: the tensors that the receiver has kept. Then the publish is a delta, and `keep` must be true.
-        tally: counts the changed words, if there is a `base`.
+        base: the tensors that the receiver has kept. If given, the publish is a delta, and `keep` must be true.
+        tally: counts the changed words. It is used only with `base`.
 
     Raises:
-        UserError: a tensor holds NaN or Inf. The message names it.
+        UserError: a tensor contains NaN or Inf. The message names the tensor.
     """
     specs = {name: str(spec) for name, spec in manifest.items()} if manifest is not None and base is None else None
     begin: dict[str, Any] = {"version": version, "tensors": specs} | ({} if run is None else {"run": run})
@@ -122,7 +123,7 @@ def read_record(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         raise TransferFailed(
             f"the record {name} of a publish cannot be read",
             why=f"{type(error).__name__}: {error}",
-            fix=f"{RETRY}; if the error comes back, the network or the memory of one of the machines damages the data",
+            fix=f"{RETRY}; if the error comes back, the network or the memory of a machine damages the data",
         ) from error
     assert isinstance(content, dict)
     return content

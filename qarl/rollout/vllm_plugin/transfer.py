@@ -1,7 +1,7 @@
 """QaRL's publish as a transfer engine of vLLM: `WeightTransferConfig(backend="qarl")`.
 
-vLLM 0.29 has a registry for transfer engines (vllm/distributed/weight_transfer), and QaRL adds one to it. vLLM's own
-engines load BF16 weights by layerwise reload. This one receives the stream of `qarl.rollout.publish.wire` over TCP
+QaRL adds its transfer engine to vLLM 0.29's registry (vllm/distributed/weight_transfer). vLLM's own transfer engines
+load BF16 weights by layerwise reload. QaRL's receives the stream of `qarl.rollout.publish.wire` over TCP
 (`qarl.rollout.publish.sockets`), with the same manifest, checksums, versions and deltas as any publish.
 
     trainer                                           vLLM's worker
@@ -10,24 +10,25 @@ engines load BF16 weights by layerwise reload. This one receives the stream of `
     update_weights({})                           ->   connects, receives, checks, writes, answers, waits for the verdict
     finish_weight_update(version)                ->   ends vLLM's update
 
-A publish that fails for one worker fails for all of them (`qarl.rollout.publish.sockets`), and the trainer learns the
-reason from their answers. Four things are missing in vLLM's interface.
+If a publish fails for one worker, it fails for all workers (`qarl.rollout.publish.sockets`), and the trainer gets the
+reason in their answers. vLLM's interface has four gaps:
 
-- vLLM never asks a transfer engine whether its weights are complete. So after a failed publish this engine makes the
-  model's LogitsProcessor raise, until a publish is complete. That layer runs before every sampled token, and outside of
-  CUDA graphs. The error ends vLLM's engine core. A trainer that publishes again first loses nothing.
-- If several workers raise in one call, vLLM's executor reads the first error only, and takes the other replies for
-  those to the next call (`MultiprocExecutor.collective_rpc`). If one of several raises, vLLM closes its update in that
-  worker only, and refuses the next `start_weight_update` in the others. So with several workers a failed
-  `update_weights` does not raise. The trainer knows anyway, and ends the update with `finish_weight_update`.
-- `finish_weight_update` does not reset the prefix cache, and `send_weights` has no way to do so. The client must.
-- A transfer engine gets the model but not the model runner. So it looks in the attention layers for the KV caches,
-  which must be set to zero after NaN.
+- vLLM never asks a transfer engine whether the weights are complete. So after a failed publish, QaRL's engine makes the
+  model's LogitsProcessor raise, until a publish is complete. This layer runs before every sampled token, and outside of
+  CUDA graphs. The error ends vLLM's engine core, but only if a request comes before the trainer publishes again.
+- vLLM does not support errors of `update_weights` in several workers. If several workers raise, vLLM's executor reads
+  only the first error, and takes the other replies for replies to the next call (`MultiprocExecutor.collective_rpc`).
+  If one worker raises, vLLM ends the update only there, and the other workers refuse the next `start_weight_update`. So
+  with several workers a failed `update_weights` does not raise. The trainer knows about the failure from the answers,
+  and ends the update with `finish_weight_update`.
+- `finish_weight_update` does not reset the prefix cache, and `send_weights` cannot do so. The client must.
+- A transfer engine gets the model but not the model runner. So it finds the KV caches, which must be set to zero after
+  NaN, in the attention layers.
 
-`update_weights` is overridden because that of the base class synchronizes an accelerator, which a CPU lacks.
+`update_weights` is overridden because the base class synchronizes an accelerator, which a CPU lacks.
 
-According to its source, vLLM 0.24 cannot run this engine. It passes a transfer engine neither the config nor the start
-and end of an update, and its worker begins a layerwise reload of the whole model before the engine has seen a record.
+According to vLLM 0.24's source, that version cannot run this engine. It passes neither the config nor the start and end
+of an update to a transfer engine, and its worker begins a layerwise reload of the whole model too early.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _log = logging.getLogger("qarl.rollout.vllm_plugin")
 
 @dataclass
 class QaRLInitInfo(WeightTransferInitInfo):
-    """Where the trainer listens. `token`: the secret of this run. `seconds`: limit for every read and write."""
+    """The trainer's address and port. `token`: the secret of this run. `seconds`: limit of each read and write."""
 
     host: str
     port: int
@@ -77,11 +78,11 @@ class QaRLInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class QaRLUpdateInfo(WeightTransferUpdateInfo):
-    """Has no fields, because the records in the stream say everything about a publish."""
+    """Has no fields, because the records in the stream fully describe a publish."""
 
 
 class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
-    """The receiver in one of vLLM's workers. vLLM makes it after it has loaded the model."""
+    """The receiver in one of vLLM's workers. vLLM creates it after loading the model."""
 
     init_info_cls = QaRLInitInfo
     update_info_cls = QaRLUpdateInfo
@@ -92,7 +93,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
     """Whether the last publish failed."""
 
     def init_transfer_engine(self, init_info: QaRLInitInfo) -> None:
-        """Remember the trainer's address. A later call replaces it, for a trainer that was restarted."""
+        """Store the trainer's address. If the trainer was restarted, call this again to replace the address."""
         self.info = init_info
         if self.receiver is None:
             expected = engines_manifest(self.model_config.hf_config, self.model)
@@ -118,8 +119,8 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Receive one publish.
 
         Raises:
-            UserError: as `WeightClient` and `WeightClient.feed` raise it. Until a publish is complete, the model
-                refuses to compute logits.
+            UserError: `WeightClient` or `WeightClient.feed` raised it. Until a publish is complete, the model refuses
+                to compute logits.
         """
         receiver, info = self._ready()
         self.failed = True
@@ -131,7 +132,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         self.failed = False
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the trainer knows how its publish ended, and an error here would leave vLLM's update open."""
+        """Do nothing. The trainer already knows the result, and an error here would leave vLLM's update open."""
 
     def _refusal(self) -> UserError | None:
         if not self.failed or self.receiver is None:
@@ -180,9 +181,13 @@ def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
 
 @dataclass
 class QaRLTrainerInitInfo(TrainerInitInfo):
-    """How the trainer publishes. `workers`: workers of all engines, each of which receives everything. `delta`: whether
-    to send only changes if possible. `host`: address of this host that the engines can reach, by default as
-    `own_address` chooses it. `token`: a secret of this run, which the engines get by `init_weight_transfer_engine`."""
+    """Settings of the trainer's side.
+
+    workers   number of workers of all engines; each worker receives all tensors
+    delta     whether to send only changes if possible
+    host      address of this host that the engines can reach; by default `own_address` chooses it
+    token     a secret of this run; the engines get it by `init_weight_transfer_engine`
+    """
 
     backend: ClassVar[str] = "qarl"
 
@@ -207,8 +212,10 @@ class PackedSource(WeightSource):
 
 
 class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
-    """The trainer's side. On ranks other than the first, `send_weights` only iterates over the source, whose gathers
-    need all ranks. `outbox`: what was sent last, with the metrics of the publish."""
+    """The trainer's side. `outbox`: the last publish and its metrics.
+
+    Only the first rank sends. On the other ranks, `send_weights` only iterates over the source, because all ranks must
+    take part in its gathers."""
 
     init_info_cls = QaRLTrainerInitInfo
 
@@ -232,7 +239,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
         return cls(init_info, client=client, source=source)
 
     def connect(self) -> None:
-        """Tell the engine where the trainer listens. Call it again for an engine that was restarted."""
+        """Tell the engine where the trainer listens. If the engine was restarted, call this again."""
         if self.server is not None:
             host, port = self.server.address
             self.client.init_weight_transfer_engine(
@@ -240,12 +247,12 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             )
 
     def send_weights(self, version: int | None = None) -> None:
-        """Publish the source's tensors. `version`: by default one more than the last.
+        """Publish the source's tensors. `version`: by default the last version plus 1.
 
         Raises:
             PeerLost: a worker was lost. Restart the engine, call `connect`, and publish again.
-            TransferFailed: a worker refused the publish. Publish again: no engine generates before that.
-            Exception: what the client raised.
+            TransferFailed: a worker refused the publish. Publish again. No engine generates before that.
+            Exception: the client raised it.
         """
         if self.source is None:
             raise UserError(
@@ -288,7 +295,7 @@ class QaRLTrainerTransfer(TrainerWeightTransferEngine[QaRLTrainerInitInfo]):
             if failures:
                 error.add_note(f"the engine's side: {type(failures[0]).__name__}: {failures[0]}")
             if not thread.is_alive():
-                with suppress(Exception):  # ends an update that is open in vLLM, which would refuse to start the next
+                with suppress(Exception):  # if the update stayed open, vLLM would refuse to start the next one
                     self.client.finish_weight_update(None)
             raise
         thread.join(self.info.seconds)

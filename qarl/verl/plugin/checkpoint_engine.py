@@ -8,18 +8,18 @@ verl/experimental). Its synchronous trainers share the GPUs and set the backend 
 
 The actor's first rank sends the stream of `qarl.verl.plugin.transport` once to every rollout worker over TCP
 (`qarl.rollout.publish.sockets`). The other ranks only take part in the gathers. Each rollout worker passes the stream
-on to its vLLM worker, as verl does with any backend. QaRL's receiver in the vLLM worker checks it like any publish.
-verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
+to its vLLM worker, as verl does with any backend. QaRL's receiver in the vLLM worker makes the usual checks of a
+publish. verl's own backends send full BF16 tensors, or deltas of BF16 tensors.
 
-While verl's manager publishes, it has both sides at work, so the vLLM workers wait for tensors and answer no questions.
-Therefore a rollout worker itself says what its vLLM worker holds: the fingerprint of the last publish, if it was
-complete for all. verl calls `finalize` only then. If a vLLM worker holds something else after all, its receiver refuses
-the delta. The last record goes to the vLLM workers only after all rollout workers have the whole stream.
+During a publish, the vLLM workers wait for tensors and answer no questions. So each rollout worker stores the
+fingerprint of the tensors in its vLLM worker. It updates this fingerprint in `finalize`, which verl calls only after a
+publish that is complete on all workers. If the fingerprint is wrong, the vLLM worker's receiver refuses the delta. A
+rollout worker passes on the last record only after all rollout workers have the whole stream.
 
-The stream names its run by the host's Raylet, and each host has a different one. So a rollout worker replaces the
+The stream names its run by the host's Raylet, and each host has a different Raylet. So a rollout worker replaces the
 actor's Raylet in the stream with its own. A token proves that actor and rollout worker belong to one run. The actor
-makes a new token for every publish, and verl's manager passes it on. If Ray has nodes on several hosts, the actor
-listens at the address of its node, and otherwise at the loopback address.
+makes a new token for every publish, and verl's manager sends it to the rollout workers. If Ray has nodes on several
+hosts, the actor listens at the address of its node, otherwise at the loopback address.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from qarl.verl.plugin.publishing import Publication, guarded, publish_timeout, r
 class QaRLCheckpointEngine(CheckpointEngine):
     """One side of a publish. verl calls its methods in the order of this class, once per publish.
 
-    `is_master`: whether this is the actor's first rank. `bucket_size`: verl's, not used. `host`: the address of the
-    actor's host that the rollout workers can reach; by default as `own_address` chooses it. It is set by
+    `is_master`: whether this is the actor's first rank. `bucket_size`: not used. `host`: the address of the actor's
+    host that the rollout workers can reach. By default `own_address` chooses it. To set it, use
     actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.qarl.host."""
 
     wire_format = "named_tensors"
@@ -57,8 +57,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
         self._arrived: str | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """On the actor's first rank, start to listen, and return the address and a new token. Other ranks return {}."""
-        self._close()  # after a publish that failed, verl did not call `finalize`
+        """Start to listen, and return the address and a new token. Ranks other than the actor's first return {}."""
+        self._close()  # verl does not call `finalize` after a failed publish
         if not self.is_master:
             return {}
         self.token = secrets.token_hex(16)
@@ -83,7 +83,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
         return arguments(actor_wg_world_size, 0), arguments(rollout_world_size, actor_wg_world_size)
 
     def init_process_group(self, **arguments: Any) -> None:
-        """Take over what `build_topology` returned for this rank. Nothing connects before the first byte is sent."""
+        """Store the arguments that `build_topology` returned for this rank. Connections are made later."""
         self.address, self.token = arguments["address"], arguments["token"]
         if self.server is not None:
             self.server.receivers = arguments["receivers"]
@@ -106,7 +106,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
                 self.server.publish(stream)
         except BaseException:
-            with suppress(Exception):  # the first error is the one to see
+            with suppress(Exception):  # a second error must not hide the first
                 _read_all(weights)
             raise
         _read_all(weights)
@@ -115,8 +115,8 @@ class QaRLCheckpointEngine(CheckpointEngine):
         """Return the received stream, for verl to send to the vLLM worker on this host. Its sockets have time limits.
 
         Raises:
-            PeerLost: in the middle of the stream, if the actor was lost.
-            TransferFailed: at its end, if another rollout worker did not get the publish.
+            PeerLost: the actor was lost. This is raised in the middle of the stream.
+            TransferFailed: a different rollout worker did not get the publish. This is raised at the end of the stream.
         """
         assert self.address is not None, "init_process_group was not called"
         return guarded(self._received(self.address))
@@ -147,7 +147,7 @@ class QaRLCheckpointEngine(CheckpointEngine):
 
 
 def _read_all(weights: Any) -> None:
-    """Read what is left of `weights`, because all ranks of the actor gather each tensor together."""
+    """Read the rest of `weights`, because all ranks of the actor must take part in the gather of each tensor."""
     for _ in weights:
         pass
 

@@ -1,6 +1,6 @@
 """Subclasses of verl's configuration dataclasses that add QaRL's keys. verl builds the class that `_target_` names.
 
-verl's own dataclasses refuse unknown keys, so a config that uses QaRL's keys sets:
+verl's own dataclasses refuse unknown keys, so a config with QaRL's keys must set:
 
 actor_rollout_ref.actor.policy_loss._target_=qarl.verl.plugin.config.TBPOPolicyLossConfig
 actor_rollout_ref.actor.fsdp_config._target_=qarl.verl.plugin.config.QuantFSDPEngineConfig
@@ -24,7 +24,7 @@ PRECISION_KEYS = {"param_dtype", "reduce_dtype", "buffer_dtype"}
 """The keys of `fsdp_config.mixed_precision` that QaRL's engine follows."""
 _WRAPS = "replaces or wraps layers that QaRL computes as vLLM does"
 _REASONS = {
-    "strategy": "low-bit weights travel through hooks of FSDP2",
+    "strategy": "QaRL sends low-bit weights through hooks of FSDP2",
     "param_dtype": "the engine computes in BF16",
     "mixed_precision": "QaRL sets up FSDP2 itself and would ignore the other keys of mixed_precision",
     "offload_policy": "shards are quantized on the GPU",
@@ -35,16 +35,19 @@ _REASONS = {
     "enable_activation_offload": f"activation offload {_WRAPS}",
     "use_liger": f"Liger {_WRAPS}",
 }
-"""The last part of a key of verl's -> why QaRL's engine does not support other values of it."""
+"""Maps the last part of a verl key to the reason why QaRL's engine supports only one value of this key."""
 
 
 @dataclass
 class TBPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy-loss keys, and those of `qarl.tbpo.TBPOConfig`, which explains them.
+    """verl's policy-loss keys, with QaRL's keys added.
 
-    `loss_mode` is `tbpo`, or `qarl` for any other objective; then `objective` is QaRL's `actor.loss`. `correction` is
-    QaRL's section `rollout_correction`. verl has `clip_ratio_*`, `tau_*` and `loss_scale_factor` in the actor's config.
-    `loss_agg_mode` is not one of these keys, because verl has it in the actor's config for every loss.
+    loss_mode     `tbpo`, or `qarl` for any other objective
+    objective     QaRL's `actor.loss`, used if `loss_mode` is `qarl`
+    correction    QaRL's section `rollout_correction`
+    other keys    those of `qarl.tbpo.TBPOConfig`, which explains them
+
+    verl's actor config already has `loss_agg_mode`, `clip_ratio_*`, `tau_*` and `loss_scale_factor`.
     """
 
     loss_mode: str = "tbpo"
@@ -64,10 +67,14 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class QuantSettings(BaseConfig):
-    """The keys of QaRL's config that the actor needs. `router_replay` and `tensor_model_parallel_size` are from the
-    section `rollout`, `publish_delta` is `publish.delta`, `old_log_probs*` are from the section `actor` and need
-    `trainer.v1.trainer_mode=qarl_sync`, `head_dtype` is `model.head_dtype` (the engine needs it too, in its
-    `hf_overrides`), and all others are from the section `quant`."""
+    """The keys of QaRL's config that the actor needs.
+
+    router_replay, tensor_model_parallel_size   keys of the section `rollout`
+    publish_delta    `publish.delta`
+    old_log_probs*   keys of the section `actor`; they require `trainer.v1.trainer_mode=qarl_sync`
+    head_dtype       `model.head_dtype`; the engine's `hf_overrides` must have the same value
+    other keys       keys of the section `quant`
+    """
 
     scheme: str = "w4a16"
     group_size: int = 128
@@ -109,7 +116,7 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
         raise UserError(
             f"QaRL has no settings of quantization named {', '.join(unknown)}",
             where="actor_rollout_ref.actor.fsdp_config.quant",
-            why="a misspelt key would otherwise leave its setting at the default without a word",
+            why="with a misspelt key, the intended setting would silently stay at its default",
             fix=f"correct or remove it; the keys are {', '.join(sorted(known))}",
         )
     values = {key: value for key, value in given.items() if key in known}
@@ -200,12 +207,12 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
 
 
 def refuse_shared_rows(engine_config: Any) -> None:
-    """Raise UserError for Ulysses. verl exchanges heads between ranks only in Flash Attention, so QaRL's attention
-    functions (`qarl.align`) would see only a rank's part of each row."""
+    """Raise UserError for Ulysses sequence parallelism. verl exchanges heads between ranks only in Flash Attention. So
+    QaRL's attention functions (`qarl.align`) would see only one rank's part of each row."""
     ranks = engine_config.ulysses_sequence_parallel_size
     if ranks > 1:
         raise UserError(
-            f"QaRL's attention does not support rows that {ranks} ranks share",
+            f"QaRL's attention does not support rows that are split over {ranks} ranks",
             where="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
             why="each rank would compute attention only within its own part of a row",
             fix="set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",

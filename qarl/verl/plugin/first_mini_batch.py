@@ -1,9 +1,9 @@
-"""The proof in verl's engine that a step may use the rollout's log-probs as old log-probs (`actor.old_log_probs`).
+"""Checks in verl's engine whether a step may use the rollout's log-probs as old log-probs (`actor.old_log_probs`).
 
-QaRL's trainer for verl (`qarl.verl.plugin.trainer`) tells the engine through `RELIES` that a batch's `old_log_probs`
-are the rollout's. The forwards of the first mini-batch use the weights that sampled, so they give the true old
-log-probs of its rows. `FirstMiniBatch` collects them. With `auto` and a difference on any rank, the engine drops the
-gradients and does nothing for the rest of the update, and the trainer starts it again with recomputed log-probs.
+QaRL's trainer for verl (`qarl.verl.plugin.trainer`) sets `RELIES` in a batch if its `old_log_probs` are the rollout's.
+The forwards of the first mini-batch use the weights that sampled, so they compute the true old log-probs of its rows.
+`FirstMiniBatch` compares them with the rollout's. With `auto`, if any rank finds a difference, the engine drops the
+gradients and skips the rest of the update. The trainer then recomputes the old log-probs and starts the update again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from verl.workers.utils.padding import no_padding_2_padding
 from qarl.trainer.old_log_probs import differing_tokens
 
 RELIES = "qarl_old_log_probs"
-"""Key in verl's batches: `rollout` or `auto` if `old_log_probs` are the rollout's, else missing or None."""
+"""Key in verl's batches. The value is `rollout` or `auto` if `old_log_probs` are the rollout's. Otherwise the key is
+missing or None."""
 DIFFERING = "old_log_probs_differing"
-"""Metric of the actor: number of tokens with δ != 0 in the first mini-batch of an update that was dropped."""
+"""Metric of the actor: number of tokens with δ != 0 in the first mini-batch of a dropped update."""
 
 
 @dataclass
 class FirstMiniBatch:
-    """One update, as far as it relies on the rollout's log-probs.
+    """The comparison with the rollout's log-probs in one update.
 
-    relies     `rollout`, `auto`, or None if the old log-probs were recomputed
-    open       whether the weights are still those that sampled, so that forwards are compared
-    dropped    whether the update was given up because of a difference
-    differing, delta, tokens, responses   sums over this rank's compared rows, over all ranks after `close`: tokens with
-               δ != 0, |δ|, tokens, and non-empty responses
+    relies      `rollout`, `auto`, or None if the old log-probs were recomputed
+    open        whether the weights are still those that sampled; only then forwards are compared
+    dropped     whether the update was dropped because of a difference
+    differing   number of tokens with δ != 0
+    delta       sum of |δ|
+    tokens      number of compared tokens
+    responses   number of compared non-empty responses
+
+    The last four are over this rank's compared rows. After `close` they are over all ranks.
     """
 
     relies: str | None = None
@@ -45,7 +50,7 @@ class FirstMiniBatch:
 
     @property
     def mismatch(self) -> float | None:
-        """Mean |δ| per compared token, or None if there is none."""
+        """Mean |δ| per compared token, or None if no token was compared."""
         return self.delta / self.tokens if self.tokens else None
 
     @property
@@ -53,10 +58,10 @@ class FirstMiniBatch:
         return self.tokens / max(self.responses, 1.0)
 
     def see(self, output: Any, rows: Any, micro_batch: Any) -> torch.Tensor | None:
-        """Compare the log-probs of a forward with the rollout's, while the comparison is open. `rows`: padded
+        """Compare the log-probs of a forward with the rollout's, if the comparison is `open`. `rows`: padded
         `old_log_probs`, `rollout_log_probs` and `response_mask`.
 
-        Return the trainer's log-probs before the update, [B, T], or None if nobody has computed those of these rows."""
+        Return the trainer's log-probs of these rows before the update, [B, T], or None if they were not computed."""
         if self.relies is None:
             old: torch.Tensor = rows["old_log_probs"]
             return old
@@ -71,7 +76,8 @@ class FirstMiniBatch:
         return own
 
     def close(self, group: Any) -> bool:
-        """End the comparison, before the first optimizer step. Return whether it was open and anything was compared.
+        """End the comparison, before the first optimizer step. Return whether it was open and compared any token.
+
         Every rank of `group` must call this method, because it is a collective."""
         compared, self.open = self.relies is not None and self.open, False
         if not compared:
@@ -86,6 +92,6 @@ class FirstMiniBatch:
 
 
 def relies_on(data: Any) -> str | None:
-    """Return the value of `RELIES` in a batch of verl's."""
+    """Return the value of `RELIES` in one of verl's batches."""
     value = tu.get(data, key=RELIES, default=None)
     return None if value is None else str(value)

@@ -1,15 +1,14 @@
-"""`loss_mode=tbpo` and `loss_mode=qarl` in verl's registry of policy losses. `qarl` is any other value of `actor.loss`.
+"""Adds `loss_mode=tbpo` and `loss_mode=qarl` to verl's policy losses. `qarl` is for all other values of `actor.loss`.
 
-verl passes the log-probs, advantages and mask of a micro-batch to a policy loss, and the weights of
-`algorithm.rollout_correction` if its trainer computed them. It does not pass `rollout_log_probs` or the number of
-non-empty responses in the mini-batch. The engine (`qarl.verl.plugin.engine`) knows both. During its forward and
-backward it stores both in a context variable of this module.
+verl passes a micro-batch's log-probs, advantages, mask, and weights of `algorithm.rollout_correction` to a policy loss.
+It does not pass `rollout_log_probs` or the number of non-empty responses in the mini-batch. The engine
+(`qarl.verl.plugin.engine`) knows both. During its forward and backward it stores both in a context variable of this
+module.
 
-verl's own losses divide the sum over sequences by `global_batch_size`, which is ppo_mini_batch_size * rollout.n. Rows
-with an empty mask add nothing to the sum, but they count in the divisor. So empty responses, and the rows that verl
-adds to pad a batch, make the gradient smaller. QaRL's divide by the number of non-empty responses over all
-micro-batches and ranks. As in verl's `agg_loss`, the loss is then multiplied by the number of ranks, because FSDP
-averages gradients.
+verl's own losses divide the sum over sequences by `global_batch_size`, which is ppo_mini_batch_size * rollout.n. This
+counts empty responses and the rows that verl adds to pad a batch, so these make the gradient smaller. QaRL's losses
+divide by the number of non-empty responses over all micro-batches and ranks. As in verl's `agg_loss`, the loss is then
+multiplied by the number of ranks, because FSDP averages gradients.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ OURS = ("tbpo", "qarl")
 class MicroBatch:
     """Data about the current micro-batch that the engine passes to the loss.
 
-    `rollout_log_prob`: [B, T], or None if the rollout reported none. `responses`, `tokens`: number of non-empty
-    responses in the whole mini-batch, over micro-batches and ranks, and of their tokens. `statistics`: a dict that the
-    loss fills for `qarl.objectives.metrics.reduce_metrics`.
+    rollout_log_prob   [B, T], or None if the rollout reported no log-probs
+    responses          number of non-empty responses in the whole mini-batch, over micro-batches and ranks
+    tokens             number of tokens of these responses
+    statistics         a dict that the loss fills for `qarl.objectives.metrics.reduce_metrics`
     """
 
     rollout_log_prob: torch.Tensor | None
@@ -59,8 +59,8 @@ def tbpo_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Compute the TBPO loss. The signature is that of verl's policy losses. All tensors are [B, T].
 
-    The returned dict is empty, because the engine reports the metrics. Raise UserError if there are no rollout
-    log-probs, if verl adds its own correction weights, or if the configuration is bad.
+    The returned dict is empty, because the engine reports the metrics. Raise UserError if the batch has no rollout
+    log-probs, if verl passes its own correction weights, or if the configuration is not valid.
     """
     if rollout_is_weights is not None:
         raise UserError(
@@ -81,7 +81,7 @@ def qarl_policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute the objective that `policy_loss.objective` names, otherwise as `tbpo_policy_loss`.
+    """Compute the objective that `policy_loss.objective` names. Everything else is as in `tbpo_policy_loss`.
 
     `rollout_is_weights`: the weights of verl's trainer, for the whole batch of a step."""
     return _loss("qarl", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
@@ -100,9 +100,9 @@ def _loss(
     micro_batch = MICRO_BATCH.get()
     if micro_batch is None:
         raise UserError(
-            f"loss_mode={mode} needs an engine that hands it the rollout's log-probs",
+            f"loss_mode={mode} needs an engine that passes it the rollout's log-probs",
             where="actor_rollout_ref.actor.strategy",
-            why="verl's losses are not given rollout_log_probs; QaRL's FSDP engine adds them",
+            why="only QaRL's FSDP engine passes rollout_log_probs to the loss",
             fix="set actor_rollout_ref.actor.strategy=fsdp2",
         )
     if micro_batch.rollout_log_prob is None:

@@ -1,8 +1,8 @@
 """Samples for the report of a verl run: some responses of the first mini-batch of a step, with δ of each token.
 
-The first rank writes them, because δ and the tokens meet only in the trainer's workers. The driver asks for them with
-an environment variable, which names the run folder. On another machine that folder may not exist, and then no samples
-are written. The report itself is written by the driver (`qarl.verl.metrics`).
+The first rank writes the samples, because only the trainer's workers have both δ and the tokens. The driver requests
+them by an environment variable, which names the run folder. If this folder does not exist on the worker's machine, no
+samples are written. The driver writes the report itself (`qarl.verl.metrics`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Statistics of the objective and of the mismatch for one step, over all its mini-batches, micro-batches and ranks.
 
-verl averages each metric over mini-batches. That is wrong for a ratio of counts, such as the share of negative
-responses outside their band. So counts are collected here, and the metrics are computed once, at the last mini-batch of
-the step. verl then averages a single number. verl adds the prefix `actor/` to an actor's metrics. For example,
-`mismatch/k3` becomes `actor/mismatch/k3` in verl's loggers.
+verl averages each metric over mini-batches. An average is wrong for a ratio of counts, such as the share of negative
+responses outside their band. So this module collects counts, and computes the metrics once, at the last mini-batch of
+the step. verl then averages a single number. verl adds the prefix `actor/` to the metrics, so `mismatch/k3` becomes
+`actor/mismatch/k3` in verl's loggers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def count_mini_batch(rows: Any, group: Any = None) -> MiniBatchCounts:
     known = "old_log_probs" in rows and "rollout_log_probs" in rows
     different, delta = mask, torch.zeros((), device=mask.device)
     if known:
-        # Places without a token may hold any value. NaN counts as different, because NaN != 0.
+        # Positions without a token may have any value. NaN counts as different, because NaN != 0.
         delta = torch.where(mask, rows["old_log_probs"].float() - rows["rollout_log_probs"].float(), delta).abs()
         different = mask & (delta != 0)
     sums = [mask.any(-1).sum(), mask.sum(), different.sum(), delta.double().sum()]
@@ -72,8 +72,8 @@ class StepStatistics:
     text: list[dict[str, float]] = field(default_factory=list)
     tokens: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     routing: tuple[int, int] = (0, 0)
-    """Two counts: tokens that the actor's own routers sent to different experts than the rollout did, and all tokens
-    whose experts in the rollout are known."""
+    """Two counts: tokens for which the actor's own routers chose different experts than the rollout's, and all tokens
+    for which the rollout's experts are known."""
 
     def begin_mini_batch(self) -> int:
         """Begin a mini-batch, and return its number in the step, from 1."""
@@ -86,8 +86,8 @@ class StepStatistics:
             self.tbpo[-1].append(statistics)
 
     def add_text(self, rows: Any, *, vocabulary: int) -> None:
-        """Add statistics of one micro-batch's text. `rows`: its responses, rollout log-probs, advantages and mask, each
-        [B, T], or None. `vocabulary`: number of the tokenizer's tokens."""
+        """Add statistics of one micro-batch's text. `rows`: responses, rollout log-probs, advantages and mask, each
+        [B, T], or None. `vocabulary`: number of tokens of the tokenizer."""
         if rows is None:
             return
         tokens, log_probs = rows["responses"], rows["rollout_log_probs"]

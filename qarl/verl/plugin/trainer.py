@@ -1,16 +1,16 @@
-"""verl's synchronous trainer with `actor.old_log_probs`: it may skip verl's pass that recomputes the old log-probs.
+"""verl's synchronous trainer with `actor.old_log_probs`. It can skip the pass that recomputes the old log-probs.
 
-verl registers trainers by name (`register_trainer`, chosen by `trainer.v1.trainer_mode`). QaRL registers
-`qarl_sync`, and its configs choose it if `actor.old_log_probs` is `rollout` or `auto`. `qarl.trainer.old_log_probs`
-explains when the pass is skipped and what is checked. The stages are divided as follows:
+QaRL registers this trainer in verl as `qarl_sync` (`register_trainer`). QaRL's configs choose it by
+`trainer.v1.trainer_mode` if `actor.old_log_probs` is `rollout` or `auto`. `qarl.trainer.old_log_probs` explains when
+the pass is skipped and what is checked. Two methods of verl's trainer are overridden:
 
-    _compute_old_log_prob   decides, recomputes or takes the rollout's log-probs, and checks a sample of rows
+    _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.first_mini_batch`). If the
-                            engine drops the update, recomputes old log-probs and advantages and updates again
+                            engine drops the update, it recomputes old log-probs and advantages, and updates again.
 
-verl reports the entropy from the pass. In a step that skips it, `actor/entropy` is that of the sampled rows, and is
-missing if there are none. verl gives each rank an equal, contiguous share of a step, and takes its mini-batches from
-the share in order, unless `actor.shuffle` is set.
+verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
+missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
+its mini-batches from its share in order, unless `actor.shuffle` is set.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ NAME = "qarl_sync"
 
 @register_trainer(NAME)
 class QaRLTrainerSync(PPOTrainerSync):
-    """The trainer. The settings are `old_log_probs` and `old_log_probs_sample` of the actor's section `quant`."""
+    """The trainer. Its settings are `old_log_probs` and `old_log_probs_sample` in the actor's section `quant`."""
 
     def __init__(self, config: Any) -> None:
-        config.trainer.v1.trainer_mode = "sync"  # verl also asks for its own name
+        config.trainer.v1.trainer_mode = "sync"  # verl also checks for its own trainer's name
         super().__init__(config)
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class QaRLTrainerSync(PPOTrainerSync):
 
     _started = False
     _relies: str | None = None
-    """What `RELIES` is for the batch of this step."""
+    """The value of `RELIES` for the batch of this step."""
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         skips = self._skipping.skips if self._mode == "auto" else self._mode == "rollout" and self._started
@@ -122,12 +122,12 @@ class QaRLTrainerSync(PPOTrainerSync):
         return batch
 
     def _columns(self, batch: Any, own: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the trainer's log-probs in the column `own`, the rollout's, and the mask; each padded to [rows, R]."""
+        """Return the trainer's log-probs (column `own`), the rollout's, and the mask, each padded to [rows, R]."""
         from verl.workers.utils.padding import response_from_nested
 
         names = [own, "rollout_log_probs", "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        if own == "log_probs":  # of prompts, too
+        if own == "log_probs":  # this column also has log-probs of prompts
             data[own] = response_from_nested(data[own], data["response_mask"])
         data = data.select(*names).to_padded_tensor()
         return data[own].float(), data["rollout_log_probs"].float(), data["response_mask"] != 0
@@ -137,7 +137,7 @@ class QaRLTrainerSync(PPOTrainerSync):
         others = self._other_rows(batch)
         ranks = self._ranks()
         count = sample_size(len(others), float(self._quant.get("old_log_probs_sample", 0.0)))
-        count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # each rank computes as many
+        count = min(math.ceil(count / ranks), len(others) // ranks) * ranks  # the same number on each rank
         if not count:
             return False
         generator = torch.Generator().manual_seed((self.config.data.get("seed") or 0) * 1_000_003 + self.global_steps)
@@ -156,13 +156,14 @@ class QaRLTrainerSync(PPOTrainerSync):
         return differing_tokens(*self._columns(sample, "log_probs")) > 0
 
     def _ranks(self) -> int:
-        """Return the number of ranks with different rows."""
+        """Return the number of data-parallel ranks, which have different rows."""
         trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
         return max(1, trainer.nnodes * trainer.n_gpus_per_node // actor.get("ulysses_sequence_parallel_size", 1))
 
     def _other_rows(self, batch: Any) -> list[int]:
-        """Return the rows that are not in the first mini-batch, without those that verl adds to pad a batch. With
-        `actor.shuffle`, any row may be in it, so all are returned."""
+        """Return the rows outside the first mini-batch, without the rows that verl adds to pad a batch.
+
+        With `actor.shuffle`, return all rows, because any row may be in any mini-batch."""
         first, share = self._first_rows(), len(batch) // self._ranks()
         shuffled = self.config.actor_rollout_ref.actor.get("shuffle", False)
         filled = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]

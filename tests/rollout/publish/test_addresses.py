@@ -49,5 +49,5 @@ def test_towards_a_server():
         pytest.skip("this machine has no route to other hosts")
     assert found != LOOPBACK and found != "192.0.2.1"
     socket.create_server((found, 0)).close()
-    with pytest.raises(UserError, match="cannot find its own address for the engine at no-such-host"):
+    with pytest.raises(UserError, match="cannot find an address of this host that the engine at no-such-host"):
         own_address("no-such-host.invalid")

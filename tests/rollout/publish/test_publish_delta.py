@@ -192,7 +192,7 @@ def never_announced(stream):
 
 
 FAULTS = {
-    "never announced": (never_announced, "the engine has other tensors than version 2"),
+    "never announced": (never_announced, "the engine.s tensors differ from version 2"),
     "lost": (lose(Q), "did not arrive as it was sent"),
     "lost unit": (lose_a_unit, "is not complete"),
     "lost begin": (lose(BEGIN), "outside of a publish"),
@@ -207,7 +207,7 @@ FAULTS = {
     "flipped bit in a header": (flip(Q, at=0), f"changes of {Q} cannot be applied"),
     "flipped bit in a count": (flip(Q, at=9), f"changes of {Q} cannot be applied"),
     "position off by one": (position_off_by_one, f"{Q} was damaged|changes of {Q} cannot be applied"),
-    "wrong base": (other_base, "are for other tensors than the engine has"),
+    "wrong base": (other_base, "do not apply to the tensors that the engine has kept"),
     "no base": (no_base, r"is \w+ \[\d+\], the engine expects|do not fit the engine|is not complete"),
     "unknown tensor": (an_unknown_tensor, r"model\.extra cannot be applied[\s\S]*not a tensor of"),
 }
@@ -236,7 +236,7 @@ def test_a_wrong_base_is_refused_before_anything_is_written():
     engine.publish(tensors, 1)
     engine.receiver.plan.write = lambda tensors: pytest.fail("a tensor was written")
     engine.transport = other_base
-    with pytest.raises(TransferFailed, match="are for other tensors"):
+    with pytest.raises(TransferFailed, match="do not apply to the tensors"):
         engine.publish(moved(tensors), 2)
     assert engine.has(tensors)
 
@@ -307,14 +307,14 @@ def test_changes_of_another_version_are_refused():
         streams.append(remote.stream(tensors, version))
         remote.feed(streams[-1])
         tensors = moved(tensors, seed=version)
-    with pytest.raises(TransferFailed, match="changes of version 2 are for other tensors"):
+    with pytest.raises(TransferFailed, match="changes of version 2 do not apply"):
         remote.feed(streams[1])
     assert remote.engine.receiver.stale
     remote.feed(remote.stream(tensors, 4))
     assert remote.engine.has(tensors)
     gone = remote.stream(moved(tensors, seed=9), 5)
     after = list(remote.outbox.stream(tensors, version=6, held=[remote.outbox.kept.fingerprint]))
-    with pytest.raises(TransferFailed, match="changes of version 6 are for other tensors"):
+    with pytest.raises(TransferFailed, match="changes of version 6 do not apply"):
         remote.feed(after)
     assert gone and remote.engine.receiver.stale
 

@@ -129,7 +129,9 @@ PURE_NUMBERS = {
     "seed", "rollout.temperature", "rollout.top_p", "rollout.val_temperature", "rollout.gpu_memory_utilization",
     "actor.grad_clip", "actor.seq_clip_ratio_high", "actor.seq_clip_ratio_low", "actor.neg_seq_clip_ratio_low",
     "actor.neg_seq_clip_ratio_high", "actor.seq_tis_imp_ratio_cap", "optim.lr", "optim.betas", "optim.eps",
-    "optim.weight_decay", "optim.min_lr_ratio", "optim.muon_lr", "optim.muon_momentum",
+    "optim.weight_decay", "optim.min_lr_ratio", "optim.muon_lr", "optim.muon_momentum", "actor.mis_imp_ratio_cap",
+    "actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg",
+    "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_is_threshold_lower",
 }  # fmt: skip
 """Ratios, probabilities and rates: numbers without a unit."""
 

@@ -46,7 +46,8 @@ def task_config(folder: Path, *overrides: str) -> Config:
 
 
 def test_there_is_a_test_for_each() -> None:
-    assert [path.name for path in EXAMPLES] == ["own_loop.py", "own_reward.py", "own_task.py"]
+    assert [path.name for path in EXAMPLES] == ["own_loop.py", "own_reward.py", "own_task.py", "trl_addition.py"]
+    assert "trl_addition.py" in (ROOT / "tests/trl_backend/test_trl_run.py").read_text()
 
 
 def test_the_reward() -> None:

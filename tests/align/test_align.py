@@ -195,7 +195,10 @@ def test_the_policy_tells_attention_the_rows_and_at_exact_the_prompts(level, pac
 
     asked: list[Any] = []
     forward.base_model = forward
-    policy = SimpleNamespace(align=level, model=forward, logits_in_blocks=lambda positions: in_blocks, packed=packed)
+
+    policy = SimpleNamespace(
+        align=level, model=forward, called=forward, logits_in_blocks=lambda _: in_blocks, packed=packed
+    )
     batch: Any = SimpleNamespace(
         input_ids=torch.zeros(3, 5, dtype=torch.int64),
         response_mask=torch.ones(3, 2, dtype=torch.bool),

@@ -60,7 +60,7 @@ def test_what_is_neither_aligned_nor_measured_is_refused_by_name():
 def test_check_model_asks_for_the_family_last():
     """More precise reasons come first: no class in vLLM, fused layers."""
     check_model(named("mistral"))
-    with pytest.raises(UserError, match="models of the family bloom are refused: trainer and rollout"):
+    with pytest.raises(UserError, match="models of the family bloom are refused, because trainer and rollout"):
         check_model(named("bloom"))
     with pytest.raises(UserError, match=r"vLLM serves \w+ only through transformers"):
         check_model(named("olmo2"))

@@ -66,10 +66,10 @@ def test_a_group_of_two_workers_is_refused_by_name(kind: Any, sizes: dict[str, A
 
 def test_ranks_that_do_not_split_into_engines_are_refused() -> None:
     """Also over several hosts, and before the model is looked at."""
-    with pytest.raises(UserError, match="4 ranks do not split into engines of 3 workers") as found:
+    with pytest.raises(UserError, match="4 ranks cannot be divided into engines of 3 workers") as found:
         check_tensor_parallel(config(3, 32), None)
     assert found.value.where == "trainer.nnodes * trainer.n_gpus_per_node" and "divisor of 4" in (found.value.fix or "")
-    with pytest.raises(UserError, match="12 ranks do not split into engines of 8 workers"):
+    with pytest.raises(UserError, match="12 ranks cannot be divided into engines of 8 workers"):
         check_tensor_parallel(config(8, 32, **{"trainer.nnodes": 3}), None)
     check_tensor_parallel(config(2, 32), DENSE(**SIZES))
 

@@ -274,7 +274,7 @@ def test_the_page_shows_the_plan(config: Config) -> None:
 
 def test_a_gpu_of_80_gb_has_room(config: Config) -> None:
     """By qarl.checks.memory's estimate, with a tenth to spare for fragmentation; the page gives the figures."""
-    page = {row[0]: row for row in page_table("model")}
+    page = {row[0]: row for row in page_table("model | state per GPU")}
     model = config.model.path.removeprefix("Qwen/")
     assert page[model][-1] == f"{peak_gib(config):.0f} GiB"
     assert peak_gib(config) < TIGHT * GPUS["h100"][1]

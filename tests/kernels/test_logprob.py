@@ -221,8 +221,10 @@ def test_only_a_plain_head_is_split(monkeypatch: pytest.MonkeyPatch, family: str
     monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 5000)
     config = SimpleNamespace(model_type=family)
     model = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
-    policy: Any = SimpleNamespace(model=model)
-    found = [Policy.logits_in_blocks(policy, positions) for positions in (1, 5, 6, 10**6)]
+    policy: Any = object.__new__(Policy)
+    policy.model = policy.called = model
+    policy.fp32_head = False
+    found = [policy.logits_in_blocks(positions) for positions in (1, 5, 6, 10**6)]
     assert found == [False, False, plain, plain]
 
 

@@ -15,6 +15,7 @@ from random_models import save_random_model
 from qarl.checkpoint.compressed_tensors import ModelFiles, read_tensors
 from qarl.checkpoint.folder import open_checkpoint, save_checkpoint, tensor_digest, tensors_digest
 from qarl.config import OptimConfig
+from qarl.optim.loss_scale import LossScale
 from qarl.quant import get_scheme
 from qarl.quant.stacks import unstacked
 from qarl.trainer.checkpoints import differing_tensors, forward_weights, prompts_digest, restore
@@ -35,7 +36,7 @@ class Run:
         self.policy = Policy(model, get_scheme("w4a16", group_size=32), ("lm_head",), align=align)
         settings = OptimConfig(name=optimizer, lr=1e-3, muon_lr=1e-3, master_dtype=master)
         self.optimizer = MasterOptimizer(model.named_parameters(), settings, seed=0, total_training_steps=9)
-        self.step = 0
+        self.step, self.loss_scale = 0, LossScale(active=False)
         self.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(load_state_dict=lambda state: None))
 
     def train_step(self) -> None:

@@ -319,7 +319,7 @@ def test_the_state_of_torchs_adamw_is_refused() -> None:
     parameters = make_parameters()
     optimizer = make_optimizer(parameters, master_dtype="bf16")
     state = optimizer.state_dict() | {"inner": make_optimizer(make_parameters()).state_dict()["inner"]}
-    with pytest.raises(UserError, match="lack seed, use_muon"):
+    with pytest.raises(UserError, match="checkpoint's state lacks"):
         optimizer.load_state_dict(state)
 
 

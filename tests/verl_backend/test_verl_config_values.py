@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import pytest
 from checkout import ROOT
+from reach_objectives import OBJECTIVES
 from verl_runs import quickstart
 
 pytest.importorskip("verl")
@@ -157,7 +158,10 @@ BY_TOKENS = {
 }
 ROWS = {f"actor.{name}_micro_batch_size_per_gpu": None for name in ("ppo", "log_prob")}
 
+ROWS_OF_REACH = ("model.dtype", "model.head_dtype", "actor.old_log_probs", "actor.old_log_probs_sample")
+
 ELSEWHERE = {
+    **dict.fromkeys((*OBJECTIVES, *ROWS_OF_REACH), "has a row in tests/config/test_config_reach_verl.py"),
     **{f"actor.{key}": "tested below: they go together" for key in BY_TOKENS},
     "backend": "which function is called",
     "rollout.router_replay": "tested below: it depends on the model",
@@ -168,8 +172,6 @@ ELSEWHERE = {
     "trainer.report": "written from the run folder; an environment variable asks the workers for samples",
     "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
-    "actor.loss_agg_mode": "has one value",
-    "algorithm.adv_estimator": "has one value",
     "verl": "tested below",
 }
 

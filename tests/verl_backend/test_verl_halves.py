@@ -67,7 +67,7 @@ def test_the_quantized_actor_alone_publishes_what_its_forward_multiplies_by(resu
     ("job", "limit"),
     [
         ("guarded", "0.0051 that quant.align=model allows"),
-        ("guarded without quantization", "0.15 that an actor without"),
+        ("guarded without quantization", "0.15 that is allowed by default"),
     ],
 )
 def test_a_mismatch_over_the_limit_stops_all_ranks_before_the_first_update(results, job, limit):

@@ -167,7 +167,7 @@ def test_weights_are_checked_by_a_record_or_said_to_be_unchecked(tmp_path, capsy
     with pytest.raises(UserError, match="b differs from what was saved"):
         dict(VerlWeights.open(actor).tensors())
     record.write_text('{"model.a": "12')
-    with pytest.raises(UserError, match="checksums of a rank cannot be read"):
+    with pytest.raises(UserError, match="record of the checksums of this checkpoint cannot be read"):
         VerlWeights.open(actor)
 
 

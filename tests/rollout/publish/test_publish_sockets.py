@@ -168,7 +168,7 @@ def test_if_one_worker_refuses_no_worker_has_the_publish():
     server.close()
 
 
-def test_a_sender_that_dies_before_its_verdict(server):
+def test_a_sender_that_dies_before_its_verdict(server, monkeypatch):
     """The receiver cannot know whether the others have the publish, so it is stale."""
     found, tensors = receiver(engine_model("llama")), weights("llama")
     sent = threading.Event()
@@ -178,23 +178,20 @@ def test_a_sender_that_dies_before_its_verdict(server):
         sent.set()
 
     answers = []
+    server_module = sys.modules[WeightServer.__module__]
+    real = server_module._receive_header
 
-    def no_answer(peer: Any, **limits: Any) -> Any:
+    def killed_while_it_waits_for_answers(peer: Any, **limits: Any) -> Any:
+        in_hello, is_receiver = "most" in limits, threading.current_thread() is threading.main_thread()
+        if in_hello or is_receiver:
+            return real(peer, **limits)
         answers.append(peer)
         raise OSError("killed")
 
+    monkeypatch.setattr(server_module, "_receive_header", killed_while_it_waits_for_answers)
     thread, outcome = publish_in_thread(server, stream)
-    with client_of(server, found) as client:
-        server_module = sys.modules[WeightServer.__module__]
-        real = server_module._receive_header
-        server_module._receive_header = lambda peer, **limits: (
-            real(peer, **limits) if peer is client._socket else no_answer(peer)
-        )
-        try:
-            with pytest.raises(PeerLost):
-                client.feed(found)
-        finally:
-            server_module._receive_header = real
+    with client_of(server, found) as client, pytest.raises(PeerLost):
+        client.feed(found)
     thread.join(20)
     assert sent.is_set() and answers and found.stale and found.held is None and isinstance(outcome[0], PeerLost)
 

@@ -83,7 +83,7 @@ class ObjectiveKeys(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrections for the mismatch of trainer and engine. By default nothing is corrected.
+    """Corrections for the mismatch of trainer and engine, off by default.
 
     r_corr is the ratio of the trainer's old probability of a token to the rollout's. r_ppo is the ratio of its current
     probability to the rollout's. TBPO already weights the mismatch, so it refuses a second weight.

@@ -24,8 +24,7 @@ def read(cls: type[T], given: Sequence[str], choices: Mapping[str, Collection[st
     """Return a `cls` from the `given` key=value pairs. A value is an int, float, str, Path, or comma-separated list.
 
     `choices`: key -> its valid names. `fixed`: fields that the user cannot set. Raise UserError if an argument is not
-    key=value, a key is unknown, or a value is invalid.
-    """
+    key=value, a key is unknown, or a value is invalid."""
     hints, values = get_type_hints(cls), dict(fixed)
     keys = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]  # type: ignore[arg-type]  # a dataclass
     for argument in given:

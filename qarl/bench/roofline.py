@@ -31,9 +31,7 @@ FP8), memory in bytes/s and bytes, and bytes/s of NVLink and of a GPU's network 
 @dataclass(frozen=True)
 class Rates:
     """Rates of one device. `product`: scheme -> its points (rows, FLOP/s). `memory`, `link` and `network`: bytes/s.
-
-    `said`: for each rate a line of text that says whether it was measured or assumed.
-    """
+    `said`: for each rate a line of text that says whether it was measured or assumed."""
 
     device: str
     product: Curves
@@ -62,9 +60,7 @@ def assumed_rates(gpu: str) -> Rates:
 
 def measured_rates(path: Path) -> Rates:
     """Read rates from a file of `qarl.bench kernels`. For each scheme, use its first kernel, as the trainer does.
-
-    Raise UserError if the file cannot be read or has no BF16 product.
-    """
+    Raise UserError if the file cannot be read or has no BF16 product."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         results = [entry for entry in document["results"] if entry["operation"] == "linear"]
@@ -97,8 +93,7 @@ class Work:
     prompts, n        prompts per step, each of prompt_length tokens, and responses per prompt
     response_length   tokens: mean, or mean,longest (memory depends on the longest)
     mini_batches, micro_batch   optimizer steps per training step, rows per forward
-    json              the file to write
-    """
+    json              the file to write"""
 
     model: str = "Qwen3-8B"
     gpu: str = "h100"
@@ -134,10 +129,8 @@ class Roofline:
         self.wire = {s: float(sum(wire_bytes(s, group_size, shape) for shape in linears.values())) for s in EFFICIENCY}
 
     def step(self) -> tuple[dict[str, float], float, float]:
-        """Return seconds by phase, bytes gathered and bytes published.
-
-        Communication overlaps with the passes. So only the time by which it is longer counts.
-        """
+        """Return seconds by phase, bytes gathered and bytes published. Communication overlaps with the passes, so only
+        the time by which it is longer counts."""
         work, rates, size, trainer = self.work, self.rates, self.size, self.scheme if self.low_bit else "bf16"
         batches = -(-work.prompts * work.n // (work.gpus * work.micro_batch))
         forward = batches * self.pass_(work.micro_batch, trainer)
@@ -167,8 +160,7 @@ class Roofline:
         """Return seconds of all linears for `rows` tokens.
 
         This is the longer of two times, one for arithmetic and one for reading the weights. The weights of experts
-        without tokens are not read.
-        """
+        without tokens are not read."""
         share = self.size.experts_per_token / max(self.size.experts, 1) or 1.0
         active = self.weights - (1 - share) * self.expert_weights
         read = self.weights - (1 - share) ** rows * self.expert_weights
@@ -182,9 +174,7 @@ class Roofline:
 
     def rows(self, rows: int, length: float, scheme: str) -> float:
         """Return seconds of all decoder layers for `rows` whole sequences: the linears plus causal attention.
-
-        Attention has 2 FLOP per pair of tokens and element of the query width.
-        """
+        Attention has 2 FLOP per pair of tokens and element of the query width."""
         flop = 2.0 * rows * length**2 * self.size.query_width * self.size.layers
         return self.product(rows * length, scheme) + flop / self.rates.flop_per_s("bf16", rows * length)
 
@@ -200,9 +190,7 @@ class Roofline:
 
     def decode(self) -> float:
         """Return seconds to decode all responses of an engine.
-
-        The KV cache limits how many responses are decoded at once. Each is assumed to have half its final length.
-        """
+        The KV cache limits how many responses are decoded at once. Each is assumed to have half its final length."""
         work, length = self.work, self.work.prompt_length + self.work.response_length[0] / 2
         sequences = -(-work.prompts * work.n // self.engines)
         at_once = max(min(sequences, MOST_SEQUENCES, self.kv_tokens / length), 1.0)

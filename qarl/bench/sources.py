@@ -70,9 +70,7 @@ def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 def linear_shapes(source: Source) -> dict[str, tuple[int, int]]:
     """Return name -> [N, K] of a decoder layer's dense weights, not fused, as in the trainer.
-
-    Each shape is listed once. In a mixture of experts only the weights of attention are dense.
-    """
+    Each shape is listed once. In a mixture of experts only the weights of attention are dense."""
     block = source.size.block_linears(0)
     by_leaf = {name.rpartition(".")[2]: shape for name, shape in block.items() if ".experts." not in name}
     shapes = {name: by_leaf[leaf] for name, leaf in LINEARS.items() if leaf in by_leaf}

@@ -25,5 +25,5 @@ def no_fp32_head(model_type: str) -> UserError:
         f"model.head_dtype=fp32 is not built for this model ({model_type})",
         where="model.head_dtype",
         why="its logits are not just lm_head's product, so casting lm_head's operands would not match the engine",
-        fix=f"set it to model, or use a model of the families {', '.join(PLAIN_HEADS)}",
+        fix=f"set model.head_dtype=model, or choose a model of one of these families: {', '.join(PLAIN_HEADS)}",
     )

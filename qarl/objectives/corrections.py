@@ -6,7 +6,7 @@
 - A weight multiplies a token's loss by r_corr, or by the product or geometric mean of r_corr over the response. The
   weight is kept within bounds (arXiv 2605.14220, equation 6; IcePop: arXiv 2510.18855).
 - A rejection leaves out tokens or responses whose divergence is above a threshold (equations 7 to 11 of the same
-  paper; for K summed over tokens they are `seq_sum_k1` and `seq_sum_k3`).
+  paper). The paper sums its divergences over the tokens of a response, as `seq_sum_k1` and `seq_sum_k3` do here.
 - A veto leaves out a response if one of its tokens has almost no probability (Miles' notes on the mismatch, "Veto
   Mechanism").
 

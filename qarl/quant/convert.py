@@ -231,10 +231,7 @@ def packed_state_dict(
 
 @torch.no_grad()
 def packed_tensor(name: str, tensor: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize `tensor`, a linear's weight or a stack of experts with state-dict name `name`.
-
-    Yield the wire tensors.
-    """
+    """Quantize `tensor`, the weight of a linear or of a stack of experts, and yield the wire tensors."""
     if is_stack(name, tensor.shape):
         yield from quantize_stack(tensor.detach(), scheme, name=name).named()
     else:

@@ -40,8 +40,7 @@ class Arguments:
     seconds      time to measure each group of competitors; each is called at least `rounds` times
     rounds       minimum number of calls of each competitor
     threads      number of threads on a CPU
-    json         the file to write
-    """
+    json         the file to write"""
 
     device: str
     model: tuple[str, ...] = ()
@@ -92,9 +91,7 @@ class Arguments:
 
     def expert_layers(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return (model, (experts, experts per token, hidden, intermediate)) of the expert layers to measure.
-
-        The list is empty if the key `layer` is given, because that key selects dense weights.
-        """
+        The list is empty if the key `layer` is given, because that key selects dense weights."""
         if not set(self.operation) & set(EXPERT_OPERATIONS):
             return []
         if self.experts:

@@ -23,8 +23,7 @@ class Competitor:
     """One implementation of an operation. `call` is timed. `error` returns the error of its result.
 
     `allowed`: the largest allowed error. `bytes_moved` and `flop`: the minimum for the operation, the same for every
-    implementation.
-    """
+    implementation."""
 
     scheme: str
     kernel: str
@@ -54,9 +53,7 @@ def ends(rows: torch.Tensor) -> torch.Tensor:
 
 def error_of(call: Call, expected: torch.Tensor) -> Callable[[], float]:
     """Return a function that runs `call` and returns the relative error of the first and last rows of its result.
-
-    The error is NaN if any number in the result is not finite. `expected`: the correct first and last rows.
-    """
+    The error is NaN if any number in the result is not finite. `expected`: the correct first and last rows."""
 
     def error() -> float:
         y = call()

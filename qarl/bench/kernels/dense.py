@@ -72,9 +72,7 @@ def input_gradient(layer: Layer, rows: int) -> list[Competitor]:
 
 def _gemlite(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a call of gemlite (github.com/dropbox/gemlite) with the same int4 codes and scales.
-
-    gemlite reads unsigned codes with a zero point of 8.
-    """
+    gemlite reads unsigned codes with a zero point of 8."""
     from gemlite.core import DType, GemLiteLinear
 
     codes, scale = unpack_int4(tensors["weight_packed"]).add_(8).to(torch.uint8), tensors["weight_scale"]
@@ -98,9 +96,7 @@ def _seen(scheme: str, x: torch.Tensor, on_cuda: bool) -> torch.Tensor:
 
 def _exact_weight(scheme: str, quantized: QuantizedTensor) -> torch.Tensor:
     """Return the dequantized weight: BF16 for W4A16, float64 for 8 bits.
-
-    8-bit kernels do not round the weight to BF16, because they scale the sums.
-    """
+    8-bit kernels do not round the weight to BF16, because they scale the sums."""
     if scheme == "w4a16":
         return quantized.dequantize(torch.bfloat16)
     tensors = quantized.tensors

@@ -72,8 +72,7 @@ class ExpertLayer:
         """Return (weights, ids) [T, k].
 
         Balanced routing gives every expert the same number of rows. Skewed routing draws a token's experts without
-        replacement, with probabilities proportional to 1, 1/2, 1/3, ...
-        """
+        replacement, with probabilities proportional to 1, 1/2, 1/3, ..."""
         e, k = self.shape.experts, self.shape.top_k
         device = self.weights["down"].device
         generator = torch.Generator(device).manual_seed(tokens)
@@ -171,9 +170,7 @@ def _product(
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
     """Return the FLOP, and a function from the bytes of all weights to the bytes that must move.
-
-    These are the activations, and the weights of experts that have rows.
-    """
+    These are the activations, and the weights of experts that have rows."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)

@@ -16,9 +16,7 @@ from qarl.quant.tensor import QuantizedTensor
 
 class Layer:
     """One BF16 weight [N, K], and its low-bit tensors by scheme.
-
-    `failures`: tensors that could not be made, and why.
-    """
+    `failures`: tensors that could not be made, and why."""
 
     def __init__(self, weight: torch.Tensor, arguments: Arguments) -> None:
         self.weight, self.arguments = weight, arguments

@@ -41,9 +41,7 @@ def triton_runs(device: torch.device) -> bool:
 
 def quantize_weight(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors that quantize the master. The error is 0 if all bytes equal a reference, else 1.
-
-    The reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor.
-    """
+    The reference is made on the CPU, because PyTorch on CUDA multiplies by the reciprocal of a Python divisor."""
     found, weight = [], layer.weight
     for scheme, quantized in layer.quantized.items():
         grid, moved = get_scheme(scheme, layer.arguments.group_size), weight.nbytes + quantized.nbytes
@@ -82,9 +80,7 @@ def _differ(call: Callable[[], Any], expected: tuple[torch.Tensor, torch.Tensor]
 
 def quantize_activations(layer: Layer, rows: int) -> list[Competitor]:
     """Return the competitors that quantize BF16 [M, K] to 8 bits.
-
-    PyTorch's scales may differ by rounding, and its codes by one.
-    """
+    PyTorch's scales may differ by rounding, and its codes by one."""
     x = random_rows(rows, layer.shape[1], layer.weight)
     written, on_gpu = x.numel() + 4 * rows, triton_runs(x.device)
     found = []

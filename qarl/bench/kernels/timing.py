@@ -36,9 +36,7 @@ def measure(
     calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, rounds: int
 ) -> dict[str, Times]:
     """Return the times of every call after a warm-up. A round runs each call once.
-
-    Rounds are repeated until `seconds` have passed, but at least `rounds` times.
-    """
+    Rounds are repeated until `seconds` have passed, but at least `rounds` times."""
     for call in calls.values():
         for _ in range(2):
             call()

@@ -54,8 +54,7 @@ class Arguments:
     threads          number of threads on a CPU
     gpu_memory_utilization   the engine's share of a GPU's memory
     device           cuda or cpu; by default cuda if there is a GPU
-    json             the file to write
-    """
+    json             the file to write"""
 
     part: str
     device: str

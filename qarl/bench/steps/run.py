@@ -131,9 +131,7 @@ class Measured:
 
 def launch(arguments: Arguments, case: Case, folder: Path) -> dict[str, Any]:
     """Run one process and return its answer, or raise LaunchFailed if it sends none.
-
-    The process has always ended when this function returns or raises, even on Ctrl-C.
-    """
+    The process has always ended when this function returns or raises, even on Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, arguments, case, str(folder)))

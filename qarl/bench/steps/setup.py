@@ -25,7 +25,7 @@ PAD = 0
 
 
 def config_of(arguments: Arguments, case: Case, folder: str) -> Config:
-    """Return a run's config with the numbers of `arguments`. Its data files are never read."""
+    """Return a run's config, with the sizes and counts that `arguments` gives. Its data files are never read."""
     scheme, level = case.scheme, case.level or ("off" if case.scheme == "bf16" else "linears")
     return build_config(
         {

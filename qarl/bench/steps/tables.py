@@ -47,8 +47,7 @@ def summary(samples: Samples) -> dict[str, float]:
 def ratio(base: Samples, other: Samples) -> dict[str, float]:
     """Summarize base / other, launch by launch, so that slow phases of the machine cancel out.
 
-    If one of them has more launches, the additional ones are ignored.
-    """
+    If one of them has more launches, the additional ones are ignored."""
     both = zip(units(base), units(other), strict=False)
     return summary([[a / b] for a, b in both])
 

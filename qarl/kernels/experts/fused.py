@@ -95,7 +95,7 @@ class TritonExperts(_GroupedExperts):
 
 
 class ReferenceExperts(_GroupedExperts):
-    """Experts computed in exact PyTorch, one after another."""
+    """Experts computed one after another, with PyTorch's own products."""
 
     name = "reference"
 

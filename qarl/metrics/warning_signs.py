@@ -239,7 +239,7 @@ def _repetition(series: Series) -> Seen:
         now, middle, spread = found
         limit = middle + max(0.1, DEVIATIONS * spread)
         if now > limit:
-            since = _since(points, lambda value, limit=limit: value > limit)  # type: ignore[misc]
+            since = _since(points, lambda value, limit=limit: value > limit)  # type: ignore[misc]  # mypy infers no type for `limit`
             return _words(name, "rose", Change(middle, now, since, "usual"))
     return None
 

@@ -13,7 +13,6 @@ deviation by which it divides rewards; QaRL's local backend adds 1e-6.
 
 from __future__ import annotations
 
-import atexit
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,6 @@ class QaRLTrainer(GRPOTrainer):
         print(self.policy.report)
         report_level(self.run, inputs.hf_config)
         self.engine = RolloutEngine(engine_config(self.run))
-        atexit.register(self.engine.close)
         self.rollouts = Rollouts(self.policy, self.engine)
 
     @property

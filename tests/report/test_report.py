@@ -217,7 +217,7 @@ def test_samples_of_a_batch(tmp_path: Path) -> None:
     def log(step: int, report: bool, known: tuple[bool, bool] = (True, True)) -> list[dict[str, Any]]:
         trainer = SimpleNamespace(report=report, total_training_steps=33)
         measured = Measured(old, torch.tensor(known), 0, strict=False)
-        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer)  # type: ignore[arg-type]
+        log_samples(SimpleNamespace(trainer=trainer, run_dir=tmp_path), step, batch, measured, tokenizer)  # type: ignore[arg-type]  # a stand-in
         return read_samples(tmp_path)
 
     assert log(10, False) == log(12, True) == log(10, True, known=(False, False)) == []
@@ -264,7 +264,7 @@ def test_a_browser_opens_it_from_disk(run: Path, report: str, screenshots: Any, 
         middle = {"x": box[0] + box[2] / 2, "y": box[1] + box[3] / 2}
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
         readout = "document.querySelector('#charts .readout').textContent"
-        step = int(re.match(r"step (\d+)", browser.evaluate(readout))[1])  # type: ignore[index]
+        step = int(re.match(r"step (\d+)", browser.evaluate(readout))[1])  # type: ignore[index]  # it matches
         assert 200 < step < 260
         assert f"reward {metrics_of(step)['critic/score/mean']:.4g}" in browser.evaluate(readout)
         browser.evaluate("document.querySelector('#charts svg').focus()")

@@ -31,7 +31,7 @@ from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_s
 from qarl.metrics.tracker import check_loggers
 from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_plugin
-from qarl.rollout.gpu import check_not_batch_invariant
+from qarl.rollout.gpu import check_not_batch_invariant, eager
 
 
 class RunInputs:
@@ -132,7 +132,7 @@ def _check_experts(run: RunInputs) -> None:
     if runs_on_cpu(run.config.backend):
         vllm_plugin.check_installed(run.hf_config)
         if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-            vllm_plugin.check_eager(run.hf_config, run.config.rollout.enforce_eager)
+            vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
 
 
 def _check_vocabulary(run: RunInputs) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
+from qarl.checks.driver import check_driver
 from qarl.checks.head import check_head
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
@@ -83,6 +84,7 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
+    Check("NVIDIA driver", lambda run: check_driver()),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),

@@ -108,15 +108,18 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
         raise _fp16()
     library.require(Settings(loss="grpo"))
     config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0})
-    trainer = LocalTrainer(config, prepare_run(config))
-    if trainer.policy.align != "exact":
-        raise _not_exact(trainer.policy)
+    parts = prepare_run(config)
+    if parts.policy.align != "exact":
+        raise _not_exact(parts.policy)
+    trainer = LocalTrainer(config, parts)
     with trainer.engine:
         trainer.publish()
         sampled = [trainer.rollout()[0] for _ in range(batches)]
     start = kept_weights(trainer.policy)
-    exact_k3 = [_mismatch(trainer, batch) for batch in sampled]
-    truths, moved, useful = [], [], []
+    at_exact = [_mismatch(trainer, batch) for batch in sampled]
+    truths: list[torch.Tensor] = []
+    moved: list[Moved | None] = []
+    useful: list[Batch] = []
     base = objective_settings(base_config(config))
     for batch in sampled:
         say(f"exact: batch {len(useful) + 1}")
@@ -131,6 +134,10 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     if len(useful) < FEWEST_BATCHES:
         raise _nothing_to_learn(batches, len(useful))
     rows, band_rows, off = _compare(trainer, config, useful, truths, moved, start)
+    tables = {
+        "corrections": _reports(rows, sum(truths)),
+        "bands": _reports(band_rows, sum(one.truth for one in moved if one is not None)),
+    }
     report = {
         "scheme": config.quant.scheme,
         "loss": config.actor.loss,
@@ -138,13 +145,12 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
         "batches": len(useful),
         "responses": sum(map(len, useful)),
         "tokens": sum(int(batch.response_mask.sum()) for batch in useful),
-        "mismatch_abs_max_at_exact": max(one["mismatch/abs_max"] for one in exact_k3),
+        "mismatch_abs_max_at_exact": max(one["mismatch/abs_max"] for one in at_exact),
         "mismatch_abs_mean_at_off": fmean(one["mismatch/abs_mean"] for one in off),
         "between_batches": asdict(Spread.of(_between(truths))),
-        "corrections": _reports(rows, sum(truths)),
-        "bands": _reports(band_rows, sum(one.truth for one in moved if one is not None)),
+        **tables,
+        "best": best(tables["corrections"]) | best(tables["bands"]),
     }
-    report["best"] = best(report["corrections"]) | best(report["bands"])
     print(as_text(report))
     write_json(config.run_dir / "calibrate.json", report)
     if not (config.run_dir / "versions.json").exists():

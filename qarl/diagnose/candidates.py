@@ -95,7 +95,7 @@ def bands(config: Config) -> list[Candidate]:
     for factor in BAND_FACTORS:
         keys = {k: v if factor == 1 else rounded(min(v * factor, 0.99)) for k, v in widths.items()}
         kind = "base" if factor == 1 else "band"
-        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), f"bands × {factor:g}"))
+        found.append(Candidate(kind, keys, objective_settings(with_keys(base, keys)), f"bands times {factor:g}"))
     return found
 
 

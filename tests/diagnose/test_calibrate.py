@@ -49,9 +49,10 @@ def test_each_gradient_is_that_of_the_training_path(policy: Policy) -> None:
         load_config(["config=quickstart.yaml"]), {"actor.ppo_micro_batch_size_per_gpu": 2, "rollout.temperature": 1.0}
     )
     batch = four_responses()
-    old = torch.full_like(batch.rollout_log_probs, -4.1)
-    narrow = TBPOConfig(seq_clip_ratio_high=1e-9, seq_tis_imp_ratio_cap=1.01)
-    objectives = [Settings(), Settings(tbpo=narrow), Settings(loss="tbpo"), Settings(loss="grpo")]
+    with torch.no_grad():
+        old = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    capped = TBPOConfig(seq_tis_imp_ratio_cap=1.001)
+    objectives = [Settings(), Settings(tbpo=capped), Settings(loss="tbpo"), Settings(loss="grpo")]
     found = objective_gradients(policy, config, batch, old, objectives, start=1)
     optimizer = MasterOptimizer(policy.model.named_parameters(), OptimConfig(), total_training_steps=1, seed=0)
     for index, settings in enumerate(objectives):

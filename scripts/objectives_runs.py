@@ -5,8 +5,8 @@
 
 local: all rows in one process with one engine, at `quant.align=off`, with a mismatch to correct, and at `model`. verl:
 some rows, each a run with Ray. The second command adds its rows to the file. A row is right if both steps have finite
-losses and gradients, the metrics of its objective and correction are there, and max |δ| at `model` is at most one bit
-of a log-prob in FP32 (`--bit`).
+losses, gradients other than 0, and the metrics of its objective and correction, and max |δ| at `model` is at most
+`--bit`: one BF16 step in the logit of an unlikely token is allowed.
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ IN_VERL = (
     "old_log_probs=auto",
 )
 SMALL = (
-    "data.train_batch_size=4",
-    "data.max_response_length=48",
+    "data.train_batch_size=6",
     "rollout.n=4",
     "rollout.cpu_kvcache_space_gib=0.25",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_gpu=8",
-    "actor.log_prob_micro_batch_size_per_gpu=16",
+    "actor.ppo_mini_batch_size=3",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+    "actor.log_prob_micro_batch_size_per_gpu=24",
 )
 KEPT = (
     "actor/pg_loss",
@@ -121,6 +120,8 @@ def judged(keys: Sequence[str], level: str, steps: Sequence[dict[str, Any]], bit
         wrong += [f"step {number} lacks {name}" for name in sorted(needed(keys) - step.keys())]
         numbers = {name: value for name, value in step.items() if isinstance(value, int | float)}
         wrong += [f"step {number}: {name}={value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if not step.get("actor/grad_norm") and step.get("correction/rejected_response_frac", 0.0) < 0.5:
+            wrong.append(f"step {number} has no gradient")
         if level == "model" and step.get("mismatch/abs_max", 0.0) > bit:
             wrong.append(f"step {number}: max |δ| is {step['mismatch/abs_max']}")
     kept = [{name: step[name] for name in KEPT if name in step} for step in steps]
@@ -189,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("local", "verl"), default="local")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all, in verl those that make sense there")
-    parser.add_argument("--bit", type=float, default=1e-6, help="largest |δ| at model, in nats")
+    parser.add_argument("--bit", type=float, default=1e-4, help="largest |δ| at model, in nats")
     parser.add_argument("--root", type=Path, default=Path("runs/objectives_runs"))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

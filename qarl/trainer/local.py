@@ -121,6 +121,7 @@ class LocalTrainer:
         sampling = sampling_config(config, top_tokens=top_tokens)
         with self.timer.phase("rollout"):
             responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
+            self.engine.sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):

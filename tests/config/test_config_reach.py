@@ -208,6 +208,7 @@ LOCAL: Table = SHARED | {
     "rollout.enforce_eager": Row(
         False, each(argument("enforce_eager"), lambda run: run.llms[0].eager_helpers), ([True, True], [False, False])
     ),
+    "rollout.free_cache_engine": Row(False, gpu_argument("enable_sleep_mode"), (True, False)),
     "rollout.tensor_model_parallel_size": Refused(2, ONE_PROCESS),
     # The stand-in says that all tokens had the same experts, so replayed log-probs are others than those it sampled by.
     "rollout.router_replay": Row(

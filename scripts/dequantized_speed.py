@@ -44,6 +44,7 @@ def launch(kernels: str, folder: Path, rounds: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from qarl.quant.convert import invalidate_quantized
+    from qarl.quant.linear import QuantLinear
     from qarl.quant.scheme import get_scheme
     from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig
     from qarl.trainer.batch import make_batch
@@ -81,10 +82,11 @@ def launch(kernels: str, folder: Path, rounds: int) -> dict[str, Any]:
             model.zero_grad()
         weights = sum(p.nbytes for _, p in engine.model().named_parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
     counted = {what: values[1:] for what, values in seconds.items()}
     return {
         "kernels": kernels,
-        "kernel": sorted({m.kernel.name for m in model.modules() if hasattr(m, "kernel")}),
+        "kernel": sorted({layer.kernel.name for layer in linears}),
         "seconds": counted,
         "peak_mib": peak,
         "engine_parameters_mib": weights / 2**20,

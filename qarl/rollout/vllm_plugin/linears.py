@@ -188,7 +188,7 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
         per_row = all(scale.group_shape.is_per_token() or scale.group_shape.is_per_channel() for scale in scales)
         if not per_row or scales[1].static:
             return False, "only channelwise weights and dynamic inputs per token are supported"
-        why_not = cls.why_not(("fp8",), tuple(c.weight_shape))
+        why_not = cls.why_not(("fp8",), c.weight_shape)
         return why_not is None, why_not
 
     def __init__(self, c: FP8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:

@@ -32,6 +32,7 @@ from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_s
 from qarl.metrics.tracker import check_loggers
 from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_plugin
+from qarl.rollout.gpu import check_not_batch_invariant
 
 
 class RunInputs:
@@ -87,6 +88,7 @@ CHECKS = (
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
+    Check("batch invariance", lambda run: check_not_batch_invariant(), "local"),
     Check("kernels", lambda run: check_kernels(run.config)),
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),

@@ -28,6 +28,7 @@ from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
+from qarl.rollout.gpu import check_not_batch_invariant
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -119,6 +120,7 @@ class RolloutEngine:
                 why="the variable puts vLLM into a separate process, which a publish cannot reach",
                 fix="unset the variable",
             )
+        check_not_batch_invariant()
         check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)

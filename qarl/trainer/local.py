@@ -108,6 +108,8 @@ class LocalTrainer:
         log_samples(self.config, self.step, batch, self.source.measured, self.tokenizer)
         self.warnings += self.source.messages
         metrics |= self.source.metrics()
+        if self.config.quant.kernels == "dequantized":
+            metrics["publish/dequantized"] = 1.0
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:

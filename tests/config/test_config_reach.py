@@ -238,6 +238,19 @@ LOCAL: Table = SHARED | {
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
         W4A16,
     ),
+    "quant.kernels": Row(
+        "dequantized",
+        each(
+            argument("additional_config"),
+            lambda run: {m.kernel.name for m in run.trainer.policy.model.modules() if isinstance(m, QuantLinear)},
+        ),
+        lambda b, a: (
+            b[0] is None
+            and b[1].isdisjoint(a[1])
+            and a == [{"qarl_linears": ["dequantized", "w4a16"]}, {"dequantized"}]
+        ),
+        W4A16,
+    ),
     "quant.ignore": Row(
         ["lm_head", "re:.*down_proj"],
         each(published("down_proj.weight_packed"), modules(QuantLinear), lambda run: quantization(run)["ignore"]),

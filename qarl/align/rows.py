@@ -133,7 +133,7 @@ def rows_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     window = given.get("sliding_window")
     if query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2] and not given.get("dropout"):
-        return _varlen(query, key, value, lengths, given.get("scaling"), window), None
+        return varlen_attention(query, key, value, lengths, given.get("scaling"), window), None
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return sdpa_attention_forward(module, query, key, value, _window_mask(query, window), **given)[0]
@@ -150,7 +150,7 @@ def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None
     return ones.tril().triu(1 - window)[None, None]
 
 
-def _varlen(
+def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

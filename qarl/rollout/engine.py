@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
@@ -46,7 +47,8 @@ class EngineConfig:
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`."""
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `aligned`: on a GPU, run the operators that the
+    trainer follows at `quant.align=model`."""
 
     model: str
     scheme: Scheme
@@ -63,6 +65,7 @@ class EngineConfig:
     delta: bool = False
     head_dtype: str = "model"
     dtype: str = "bf16"
+    aligned: bool = False
 
 
 @dataclass(frozen=True)
@@ -403,6 +406,8 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if config.aligned and not config.enforce_eager:
+            arguments |= ENGINE_ARGUMENTS
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed

@@ -193,9 +193,9 @@ def _recomputed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
 ) -> torch.Tensor:
     """Return PyTorch's attention for the arguments of `flash_attention`. It has a backward."""
-    batch = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if query.is_cuda:
-        return varlen_attention(*batch, lengths, scale, None)[0]
+        return varlen_attention(query, key, value, lengths, scale, None)[0]
 
     def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = F.scaled_dot_product_attention(
@@ -203,7 +203,7 @@ def _recomputed(
         )
         return rows.to(q.dtype).transpose(1, 2)
 
-    return in_rows(attend, *batch, lengths)[0]
+    return in_rows(attend, query, key, value, lengths)[0]
 
 
 def cuda_attention(

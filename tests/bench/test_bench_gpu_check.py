@@ -134,7 +134,7 @@ PARTS = {
 def driver(folder: Path, *names: str) -> list[str]:
     """The script on the made-up parts above."""
     code = (
-        f"import sys; sys.path[:0] = {[str(ROOT / 'scripts'), str(ROOT), str(ROOT / "tests" / "support")]!r}\n"
+        f"import sys; sys.path[:0] = {[str(ROOT / 'scripts'), str(ROOT), str(ROOT / 'tests' / 'support')]!r}\n"
         "import gpu_check\n"
         f"parts = {[tuple(part) for part in PARTS.values()]!r}\n"
         "gpu_check.PARTS = {part[0]: gpu_check.Part(*part) for part in parts}\n"

@@ -133,11 +133,12 @@ def quantize_model(
     scheme: str | Scheme = "w4a16",
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
+    kernels: str = "engine",
 ) -> QuantReport:
     """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
-    Parameters keep their names. Raises UserError if a weight is not BF16 or the model is already quantized, and for the
-    reasons given at `select_linears`.
+    Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16, the
+    model is already quantized, or no kernel supports a layer, and for the reasons given at `select_linears`.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
@@ -154,7 +155,7 @@ def quantize_model(
                     fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer "
                     "(optim.master_dtype)",
                 )
-    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts)
+    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts, kernels=kernels)
 
 
 def replace_selected(
@@ -167,18 +168,23 @@ def replace_selected(
     experts_class: type[QuantExperts],
     *,
     device: torch.device | None = None,
+    kernels: str = "engine",
 ) -> QuantReport:
-    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
+    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`.
+
+    Raise UserError for experts if `kernels` is not "engine"."""
     watch_optimizers()
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
     for name, module in modules.items():
         if not isinstance(module, nn.Linear):
+            if kernels != "engine":
+                raise no_own_experts(kernels, name)
             check_experts(module, name)
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            linear = linear_class(module, scheme, qualified_name=name, device=device)
+            linear = linear_class(module, scheme, qualified_name=name, kernels=kernels, device=device)
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
         else:
@@ -187,6 +193,16 @@ def replace_selected(
             experts[name] = layer.choice.reason
     unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
     return QuantReport(scheme, linears, skipped, unmatched, experts)
+
+
+def no_own_experts(kernels: str, where: str) -> UserError:
+    """Return the error for a mixture of experts at `quant.kernels=kernels`."""
+    return UserError(
+        f"quant.kernels={kernels} does not support a mixture of experts",
+        where=where,
+        why="QaRL gives the engine its own kernels only for dense layers",
+        fix="set quant.kernels=engine (with quant.scheme=w4a16, w8a8 or fp8), or train a dense model",
+    )
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -29,13 +29,16 @@ from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
+from qarl.rollout.gpu import check_not_batch_invariant
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.sampled import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
+from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.vllm_rules import own_kernels
 from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 
@@ -47,8 +50,8 @@ class EngineConfig:
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `aligned`: on a GPU, run the operators that the
-    trainer follows at `quant.align=model`."""
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
+    `aligned`: on a GPU, run the operators that the trainer follows at `quant.align=model`."""
 
     model: str
     scheme: Scheme
@@ -66,6 +69,7 @@ class EngineConfig:
     head_dtype: str = "model"
     dtype: str = "bf16"
     aligned: bool = False
+    kernels: str = "engine"
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,12 @@ class RolloutEngine:
                 why="the variable puts vLLM into a separate process, which a publish cannot reach",
                 fix="unset the variable",
             )
-        check_served(config.scheme.name)
+        check_not_batch_invariant()
+        check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
+        check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
             check_eager(hf_config, config.enforce_eager)
         self.config = config
@@ -141,7 +147,7 @@ class RolloutEngine:
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            with default_dtype_kept():
+            with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
                 self.llm = LLM(**_llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
@@ -159,6 +165,7 @@ class RolloutEngine:
             dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
+        _check_kernels(self.model(), self.config)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -357,15 +364,23 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
-def check_served(scheme_name: str) -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one."""
-    if scheme_name == "w4a8":
+def check_served(scheme_name: str, kernels: str = "engine") -> None:
+    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
+    if scheme_name == "w4a8" and kernels != "qarl":
         raise UserError(
             "w4a8 rollouts are refused",
-            where="quant.scheme",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
             why="vLLM loads a W4A8 checkpoint but computes W4A16 on CPUs, and uses FP8 activations on GPUs",
-            fix="use w4a16 or w8a8",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
         )
+
+
+def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
+    """Raise UserError if vLLM chose kernels other than those of `config.kernels`."""
+    if config.kernels != "engine":
+        from qarl.rollout.vllm_plugin.linears import check_in_use
+
+        check_in_use(model, asked_for(config.kernels, config.scheme.name))
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:
@@ -402,6 +417,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():

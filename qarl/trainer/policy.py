@@ -73,13 +73,18 @@ class Policy:
         router_replay: str = "auto",
         packed: bool = True,
         head_dtype: str = "model",
+        kernels: str = "engine",
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
-        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 without `plain_head`."""
+        `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
+
+        Raise UserError if `head_dtype` is fp32 without `plain_head`."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
-        linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
+        linears: object = "linears: BF16 in the forward"
+        if quantized:
+            linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
         aligned = align_model(model, align)
         self.align, self.limit_level = aligned.level, aligned.limit_level
         self.packed = packed and attends_in_rows(model)
@@ -130,6 +135,7 @@ class Policy:
             router_replay=config.rollout.router_replay,
             packed=config.model.use_remove_padding,
             head_dtype=config.model.head_dtype,
+            kernels=quant.kernels,
         )
 
     @property

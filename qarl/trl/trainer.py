@@ -264,4 +264,5 @@ def quantized(model: Any, config: Config) -> Policy:
         tuple(quant.ignore),
         align=quant.align,
         router_replay="off" if stacked_experts(model) else "auto",
+        kernels=quant.kernels,
     )

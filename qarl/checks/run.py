@@ -88,11 +88,8 @@ CHECKS = (
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
-<<<<<<< HEAD
     Check("batch invariance", lambda run: check_not_batch_invariant(), "local"),
-=======
     Check("kernels", lambda run: check_kernels(run.config)),
->>>>>>> g18c
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),

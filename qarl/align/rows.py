@@ -17,6 +17,7 @@ padding (`qarl.align.families.PADDED`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -163,12 +164,18 @@ def varlen_attention(
 
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    grouped: dict[str, bool] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11, which is in the GPU lock, has as many heads of key and value as of query
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     longest = max(lengths)
     output: Any = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
     attended: torch.Tensor = output[None]
     return attended

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
@@ -50,7 +51,8 @@ class EngineConfig:
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
     fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
-    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory."""
+    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
+    GPU, run the operators that the trainer follows at `quant.align=model`."""
 
     model: str
     scheme: Scheme
@@ -68,6 +70,7 @@ class EngineConfig:
     delta: bool = False
     head_dtype: str = "model"
     dtype: str = "bf16"
+    aligned: bool = False
     kernels: str = "engine"
 
 
@@ -449,7 +452,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
         if not eager(config.enforce_eager):
-            arguments |= GRAPHS
+            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed

@@ -161,7 +161,7 @@ class LocalTrainer:
         measured = self.source.mismatch(batch)
         watched, self.warnings = watch(
             self.config,
-            self.policy.align,
+            self.policy.limit_level,
             batch,
             metrics | measured,
             before_first_update=not self.updated,

@@ -18,6 +18,7 @@ from reach_rows import (
     EVALUATED,
     MATRIX,
     MUON,
+    OPEN,
     RESUME_PATH,
     RESUMED,
     STEPS,
@@ -219,6 +220,15 @@ LOCAL: Table = SHARED | {
     ),
     "rollout.rebuild_on_failure": Row(
         True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
+    ),
+    "actor.use_kl_loss": Row(
+        True, lambda run: "actor/kl_loss" in run.metrics[-1], (False, True), {"actor.ppo_epochs": 2}
+    ),
+    "actor.kl_loss_coef": Row(
+        1e3,
+        metric("actor/grad_norm"),
+        lambda b, a: a > 1.01 * b > 0,
+        OPEN | {"actor.use_kl_loss": True, "actor.ppo_epochs": 2},
     ),
     "publish.delta": Row("off", lambda run: run.trainer.engine.config.delta, (True, False)),
     "quant.scheme": Row(

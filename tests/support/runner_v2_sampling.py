@@ -34,7 +34,7 @@ def main() -> dict[str, Any]:
 def log_probs(logits: torch.Tensor) -> dict[str, Any]:
     """What vLLM computes for sampled tokens, read as the rollout engine reads it."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
-    from vllm.v1.worker.gpu.sample.logprob import compute_topk_logprobs
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_logprobs  # type: ignore[attr-defined]  # vLLM 0.24
 
     sampled = torch.randint(VOCABULARY, (ROWS,))
     sampled[0] = logits[0].argmax()

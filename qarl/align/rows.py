@@ -164,7 +164,7 @@ def varlen_attention(
 
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    grouped: dict[str, bool] = {}
+    grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped = {"enable_gqa": True}

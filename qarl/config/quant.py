@@ -29,13 +29,6 @@ class QuantConfig(Section):
     group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
     """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
 
-    kernels: KernelsName = "engine"
-    """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
-    kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
-    `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
-    This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
-    mixtures of experts (docs/alignment.md)."""
-
     ignore: Patterns = ["lm_head"]
     """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
 
@@ -43,6 +36,13 @@ class QuantConfig(Section):
     """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
     layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
     in residual additions, norms, rotary embedding and attention. `exact`: also use the engine's attention operator."""
+
+    kernels: KernelsName = "engine"
+    """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
+    kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
+    `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
+    This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
+    mixtures of experts (docs/alignment.md)."""
 
     mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
     """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first

@@ -34,17 +34,20 @@ class QuantReport:
     """The result of a conversion.
 
     `quantized`: quantized linears (name -> kernel). `skipped`: linears that were not quantized (name -> reason).
-    `unmatched_ignore`: ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel)."""
+    `unmatched_ignore`: ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel).
+    `kernels`: the value of `quant.kernels`."""
 
     scheme: Scheme
     quantized: dict[str, str]
     skipped: dict[str, str]
     unmatched_ignore: tuple[str, ...]
     experts: dict[str, str] = field(default_factory=dict)
+    kernels: str = "engine"
 
     def __str__(self) -> str:
         experts = f" and the experts of {len(self.experts)} layers" if self.experts else ""
-        lines = [f"{self.scheme.name}: {len(self.quantized)} linears{experts} quantized"]
+        name = self.scheme.name if self.kernels == "engine" else f"{self.scheme.name}, quant.kernels={self.kernels}"
+        lines = [f"{name}: {len(self.quantized)} linears{experts} quantized"]
         lines[0] += f", {len(self.skipped)} left alone"
         kernels = {*self.quantized.values(), *(f"of experts {kernel}" for kernel in self.experts.values())}
         lines += [f"  kernel {kernel}" for kernel in sorted(kernels)]
@@ -192,7 +195,7 @@ def replace_selected(
             model.set_submodule(name, layer)
             experts[name] = layer.choice.reason
     unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
-    return QuantReport(scheme, linears, skipped, unmatched, experts)
+    return QuantReport(scheme, linears, skipped, unmatched, experts, kernels)
 
 
 def no_own_experts(kernels: str, where: str) -> UserError:

@@ -29,7 +29,7 @@ from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import check_not_batch_invariant
+from qarl.rollout.gpu import GRAPHS, check_free_memory, check_not_batch_invariant, eager
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -51,7 +51,8 @@ class EngineConfig:
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
     fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
-    `aligned`: on a GPU, run the operators that the trainer follows at `quant.align=model`."""
+    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
+    GPU, run the operators that the trainer follows at `quant.align=model`."""
 
     model: str
     scheme: Scheme
@@ -61,7 +62,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float = 1.0
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
+    free_cache_engine: bool = True
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
@@ -130,7 +132,7 @@ class RolloutEngine:
         check_loaded(hf_config)
         check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
-            check_eager(hf_config, config.enforce_eager)
+            check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -142,7 +144,10 @@ class RolloutEngine:
         _tidy_up_at_exit()
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
-        if self.config.enforce_eager and not torch.cuda.is_available():
+        self._asleep = False
+        if torch.cuda.is_available():
+            check_free_memory(self.config.gpu_memory_utilization)
+        elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
@@ -197,6 +202,24 @@ class RolloutEngine:
         module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
         return module
 
+    def sleep(self) -> None:
+        """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
+        CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
+        usable = self.receiver is not None and not self.receiver.broken
+        if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
+            self._run(lambda: self.llm.sleep(level=1))
+            self._asleep = True
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
+        if not self._asleep or self.receiver is None:
+            return
+        self._run(self.llm.wake_up)
+        self._asleep = False
+        # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
+        for kv_cache in self.receiver.kv_caches():
+            kv_cache.zero_()
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
     ) -> RolloutBatch:
@@ -215,6 +238,7 @@ class RolloutEngine:
                 why=why,
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
+        self.wake_up()
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -256,6 +280,7 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
+        self.wake_up()
         return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
@@ -287,7 +312,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
         working. An engine that is open when the program ends is closed automatically."""
-        self.receiver = None
+        if self._asleep:  # vLLM would free memory that is already unmapped
+            with suppress(Exception):
+                self.llm.wake_up()
+        self.receiver, self._asleep = None, False
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
@@ -404,7 +432,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": eager(config.enforce_eager),
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
@@ -422,8 +450,9 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        if config.aligned and not config.enforce_eager:
-            arguments |= ENGINE_ARGUMENTS
+        arguments["enable_sleep_mode"] = config.free_cache_engine
+        if not eager(config.enforce_eager):
+            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed

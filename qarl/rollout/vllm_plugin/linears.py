@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels import linear as vllm_linear
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
@@ -187,7 +188,7 @@ class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
         per_row = all(scale.group_shape.is_per_token() or scale.group_shape.is_per_channel() for scale in scales)
         if not per_row or scales[1].static:
             return False, "only channelwise weights and dynamic inputs per token are supported"
-        why_not = cls.why_not(("fp8",), tuple(c.weight_shape))
+        why_not = cls.why_not(("fp8",), c.weight_shape)
         return why_not is None, why_not
 
     def __init__(self, c: FP8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:
@@ -223,6 +224,7 @@ def own_kernels_only() -> Iterator[None]:
     names = {kernel.__name__ for kernels in lists for kernel in kernels} - ours
     before = os.environ.get(_DISABLED)
     os.environ[_DISABLED] = ",".join([*([before] if before else []), *sorted(names)])
+    _read_environment_again()
     try:
         yield
     finally:
@@ -230,15 +232,22 @@ def own_kernels_only() -> Iterator[None]:
             del os.environ[_DISABLED]
         else:
             os.environ[_DISABLED] = before
+        _read_environment_again()
+
+
+def _read_environment_again() -> None:
+    """Make vLLM see changed environment variables. It caches them as long as an engine runs in this process."""
+    if hasattr(envs.__getattr__, "cache_info"):
+        envs.disable_envs_cache()
+        envs.enable_envs_cache()
 
 
 def check_in_use(model: nn.Module, wanted: Asked | None) -> None:
     """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says."""
-    ours = tuple(kernel_class for kernel_class, _ in CLASSES)
     for name, module in model.named_modules():
         scheme: Any = getattr(module, "scheme", None)
         kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
-        if kernel is None or (wanted == kernel.asked if isinstance(kernel, ours) else wanted is None):
+        if kernel is None or wanted == (kernel.asked if isinstance(kernel, _Own) else None):
             continue
         raise UserError(
             f"vLLM chose {type(kernel).__name__} for a layer",

@@ -348,6 +348,21 @@ def test_cosines_and_sines_are_those_of_vllms_table() -> None:
     assert model.model.rotary_emb.turns[0].shape == (512, 16)
 
 
+def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
+    """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    from qarl.kernels.cpu import rotary
+
+    before = dict(_ROPE_DICT)
+    engine = rotary.engine_rotary(CONFIG, 32)
+    assert dict(_ROPE_DICT) == before
+    expected = engine.cos_sin_cache.clone()
+    engine.cos_sin_cache.fill_(float("nan"))
+    found = rotary.computed_turns(engine, torch.device("cpu"))
+    assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
+
+
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     report = align_model(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), "model", device=GPU)
     assert "unconfirmed: no GPU has confirmed" in str(report) and "fused_add_rms_norm" in str(report)

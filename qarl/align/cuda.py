@@ -117,8 +117,7 @@ class CudaDecoderLayer(nn.Module):
 class CudaRotaryEmbedding(nn.Module):
     """Look up cosines and sines of `position_ids` [B, T] in vLLM's table. Return both as BF16 [B, T, D].
 
-    The table is made on the GPU of the first forward, as in vLLM. vLLM computes powers and cosines there, so the table
-    differs a little from one that is computed on a CPU.
+    The table is computed on the GPU of the first forward, because vLLM computes its table on its GPU.
     """
 
     config: Any
@@ -126,9 +125,8 @@ class CudaRotaryEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.turns is None or self.turns[0].device != x.device:
-            with x.device:
-                self.turns = vllm_rotary.cached_turns(vllm_rotary.engine_rotary(self.config, head_size_of(self.config)))
-        assert self.turns is not None, "`rotary_unavailable` refuses configs without such a table"
+            engine = vllm_rotary.engine_rotary(self.config, head_size_of(self.config))
+            self.turns = vllm_rotary.computed_turns(engine, x.device)
         cosines, sines = (part[position_ids] for part in self.turns)
         return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
 

@@ -277,6 +277,40 @@ def test_the_aligned_model_is_the_same_function() -> None:
         assert float((mine.grad - other.grad).float().norm() / other.grad.float().norm()) < 0.1
 
 
+def as_vllm_computes(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [T, V] of one row, operator by operator in the order of vLLM's Qwen3, where a norm adds the residual."""
+    cosines, sines = (part[: len(tokens)] for part in model.model.rotary_emb.turns)
+    states, residual = model.model.embed_tokens(tokens), None
+    norm = layer_ops.rms_norm_reference
+
+    def add(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return norm(states, weight, 1e-6), states
+        return layer_ops.add_rms_norm_reference(states, residual, weight, 1e-6)
+
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        states, residual = add(layer.input_layernorm.weight)
+        q, k, v = (
+            F.linear(states, getattr(attention, f"{name}_proj").weight).unflatten(-1, (-1, 32)) for name in "qkv"
+        )
+        q, k = norm(q, attention.q_norm.weight, 1e-6), norm(k, attention.k_norm.weight, 1e-6)
+        q, k = (layer_ops.rotary_reference(x, cosines, sines) for x in (q, k))
+        states = F.linear(flash.flash_reference(q, k, v, 32**-0.5).flatten(1), attention.o_proj.weight)
+        states, residual = add(layer.post_attention_layernorm.weight)
+        gate, up = (F.linear(states, getattr(mlp, f"{name}_proj").weight) for name in ("gate", "up"))
+        states = F.linear(layer_ops.silu_and_mul_reference(gate, up), mlp.down_proj.weight)
+    return F.linear(add(model.model.norm.weight)[0], model.lm_head.weight)
+
+
+def test_the_aligned_model_runs_vllms_operators_in_vllms_order() -> None:
+    _, model = aligned()
+    tokens = torch.randint(0, 64, (200,))
+    with torch.no_grad():
+        found = model(tokens[None]).logits[0]
+        assert torch.equal(found, as_vllm_computes(model, tokens))
+
+
 def test_the_first_norm_has_no_residual_and_all_others_do() -> None:
     _, model = aligned()
     after_sum = {name: norm.after_sum for name, norm in model.named_modules() if isinstance(norm, cuda.CudaRMSNorm)}
@@ -312,6 +346,21 @@ def test_cosines_and_sines_are_those_of_vllms_table() -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
     assert model.model.rotary_emb.turns[0].shape == (512, 16)
+
+
+def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
+    """An engine's buffers cannot be read while it sleeps, and an engine must not get a table of this process's CPU."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    from qarl.kernels.cpu import rotary
+
+    before = dict(_ROPE_DICT)
+    engine = rotary.engine_rotary(CONFIG, 32)
+    assert dict(_ROPE_DICT) == before
+    expected = engine.cos_sin_cache.clone()
+    engine.cos_sin_cache.fill_(float("nan"))
+    found = rotary.computed_turns(engine, torch.device("cpu"))
+    assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
 
 
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from qarl.align.attention import fp32_attention
 from qarl.align.rows import varlen_attention
 from qarl.kernels.cuda import flash, layer_ops
-from qarl.process import configure_vllm_process
 
 pytestmark = pytest.mark.gpu
 
@@ -140,15 +139,13 @@ def test_the_rotary_table_of_cpu_and_gpu() -> None:
     from qarl.kernels.cpu import rotary
 
     config = transformers.Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_theta=1e6)
-    configure_vllm_process()
-    from vllm.model_executor.layers import rotary_embedding
-
     tables = []
     for device in ("cpu", "cuda"):
-        getattr(rotary_embedding, "_ROPE_DICT", {}).clear()  # vLLM keeps its first module
         with torch.device(device):
-            turns = rotary.cached_turns(rotary.engine_rotary(config, 128))
-        assert turns is not None and turns[0].device.type == device
+            engine = rotary.engine_rotary(config, 128)
+        turns = rotary.computed_turns(engine, torch.device(device))
+        assert engine.cos_sin_cache.device.type == device
+        assert torch.equal(torch.cat(turns, -1), engine.cos_sin_cache)
         tables.append(torch.cat(turns, -1).cpu())
     share = float((tables[0] != tables[1]).float().mean())
     print(f"rotary table of 16384 positions: {share:.2e} of the entries differ between CPU and GPU")

@@ -13,12 +13,10 @@ import torch
 from gpu_lock import pretend, required
 from random_models import save_random_model
 
-required()
-
-# ruff: noqa: E402  skipped outside the GPU lock before anything is imported
-
 from qarl.kernels.cuda import contracts, flash, layer_ops
 from qarl.quant import get_scheme
+
+required()
 
 
 @pytest.fixture(autouse=True)

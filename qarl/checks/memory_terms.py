@@ -18,7 +18,7 @@ full length, V the vocabulary and H the hidden size.
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head.
-    engine        Awake: vLLM's share of the GPU. Asleep (verl on GPUs): an allowance.
+    engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
     kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
                   keeps one copy. With verl the trainer's process keeps a second copy.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
@@ -55,6 +55,8 @@ OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
 """Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
+ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
+"""(`quant.kernels`, scheme) -> the kernel whose layout replaces the published tensors in the engine."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(quantized) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
-    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT]
+    # The kernel "dequantized" already holds this weight.
+    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
     if config.backend == "verl":
         blocks = [size.block_linears(i) for i in range(size.layers)]
         block = max(prepared({name: s for name, s in one.items() if name in quantized}) for one in blocks)
@@ -224,6 +227,13 @@ def kept(size: ModelSize, config: Config) -> list[Part]:
     return [*ours, Part("kept for delta publishes: engine", one)]
 
 
+def asleep(size: ModelSize, config: Config) -> list[Part]:
+    """Return the engine's weights, which the local backend moves to host memory while the trainer works."""
+    if config.backend == "verl" or not config.rollout.free_cache_engine:
+        return []
+    return [Part("vLLM's weights while it sleeps", sum(published(size, config).values()))]
+
+
 def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the part in host memory for masters and moments while they are not used."""
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
@@ -231,11 +241,24 @@ def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     return [Part("masters and optimizer state, offloaded", both if offload else 0)]
 
 
+def own_layout(size: ModelSize, config: Config) -> int:
+    """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
+    quant = config.quant
+    kernel = ENGINE_KERNELS.get((quant.kernels, quant.scheme))
+    if kernel is None:
+        return 0
+    sizes = (quant.scheme, quant.group_size)
+    return sum(
+        prepared_bytes(quant.scheme, kernel, quant.group_size, shape) - wire_bytes(*sizes, shape)
+        for shape in quantized_linears(size, config).values()
+    )
+
+
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
     """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
-    weights = sum(published(size, config).values()) // parallel
-    sleeps = config.backend == "verl" and device == "cuda"
+    weights = sum(published(size, config).values()) // parallel + own_layout(size, config)
+    sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":
         budget = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)

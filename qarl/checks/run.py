@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
+from qarl.checks.driver import check_driver
 from qarl.checks.head import check_head
+from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
@@ -31,6 +33,7 @@ from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_s
 from qarl.metrics.tracker import check_loggers
 from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_plugin
+from qarl.rollout.gpu import check_not_batch_invariant, eager
 
 
 class RunInputs:
@@ -82,16 +85,20 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
+    Check("NVIDIA driver", lambda run: check_driver()),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
+    Check("batch invariance", lambda run: check_not_batch_invariant(), "local"),
+    Check("kernels", lambda run: check_kernels(run.config)),
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),
     Check("lm_head", lambda run: check_head(run.config, run.hf_config)),
     Check("rows", lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding)),
     Check("experts", lambda run: _check_experts(run)),
+    Check("kernels of experts", lambda run: check_dense(run.config, run.hf_config)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),
     Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
     Check("ends of responses", lambda run: run.stop_warnings),
@@ -130,7 +137,7 @@ def _check_experts(run: RunInputs) -> None:
     if runs_on_cpu(run.config.backend):
         vllm_plugin.check_installed(run.hf_config)
         if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-            vllm_plugin.check_eager(run.hf_config, run.config.rollout.enforce_eager)
+            vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
 
 
 def _check_vocabulary(run: RunInputs) -> None:

@@ -25,16 +25,20 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.quant.scheme import Scheme
+from qarl.rollout.gpu import GRAPHS, check_free_memory, check_not_batch_invariant, eager
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.sampled import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
+from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.vllm_rules import own_kernels
 from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 
@@ -46,7 +50,9 @@ class EngineConfig:
     vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
     folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
     only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`."""
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
+    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
+    GPU, run the operators that the trainer follows at `quant.align=model`."""
 
     model: str
     scheme: Scheme
@@ -56,13 +62,16 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float = 1.0
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
+    free_cache_engine: bool = True
     direct_writes: bool = True
     trust_remote_code: bool = False
     return_routed_experts: bool = False
     delta: bool = False
     head_dtype: str = "model"
     dtype: str = "bf16"
+    aligned: bool = False
+    kernels: str = "engine"
 
 
 @dataclass(frozen=True)
@@ -116,12 +125,14 @@ class RolloutEngine:
                 why="the variable puts vLLM into a separate process, which a publish cannot reach",
                 fix="unset the variable",
             )
-        check_served(config.scheme.name)
+        check_not_batch_invariant()
+        check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
+        check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
-            check_eager(hf_config, config.enforce_eager)
+            check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -133,12 +144,15 @@ class RolloutEngine:
         _tidy_up_at_exit()
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
-        if self.config.enforce_eager and not torch.cuda.is_available():
+        self._asleep = False
+        if torch.cuda.is_available():
+            check_free_memory(self.config.gpu_memory_utilization)
+        elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            with default_dtype_kept():
+            with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
                 self.llm = LLM(**_llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
@@ -156,6 +170,7 @@ class RolloutEngine:
             dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
+        _check_kernels(self.model(), self.config)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -187,6 +202,24 @@ class RolloutEngine:
         module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
         return module
 
+    def sleep(self) -> None:
+        """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
+        CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
+        usable = self.receiver is not None and not self.receiver.broken
+        if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
+            self._run(lambda: self.llm.sleep(level=1))
+            self._asleep = True
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
+        if not self._asleep or self.receiver is None:
+            return
+        self._run(self.llm.wake_up)
+        self._asleep = False
+        # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
+        for kv_cache in self.receiver.kv_caches():
+            kv_cache.zero_()
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
     ) -> RolloutBatch:
@@ -205,6 +238,7 @@ class RolloutEngine:
                 why=why,
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
+        self.wake_up()
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -246,6 +280,7 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
+        self.wake_up()
         return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
@@ -277,7 +312,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
         working. An engine that is open when the program ends is closed automatically."""
-        self.receiver = None
+        if self._asleep:  # vLLM would free memory that is already unmapped
+            with suppress(Exception):
+                self.llm.wake_up()
+        self.receiver, self._asleep = None, False
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
@@ -354,15 +392,23 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
-def check_served(scheme_name: str) -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one."""
-    if scheme_name == "w4a8":
+def check_served(scheme_name: str, kernels: str = "engine") -> None:
+    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
+    if scheme_name == "w4a8" and kernels != "qarl":
         raise UserError(
             "w4a8 rollouts are refused",
-            where="quant.scheme",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
             why="vLLM loads a W4A8 checkpoint but computes W4A16 on CPUs, and uses FP8 activations on GPUs",
-            fix="use w4a16 or w8a8",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
         )
+
+
+def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
+    """Raise UserError if vLLM chose kernels other than those of `config.kernels`."""
+    if config.kernels != "engine":
+        from qarl.rollout.vllm_plugin.linears import check_in_use
+
+        check_in_use(model, asked_for(config.kernels, config.scheme.name))
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:
@@ -386,7 +432,7 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         "load_format": "dummy",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": eager(config.enforce_eager),
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # `_preemptions` reads one of these statistics
     }
@@ -399,10 +445,14 @@ def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if config.scheme.quantized:
         arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
     if config.head_dtype == "fp32":
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.free_cache_engine
+        if not eager(config.enforce_eager):
+            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed

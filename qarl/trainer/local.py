@@ -117,6 +117,8 @@ class LocalTrainer:
         log_samples(self.config, self.step, batch, self.source.measured, self.tokenizer)
         self.warnings += self.source.messages
         metrics |= self.source.metrics()
+        if self.config.quant.kernels == "dequantized":
+            metrics["publish/dequantized"] = 1.0
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
@@ -130,6 +132,7 @@ class LocalTrainer:
         sampling = sampling_config(config, top_tokens=top_tokens)
         with self.timer.phase("rollout"):
             responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
+            self.engine.sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
@@ -167,7 +170,7 @@ class LocalTrainer:
         measured = self.source.mismatch(batch)
         watched, self.warnings = watch(
             self.config,
-            self.policy.align,
+            self.policy.limit_level,
             batch,
             metrics | measured,
             before_first_update=not self.updated,

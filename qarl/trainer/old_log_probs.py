@@ -129,7 +129,7 @@ class OldLogProbs:
 
     @property
     def recomputed(self) -> bool:
-        """Whether all rows of this step have been computed by a pass."""
+        """Whether the old log-probs of all rows of this step were recomputed in one pass over the batch."""
         return bool(self.found["old_log_probs/recomputed"])
 
     def begin(self, batch: Batch, compute: Compute, *, seed: int) -> torch.Tensor:

@@ -30,9 +30,11 @@ RUN_KEYS = {
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "rollout.cpu_kvcache_space_gib": "vllm_cpu_kvcache_space_gib",
     "rollout.enforce_eager": "vllm_enforce_eager",
+    "rollout.free_cache_engine": "vllm_enable_sleep_mode",
     "quant.scheme": "quant_scheme",
     "quant.group_size": "quant_group_size",
     "quant.ignore": "quant_ignore",
+    "quant.kernels": "quant_kernels",
     "quant.align": "quant_align",
     "quant.mismatch_limit": "quant_mismatch_limit",
     "publish.delta": "publish_delta",
@@ -51,15 +53,16 @@ class QaRLConfig(GRPOConfig):
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
-    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8 or bf16."})
+    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8, w4a8 or bf16."})
     quant_group_size: int = field(default=128, metadata={"help": "Weights that share a scale in w4a16."})
+    quant_kernels: str = field(default="engine", metadata={"help": "engine, qarl (for w4a8) or dequantized."})
     quant_ignore: list[str] = field(default_factory=lambda: ["lm_head"], metadata={"help": "Modules that stay BF16."})
     quant_align: str = field(default="model", metadata={"help": "off, linears, model or exact."})
     quant_mismatch_limit: float | None = field(default=None, metadata={"help": "Largest mean |delta| in nats."})
     publish_delta: str = field(default="off", metadata={"help": "auto or off; trainer and engine share a process."})
     master_dtype: str = field(default="fp32", metadata={"help": "Dtype of the weights that AdamW updates."})
     vllm_max_num_seqs: int = field(default=256, metadata={"help": "Sequences that vLLM decodes at once."})
-    vllm_enforce_eager: bool = field(default=True, metadata={"help": "Run vLLM without CUDA graphs."})
+    vllm_enforce_eager: bool | None = field(default=None, metadata={"help": "No CUDA graphs; None: only on a CPU."})
     vllm_cpu_kvcache_space_gib: float = field(default=1.0, metadata={"help": "KV cache in GiB, on a CPU."})
     seq_clip_ratio_high: float = _BANDS["seq_clip_ratio_high"]
     seq_clip_ratio_low: float = _BANDS["seq_clip_ratio_low"]

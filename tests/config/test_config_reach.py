@@ -209,6 +209,7 @@ LOCAL: Table = SHARED | {
     "rollout.enforce_eager": Row(
         False, each(argument("enforce_eager"), lambda run: run.llms[0].eager_helpers), ([True, True], [False, False])
     ),
+    "rollout.free_cache_engine": Row(False, gpu_argument("enable_sleep_mode"), (True, False)),
     "rollout.tensor_model_parallel_size": Refused(2, ONE_PROCESS),
     # The stand-in says that all tokens had the same experts, so replayed log-probs are others than those it sampled by.
     "rollout.router_replay": Row(
@@ -245,6 +246,19 @@ LOCAL: Table = SHARED | {
         16,
         each(published("layers.0.self_attn.q_proj.weight_scale"), group_size),
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
+        W4A16,
+    ),
+    "quant.kernels": Row(
+        "dequantized",
+        each(
+            argument("additional_config"),
+            lambda run: {m.kernel.name for m in run.trainer.policy.model.modules() if isinstance(m, QuantLinear)},
+        ),
+        lambda b, a: (
+            b[0] is None
+            and b[1].isdisjoint(a[1])
+            and a == [{"qarl_linears": ["dequantized", "w4a16"]}, {"dequantized"}]
+        ),
         W4A16,
     ),
     "quant.ignore": Row(

@@ -290,7 +290,8 @@ def test_kernel_choice_names_its_reason():
     assert choice.kernel is ReferenceW4A16Linear and "runs on cpu" in choice.reason
     choice = choose_linear_kernel("w4a16", CPU, (48, 64))
     assert choice.kernel is ReferenceW4A16Linear and "multiples of 32" in choice.reason
-    assert choose_linear_kernel("w4a8", CPU, (64, 64)).reason == "reference"
+    choice = choose_linear_kernel("w4a8", torch.device("meta"), (64, 64))
+    assert choice.reason == "reference; not qarl_cpu_w4a8: runs on cpu, not on meta"
     with pytest.raises(UserError, match="no kernel can multiply by fp3 weights"):
         choose_linear_kernel("fp3", CPU, (64, 64))
 

@@ -99,6 +99,18 @@ def test_w4a16_is_what_vllm_would_choose(
     assert linear.choose_mp_linear_kernel(layer).__name__ == theirs
 
 
+@pytest.mark.parametrize(
+    ("value", "forced"), [("1", True), (" True ", True), ("false", False), ("0", False), ("", False)]
+)
+def test_marlin_for_fp8_is_forced_as_vllm_reads_it(
+    value: str, forced: bool, pretend_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_cuda(9, 0)
+    monkeypatch.setenv("VLLM_TEST_FORCE_FP8_MARLIN", value)
+    reason = vllm_cuda.VllmCutlassFP8Linear.unavailable("fp8", torch.device("cuda", 0), (2048, 1536))
+    assert reason == ("VLLM_TEST_FORCE_FP8_MARLIN is set" if forced else None)
+
+
 def test_what_vllm_disables_is_not_chosen(pretend_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(9, 0)
     device, shape = torch.device("cuda", 0), (2048, 1536)

@@ -175,7 +175,8 @@ VERL: Table = SHARED | {
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (8192, 5000)),
     "rollout.gpu_memory_utilization": Row(0.3, argument("gpu_memory_utilization"), (0.5, 0.3)),
     "rollout.cpu_kvcache_space_gib": Row(0.5, argument("kv_cache_memory_bytes"), (2**30, 2**29)),
-    "rollout.enforce_eager": Row(False, on_gpus("actor_rollout_ref.rollout.enforce_eager"), (True, False)),
+    "rollout.enforce_eager": Row(True, on_gpus("actor_rollout_ref.rollout.enforce_eager"), (False, True)),
+    "rollout.free_cache_engine": Row(False, on_gpus("actor_rollout_ref.rollout.free_cache_engine"), (True, False)),
     "rollout.tensor_model_parallel_size": Row(
         2, argument("tensor_parallel_size"), (1, 2), {"trainer.n_gpus_per_node": 2}
     ),
@@ -201,6 +202,7 @@ VERL: Table = SHARED | {
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
         W4A16,
     ),
+    "quant.kernels": Refused("qarl", "only to the engine of backend=local"),
     "quant.ignore": Row(
         ["lm_head", "re:.*down_proj"],
         each(published("down_proj.weight_packed"), modules(QuantLinear), lambda run: quantization(run)["ignore"]),

@@ -166,6 +166,7 @@ ELSEWHERE = {
     "backend": "which function is called",
     "rollout.router_replay": "tested below: it depends on the model",
     "rollout.enforce_eager": "tested below: it is false only on GPUs",
+    "rollout.free_cache_engine": "has a row in tests/support/reach_verl_rows.py: it is true only on GPUs",
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",

@@ -13,7 +13,7 @@ Engine and trainer can still differ in three ways that this module cannot detect
 
     fused layers     the engine multiplies q, k and v (gate and up) at once. vLLM's choice of a class, its tiles and its
                      splits over K depend on N, so rounding may differ
-    linear_backend   an engine argument of vLLM 0.29 that overrides vLLM's choice of a class. QaRL does not set it
+    linear_backend   an engine argument of vLLM that overrides its choice of a class. QaRL does not set it
     compilation      with torch.compile, vLLM quantizes activations by compiled PyTorch, not by these operators
 
 The Triton kernels compute dX from the wire tensors, so no BF16 copy of a weight is needed.
@@ -299,7 +299,7 @@ class VllmCutlassFP8Linear(_CutlassLinear):
 
     @staticmethod
     def unavailable(scheme_name: str, device: torch.device, shape: tuple[int, int]) -> str | None:
-        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "0") != "0":
+        if os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN", "").strip().lower() in ("1", "true"):  # as vLLM 0.24 reads it
             return "VLLM_TEST_FORCE_FP8_MARLIN is set"
         why_not = why_not_here(device, "cutlass_scaled_mm", capability=(8, 9))
         return why_not or _off_the_tiles(shape) or _disabled("CutlassFP8ScaledMMLinearKernel")

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from qarl.errors import UserError
-from qarl.rollout.publish import wire
+from qarl.rollout.publish import captured, wire
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
@@ -69,6 +69,8 @@ class WeightReceiver:
             self._units.setdefault(wire.unit_of(name), []).append(name)
         self._applied = 0.0
         self._open: int | None = None
+        self._checks_addresses = captured.graphs_captured(vllm_config)
+        self._places: dict[str, captured.Place] = {}
         self._seen: set[str] = set()
         self._unit: list[wire.NamedTensor] = []
 
@@ -125,7 +127,7 @@ class WeightReceiver:
         """End a publish that cannot be completed. The receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
-        self._open, self._unit, self._seen = None, [], set()
+        self._open, self._unit, self._seen, self._places = None, [], set(), {}
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == wire.BEGIN:
@@ -142,7 +144,8 @@ class WeightReceiver:
             self._commit(wire.read_record(name, tensor))
         elif wire.is_record(name):
             raise UserError(
-                f"the engine does not know the record {name}", fix="use the same version of QaRL on both sides"
+                f"the engine does not know the message {name} of this publish",
+                fix="use the same version of QaRL on both sides",
             )
         else:
             self._unit.append((name, tensor.clone() if self.clone else tensor))
@@ -167,6 +170,8 @@ class WeightReceiver:
             self.kept.begin(changes=self._is_delta)
         else:
             self.kept = None
+        if self._checks_addresses:
+            self._places = captured.places({"model": self.model})
         announced = wire.read_specs(record["tensors"])
         if announced is not None:
             check_specs(announced.items(), self.expected)
@@ -253,6 +258,7 @@ class WeightReceiver:
             )
         start = time.perf_counter()
         refresh_tied_layers(self.model)
+        self._check_addresses()
         if self.kv_cache_spoilt:
             # Attention multiplies masked positions by zero, and NaN times zero is NaN.
             for cache in self.kv_caches():
@@ -260,6 +266,19 @@ class WeightReceiver:
             self.kv_cache_spoilt = False
         self._applied += time.perf_counter() - start
         self.version, self._open = self._open, None
+
+    def _check_addresses(self) -> None:
+        """Raise ReloadFailed if this publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
+        if not self._checks_addresses:
+            return
+        before, self._places = self._places, {}
+        if lost := captured.moved(before, captured.places({"model": self.model})):
+            shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+            raise ReloadFailed(
+                f"the publish of version {self._open} moved {len(lost)} tensors that CUDA graphs have captured",
+                why=f"the graphs would use memory that was freed: {shown}. A new engine has the same fault with these "
+                "layers; rollout.enforce_eager=true runs without graphs",
+            )
 
 
 def _flat(kv_caches: Any) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@
   (`qarl.rollout.publish.shards`).
 - Layerwise reload: vLLM's own function loads the weight. It is used for all other layers, such as all GPU kernels. It
   moves a module's parameters to the meta device and back. So an exception during the reload breaks the engine
-  permanently (`ReloadFailed`).
+  permanently (`ReloadFailed`). CUDA graphs need the other tensors of the module at their old addresses too
+  (`qarl.rollout.publish.captured`).
 
 After a layerwise reload, W8A8 layers on CPU return NaN (vLLM 0.29 and 0.32). Their oneDNN handler keeps the raw address
 of the scales (csrc/cpu/dnnl_helper.cpp), but the reload frees the scales. So these layers are written directly or
@@ -16,6 +17,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import nn
 from qarl.errors import UserError
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.quant.meta import default_dtype_kept
-from qarl.rollout.publish import experts, shards
+from qarl.rollout.publish import captured, experts, shards
 from qarl.rollout.publish.manifest import Manifest
 
 Part = dict[str, torch.Tensor]
@@ -305,7 +307,15 @@ def _write_fp8(module: nn.Module, parts: list[Part]) -> None:
     _write_bias(layer, parts)
 
 
+def _write_own(module: nn.Module, parts: list[Part]) -> None:
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
+    layer: Any = module
+    layer.scheme.kernel.write(layer, {name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
+    _write_bias(layer, parts)
+
+
 _WRITERS: dict[str, Writer] = {
+    "QaRLInt4LinearKernel": _write_own,
     "CPUWNA16LinearKernel": _write_wna16,
     "CPUInt8ScaledMMLinearKernel": _write_int8,
     "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,
@@ -334,7 +344,9 @@ def _reload(model: nn.Module, vllm_config: Any, modules: list[nn.Module], tensor
 
     loader: Any = model
     model_config = vllm_config.model_config
-    with set_current_vllm_config(vllm_config), default_dtype_kept():
+    named = {f"module{i}": module for i, module in enumerate(modules)}
+    kept = nullcontext() if captured.on_cpu() else captured.addresses_kept(named)
+    with set_current_vllm_config(vllm_config), default_dtype_kept(), kept:
         # vLLM's model loader does the same, because layers read the default dtype when they process loaded weights.
         torch.set_default_dtype(model_config.dtype)
         for module in modules:

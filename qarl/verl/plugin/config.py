@@ -140,6 +140,13 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("scheme") == "w4a8":
+        raise UserError(
+            "QaRL's actor for verl does not support w4a8",
+            where="actor_rollout_ref.actor.fsdp_config.quant.scheme",
+            why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
+            fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
+        )
     for key, allowed in _CHOICES.items():
         if key in values and values[key] not in allowed:
             raise UserError(

@@ -167,7 +167,7 @@ def verl_rows(names: Sequence[str], bit: float, root: Path) -> Iterator[tuple[st
             "trainer.report=false",
             "trainer.logger=[console]",
             "trainer.resume_mode=disable",
-            *SMALL,
+            "rollout.cpu_kvcache_space_gib=0.25",
             *keys,
         ]
         command = [sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given]

@@ -38,8 +38,11 @@ from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
 from qarl.rollout.vllm_plugin.asked import asked_for
 from qarl.rollout.vllm_rules import own_kernels
+from qarl.vllm_versions.differences import loaded_model
+from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
+from qarl.vllm_versions.uses import ENGINE, PUBLISH
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class RolloutEngine:
         check_not_batch_invariant()
         check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
+        check_functions("rollouts", ENGINE)
+        check_functions("publishing weights", PUBLISH)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         check_linears_loaded(config.kernels)
@@ -166,9 +171,7 @@ class RolloutEngine:
 
     def model(self) -> torch.nn.Module:
         """vLLM's own module tree, for comparisons and hooks."""
-        core: Any = self.llm.llm_engine.engine_core
-        module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
-        return module
+        return loaded_model(self.llm)
 
     def sleep(self) -> None:
         """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a

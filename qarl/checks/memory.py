@@ -4,9 +4,10 @@ This is pure arithmetic without torch. `qarl.checks.memory_terms` has a function
 parts, each with the phases in which it takes memory. The doctor and dry runs print this list. The estimate adds up
 tensor sizes and ignores the allocator, so real use is a few percent higher. It assumes sequences of full length.
 
-    local    One process holds everything. vLLM stays loaded beside the trainer.
+    local    One process holds everything.
     verl     FSDP2 shards masters, gradients, optimizer state and low-bit tensors over nnodes * n_gpus_per_node ranks.
-             On GPUs vLLM sleeps during the update (verl's free_cache_engine).
+
+On GPUs vLLM sleeps while the trainer works (`rollout.free_cache_engine`). On a CPU it stays loaded.
 
 The activations that autograd saves per token and layer are counted operator by operator, for transformers' blocks and
 those of `qarl.align`. A test compares the count with autograd. scripts/memory_plan.py compares the plan with the peak
@@ -123,7 +124,9 @@ def estimate(
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    on_host = [*terms.kept(size, config), *terms.offloaded(size, config, offload)] if device == "cuda" else []
+    on_host = [*terms.kept(size, config), *terms.asleep(size, config), *terms.offloaded(size, config, offload)]
+    if device != "cuda":
+        on_host = []
     return MemoryEstimate(
         found,
         engine_weights,

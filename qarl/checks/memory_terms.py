@@ -18,7 +18,7 @@ full length, V the vocabulary and H the hidden size.
                   entropies), for at most `LOGITS_AT_A_TIME` logits. The update needs 14 bytes per logit. If there are
                   more than `LOGITS_AT_A_TIME`, the update needs 18 bytes for each of `LOGITS_AT_A_TIME` logits, and 4
                   bytes for each weight of lm_head.
-    engine        Awake: vLLM's share of the GPU. Asleep (verl on GPUs): an allowance.
+    engine        Awake: vLLM's share of the GPU. Asleep (on GPUs): an allowance.
     kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
                   keeps one copy. With verl the trainer's process keeps a second copy.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
@@ -227,6 +227,13 @@ def kept(size: ModelSize, config: Config) -> list[Part]:
     return [*ours, Part("kept for delta publishes: engine", one)]
 
 
+def asleep(size: ModelSize, config: Config) -> list[Part]:
+    """Return the engine's weights, which the local backend moves to host memory while the trainer works."""
+    if config.backend == "verl" or not config.rollout.free_cache_engine:
+        return []
+    return [Part("vLLM's weights while it sleeps", sum(published(size, config).values()))]
+
+
 def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     """Return the part in host memory for masters and moments while they are not used."""
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
@@ -251,7 +258,7 @@ def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) 
     """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
     weights = sum(published(size, config).values()) // parallel + own_layout(size, config)
-    sleeps = config.backend == "verl" and device == "cuda"
+    sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":
         budget = int(config.rollout.gpu_memory_utilization * gpu_memory_bytes)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qarl.align.families import check_rows
+from qarl.checks.driver import check_driver
 from qarl.checks.head import check_head
 from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
@@ -32,7 +33,7 @@ from qarl.data.run_prompts import load_train_prompts, load_val_prompts, prompt_s
 from qarl.metrics.tracker import check_loggers
 from qarl.process import runs_on_cpu
 from qarl.rollout import vllm_plugin
-from qarl.rollout.gpu import check_not_batch_invariant
+from qarl.rollout.gpu import check_not_batch_invariant, eager
 
 
 class RunInputs:
@@ -84,6 +85,7 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("loggers", lambda run: check_loggers(run.config.trainer.logger)),
+    Check("NVIDIA driver", lambda run: check_driver()),
     Check("engine installed", lambda run: check_engine_installed()),
     Check("plugin installed", lambda run: check_plugin_installed(), "verl"),
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
@@ -135,7 +137,7 @@ def _check_experts(run: RunInputs) -> None:
     if runs_on_cpu(run.config.backend):
         vllm_plugin.check_installed(run.hf_config)
         if run.config.backend == "local":  # `verl_keys` makes verl's engines eager on a CPU
-            vllm_plugin.check_eager(run.hf_config, run.config.rollout.enforce_eager)
+            vllm_plugin.check_eager(run.hf_config, eager(run.config.rollout.enforce_eager))
 
 
 def _check_vocabulary(run: RunInputs) -> None:

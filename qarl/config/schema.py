@@ -117,8 +117,13 @@ class RolloutConfig(Section):
     cpu_kvcache_space_gib: Annotated[float, Unit("GiB")] = Field(default=1.0, gt=0, le=2**20)
     """Size of vLLM's KV cache in GiB. CPU only."""
 
-    enforce_eager: bool = True
-    """Run vLLM without CUDA graphs and compilation. It starts faster but decodes more slowly."""
+    enforce_eager: bool | None = None
+    """Run vLLM without CUDA graphs. It starts faster but decodes more slowly. null means true on a CPU and false on
+    GPUs. On GPUs only decode steps are captured, and the model is not compiled."""
+
+    free_cache_engine: bool = True
+    """On GPUs vLLM sleeps while the trainer works: its weights move to host memory, and its KV cache is freed. false
+    saves the seconds of the move, but then the update has only the memory that vLLM leaves."""
 
     tensor_model_parallel_size: Annotated[int, Unit("GPUs")] = Field(default=1, ge=1)
     """Number of GPUs that one copy of the rollout model is split over. Must be 1 with backend=local. If it is above 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qarl.align.model import unconfirmed
 from qarl.checks import layers, sampling
 from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.tensor_parallel import ROW_PARALLEL
@@ -158,6 +159,12 @@ def check_alignment(context: Context, topic: Topic) -> None:
         )
     else:
         topic.ok(f"quant.align={level} applies")
+    if found := unconfirmed(level, context.target.device):
+        topic.warning(
+            f"quant.align={level} is unconfirmed on GPUs",
+            why=found.removeprefix("unconfirmed: "),
+            fix="watch mismatch/abs_mean; while it is unconfirmed, the limit on the mismatch is that of linears",
+        )
 
 
 def check_sampling(context: Context, topic: Topic) -> None:

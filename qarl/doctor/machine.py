@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from qarl.checks import machine
+from qarl.checks import driver, machine
 from qarl.checks.memory_terms import GIB
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
@@ -83,6 +83,13 @@ def check_elsewhere(context: Context, topic: Topic) -> None:
         topic.note(f"the other {others} machines are assumed to be like this one", fix="run the doctor there too")
 
 
+def check_driver(context: Context, topic: Topic) -> None:
+    """Whether the NVIDIA driver can run PyTorch's CUDA release."""
+    version = driver.driver_version()
+    if context.target.here and version is not None and topic.passes(driver.check_driver):
+        topic.ok(f"NVIDIA driver {version}; PyTorch is built with CUDA {torch.version.cuda or 'none: a CPU build'}")
+
+
 def check_threads(context: Context, topic: Topic) -> None:
     """Whether the run uses at most as many threads as there are cores."""
     if not context.target.here:
@@ -112,4 +119,4 @@ def check_threads(context: Context, topic: Topic) -> None:
         topic.ok(f"{threads} thread{'s' * (threads > 1)} ({source}){each} on {cores} cores")
 
 
-CHECKS = (check_elsewhere, check_cpu, check_gpu, check_threads)
+CHECKS = (check_elsewhere, check_cpu, check_driver, check_gpu, check_threads)

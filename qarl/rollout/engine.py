@@ -27,8 +27,8 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
-from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import check_not_batch_invariant
+from qarl.rollout.engine_config import EngineConfig, llm_arguments
+from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -36,37 +36,10 @@ from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.vllm_plugin.asked import asked_for
 from qarl.rollout.vllm_rules import own_kernels
-from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
+from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
-    `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
-    vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`."""
-
-    model: str
-    scheme: Scheme
-    ignore: tuple[str, ...]
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.5
-    kv_cache_gib: float = 1.0
-    enforce_eager: bool = True
-    direct_writes: bool = True
-    trust_remote_code: bool = False
-    return_routed_experts: bool = False
-    delta: bool = False
-    head_dtype: str = "model"
-    dtype: str = "bf16"
-    kernels: str = "engine"
 
 
 @dataclass(frozen=True)
@@ -127,7 +100,7 @@ class RolloutEngine:
         check_loaded(hf_config)
         check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
-            check_eager(hf_config, config.enforce_eager)
+            check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
         self.receiver: WeightReceiver | None = None
         self._start()
@@ -139,13 +112,16 @@ class RolloutEngine:
         _tidy_up_at_exit()
         _OPEN.add(self)
         self._dynamo_was_disabled: bool | None = None
-        if self.config.enforce_eager and not torch.cuda.is_available():
+        self._asleep = False
+        if torch.cuda.is_available():
+            check_free_memory(self.config.gpu_memory_utilization)
+        elif eager(self.config.enforce_eager):
             # Even in eager mode, vLLM compiles two sampling helpers. This takes half a minute at the first request.
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
             with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
-                self.llm = LLM(**_llm_arguments(self.config))
+                self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
@@ -194,6 +170,24 @@ class RolloutEngine:
         module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
         return module
 
+    def sleep(self) -> None:
+        """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
+        CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
+        usable = self.receiver is not None and not self.receiver.broken
+        if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
+            self._run(lambda: self.llm.sleep(level=1))
+            self._asleep = True
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
+        if not self._asleep or self.receiver is None:
+            return
+        self._run(self.llm.wake_up)
+        self._asleep = False
+        # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
+        for kv_cache in self.receiver.kv_caches():
+            kv_cache.zero_()
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None = None
     ) -> RolloutBatch:
@@ -212,6 +206,7 @@ class RolloutEngine:
                 why=why,
                 fix="call publish with all tensors of the model first; if a publish failed, mend what its error says",
             )
+        self.wake_up()
         used = None if sampling.temperature == 0 else seeds
         params = [sampling_params(sampling, None if used is None else used[i]) for i in range(len(prompts))]
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -253,6 +248,7 @@ class RolloutEngine:
         """
         if self.receiver is None:
             raise UserError("the rollout engine is closed", fix="start a new one, or call rebuild()")
+        self.wake_up()
         return publish_weights(self, self.receiver, tensors, version=version, delta=self.config.delta)
 
     def _run(self, call: Callable[[], Any]) -> Any:
@@ -284,7 +280,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
         working. An engine that is open when the program ends is closed automatically."""
-        self.receiver = None
+        if self._asleep:  # vLLM would free memory that is already unmapped
+            with suppress(Exception):
+                self.llm.wake_up()
+        self.receiver, self._asleep = None, False
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
@@ -391,40 +390,3 @@ def _top_tokens(completion: Any) -> list[int]:
 def _routed_experts(completion: Any) -> torch.Tensor:
     routed = completion.routed_experts
     return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)
-
-
-def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": config.model,
-        "trust_remote_code": config.trust_remote_code,
-        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
-        "load_format": "dummy",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.enforce_eager,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
-    }
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
-        arguments["distributed_executor_backend"] = "external_launcher"
-    if config.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
-    if config.return_routed_experts:
-        arguments["enable_return_routed_experts"] = True
-    if config.scheme.quantized:
-        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
-    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
-    if config.head_dtype == "fp32":
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
-    if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-    else:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
-        # crashes if its prefill is chunked ("CPU Generator does not use offset").
-        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
-        arguments["enable_chunked_prefill"] = False
-        arguments["enable_prefix_caching"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
-    return arguments

@@ -58,6 +58,7 @@ _ROUNDING = frozenset(
         "rollout.gpu_memory_utilization",
         "rollout.cpu_kvcache_space_gib",
         "rollout.enforce_eager",
+        "rollout.free_cache_engine",
     }
 )
 

@@ -63,9 +63,11 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.cpu_kvcache_space_gib,
         enforce_eager=rollout.enforce_eager,
+        free_cache_engine=rollout.free_cache_engine,
         return_routed_experts=routing,
         delta=config.publish.delta == "auto",
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
+        aligned=config.quant.align in ("model", "exact"),
         kernels=config.quant.kernels,
     )

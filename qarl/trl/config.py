@@ -30,6 +30,7 @@ RUN_KEYS = {
     "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "rollout.cpu_kvcache_space_gib": "vllm_cpu_kvcache_space_gib",
     "rollout.enforce_eager": "vllm_enforce_eager",
+    "rollout.free_cache_engine": "vllm_enable_sleep_mode",
     "quant.scheme": "quant_scheme",
     "quant.group_size": "quant_group_size",
     "quant.ignore": "quant_ignore",
@@ -61,7 +62,7 @@ class QaRLConfig(GRPOConfig):
     publish_delta: str = field(default="off", metadata={"help": "auto or off; trainer and engine share a process."})
     master_dtype: str = field(default="fp32", metadata={"help": "Dtype of the weights that AdamW updates."})
     vllm_max_num_seqs: int = field(default=256, metadata={"help": "Sequences that vLLM decodes at once."})
-    vllm_enforce_eager: bool = field(default=True, metadata={"help": "Run vLLM without CUDA graphs."})
+    vllm_enforce_eager: bool | None = field(default=None, metadata={"help": "No CUDA graphs; None: only on a CPU."})
     vllm_cpu_kvcache_space_gib: float = field(default=1.0, metadata={"help": "KV cache in GiB, on a CPU."})
     seq_clip_ratio_high: float = _BANDS["seq_clip_ratio_high"]
     seq_clip_ratio_low: float = _BANDS["seq_clip_ratio_low"]

@@ -34,6 +34,7 @@ class Rollouts:
         seeds = self._seeds(trainer, step, len(prompts))
         sampling = SamplingConfig(trainer.max_completion_length, temperature=trainer.temperature)
         found = self.engine.generate(token_ids, sampling, seeds)
+        self.engine.sleep()
         return {
             "prompt_ids": found.prompt_token_ids,
             "completion_ids": found.response_token_ids,

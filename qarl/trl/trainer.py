@@ -72,7 +72,7 @@ class QaRLTrainer(GRPOTrainer):
         self.policy = load_policy(model, self.run)
         self.reference: Policy | None = None
         self.tbpo = args.tbpo()
-        self._step_metrics = StepMetrics(self.run, self.policy.align)
+        self._step_metrics = StepMetrics(self.run, self.policy.limit_level)
         super().__init__(
             self.policy.model,
             reward_funcs,

@@ -20,7 +20,9 @@ from qarl.checks.run import check_run
 from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import runs_on_cpu
+from qarl.rollout.gpu import GRAPHS
 from qarl.trainer.ending import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
@@ -177,7 +179,7 @@ def differences(config: Config, on_cpu: bool) -> list[str]:
         why = "prompts are prefilled whole on a CPU" if given != VERL_BATCHED_TOKENS else "verl's default, not vLLM's"
         written = "null" if wanted is None else wanted
         notes.append(f"rollout.max_num_batched_tokens={written} is {given} here: {why}")
-    if on_cpu and not config.rollout.enforce_eager:
+    if on_cpu and config.rollout.enforce_eager is False:
         notes.append("rollout.enforce_eager=false becomes true here, because a CPU has no CUDA graphs")
     if config.trainer.val_max_prompts is not None and config.data.shuffle:
         notes.append("trainer.val_max_prompts: verl draws that many prompts at random by data.seed, not the first ones")
@@ -290,8 +292,9 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
     keys = {
         f"{root}.name": "vllm",
         f"{root}.mode": "async",
-        **same(root, rollout, "n", "temperature", "top_p", "enforce_eager", "max_num_seqs"),
-        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization"),
+        **same(root, rollout, "n", "temperature", "top_p", "max_num_seqs"),
+        **same(root, rollout, "tensor_model_parallel_size", "gpu_memory_utilization", "free_cache_engine"),
+        f"{root}.enforce_eager": bool(rollout.enforce_eager),
         f"{root}.calculate_log_probs": True,
         f"{root}.logprobs_mode": "processed_logprobs",
         f"{root}.max_model_len": longest,
@@ -304,6 +307,9 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"{root}.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
+    if not on_cpu and not rollout.enforce_eager:
+        arguments = ENGINE_ARGUMENTS if config.quant.align in ("model", "exact") else GRAPHS
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:

@@ -193,6 +193,20 @@ def test_the_local_trainer_by_hand() -> None:
     assert found.peak == ("update", update)
 
 
+def test_the_local_engine_sleeps_on_a_gpu() -> None:
+    """It gives back its memory after the rollout, and its weights lie in host memory; the key keeps it awake."""
+    wire, gpu = 34784 + 2 * 320 + 2 * 12800, {"device": "cuda", "gpu_memory_bytes": 2**33}
+    kept = estimate(SMALL, run(rollout__free_cache_engine=False), **gpu)
+    found = estimate(SMALL, run(), **gpu)
+    share = 2**32
+    assert kept.total("rollout") == found.total("rollout")
+    for phase in ("old_log_prob", "update", "step"):
+        assert kept.total(phase) - found.total(phase) == share - ENGINE_ASLEEP_BYTES
+    host = {part.name: part.bytes for part in found.host}
+    assert host.pop("vLLM's weights while it sleeps") == wire
+    assert host == {part.name: part.bytes for part in kept.host}
+
+
 def test_kernels_with_their_own_input_gradient_hold_no_dequantized_weights() -> None:
     """One layer's at a time, the largest; if some layers have another kernel, theirs are held."""
     name = "dequantized weights for the backward, BF16"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_rig import topic_of
 
+from qarl.checks import driver
 from qarl.doctor import memory
 from qarl.doctor.target import Target
 
@@ -39,3 +42,12 @@ def test_a_name_that_vllm_alone_has_is_found(entry: str, differs: bool) -> None:
     where = [f.where for f in found if "would quantize different layers" in f.what]
     assert len(where) == differs
     assert all("only in vLLM: model.layers.0.self_attn" in str(text) for text in where)
+
+
+@pytest.mark.parametrize(("version", "status"), [("550.54.15", "error"), ("580.65.06", "ok")])
+def test_the_driver_is_looked_at(version: str, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Sep  5\n")
+    monkeypatch.setattr(driver, "VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = [f for f in topic_of("machine") if f"NVIDIA driver {version}" in f.what]
+    assert [f.status for f in found] == [status]

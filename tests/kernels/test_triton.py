@@ -6,13 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from triton_rig import KERNEL_TESTS, ROOT, compile_for, entry_kernels, run_interpreted
+from triton_rig import KERNEL_TESTS, ROOT, SHARED_LIMIT, compile_for, entry_kernels, run_interpreted
 
 pytestmark = pytest.mark.compiles
-
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory one block may use, by target: compute capability 8.0, 9.0 and 10.0 (CUDA C++ Programming
-Guide, technical specifications per compute capability)."""
 
 
 @pytest.mark.parametrize("path", KERNEL_TESTS, ids=lambda path: path.stem)

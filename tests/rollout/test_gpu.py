@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from qarl.checks.run import checks_for
 from qarl.errors import UserError
+from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, RolloutEngine
+from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import llm_arguments
+from qarl.rollout.gpu import GRAPHS, check_free_memory
+from qarl.trainer import local
 
 
 @pytest.fixture
@@ -51,3 +57,167 @@ def test_an_engine_in_a_program_of_ones_own_refuses_it_too(gpu: None, monkeypatc
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(UserError, match="batch-invariant mode"):
         RolloutEngine(EngineConfig("nowhere", get_scheme("w4a16"), ("lm_head",), 64))
+
+
+GIB = 2**30
+
+
+def config(**more: Any) -> EngineConfig:
+    return EngineConfig("model", get_scheme("w4a16"), ("lm_head",), 64, **more)
+
+
+@pytest.fixture
+def memory(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(free: float, total: float, held: float) -> None:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), int(total * GIB)))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: int(held * GIB))
+
+    return of
+
+
+def test_a_share_that_is_not_free_is_refused_with_one_that_is(memory: Any) -> None:
+    memory(free=30.7, total=80, held=47)
+    with pytest.raises(
+        UserError, match=r"(?s)40\.0 GiB.*30\.7 GiB are free.*holds 47\.0 GiB of 80\.0.*utilization=0\.38"
+    ):
+        check_free_memory(0.5)
+    check_free_memory(0.38)
+
+
+def test_an_engine_is_not_started_without_room(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before vLLM, in the first start and in a rebuild."""
+    memory(free=10, total=80, held=60)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: pytest.fail("vLLM was started")))
+    engine = object.__new__(RolloutEngine)
+    engine.config = config(gpu_memory_utilization=0.5)
+    with pytest.raises(UserError, match=r"needs 40\.0 GiB"):
+        engine._start()
+
+
+class SleepingLLM:
+    """In the place of vLLM: while it sleeps, its memory is gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.cache = torch.zeros(4)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake")
+        self.cache.fill_(float("nan"))  # as memory that another tensor had
+
+
+class Receiver:
+    version, broken, kept, stale_because, kv_cache_spoilt = 1, False, None, "", False
+
+    def __init__(self, llm: SleepingLLM) -> None:
+        self.kv_caches = lambda: [llm.cache]
+
+    def mark_stale(self, reason: str) -> None:
+        self.version, self.stale_because = None, reason
+
+
+@pytest.fixture
+def engine(gpu: None) -> Any:
+    found: Any = object.__new__(RolloutEngine)
+    found.config, found._asleep, found._dynamo_was_disabled = config(), False, None
+    found.llm = SleepingLLM()
+    found.receiver = Receiver(found.llm)
+    return found
+
+
+def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any) -> None:
+    engine.wake_up()
+    engine.sleep()
+    engine.sleep()
+    engine.wake_up()
+    assert engine.llm.calls == ["sleep 1", "wake"]
+    assert engine.llm.cache.tolist() == [0] * 4
+
+
+def test_a_publish_and_a_rollout_wake_it_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qarl.rollout import engine as module
+
+    monkeypatch.setattr(module, "publish_weights", lambda *given, **more: engine.llm.calls.append("publish"))
+    engine.sleep()
+    engine.publish([], version=2)
+    engine.llm.generate = lambda *given, **more: engine.llm.calls.append("generate") or []
+    engine.llm.get_metrics = list
+    engine.sleep()
+    engine.generate([], SamplingConfig(4))
+    assert engine.llm.calls == ["sleep 1", "wake", "publish", "sleep 1", "wake", "generate"]
+
+
+def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
+    def no_room() -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    engine.sleep()
+    engine.llm.wake_up = no_room
+    with pytest.raises(EngineFailed, match="CUDA out of memory"):
+        engine.publish([], version=2)
+    assert engine.receiver.broken and engine.stale
+    engine.sleep()  # a broken engine is left alone
+    assert engine.llm.calls == ["sleep 1"]
+
+
+def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.config = config(free_cache_engine=False)
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine.config = config()
+    engine.sleep()
+    assert engine.llm.calls == []
+
+
+def test_an_engine_is_awake_when_it_is_closed(engine: Any) -> None:
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    calls = engine.llm.calls
+    engine.sleep()
+    engine.close()
+    assert calls == ["sleep 1", "wake", "shutdown"]
+
+
+def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the log-probs and the update, which need the memory. This trainer ends there, at a wrong version."""
+    calls: list[str] = []
+    monkeypatch.setattr(local, "sampling_config", lambda *given, **more: None)
+    trainer: Any = object.__new__(local.LocalTrainer)
+    trainer.config = SimpleNamespace(rollout=SimpleNamespace(n=1), seed=0)
+    trainer.parts = SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], sampler=iter([[0]]))
+    trainer.step, trainer.timer = 3, PhaseTimer(None)
+    trainer.generate = lambda *given: calls.append("generate") or SimpleNamespace(weight_version=2)
+    trainer.engine = SimpleNamespace(sleep=lambda: calls.append("sleep"))
+    with pytest.raises(RuntimeError, match="weights of version 2"):
+        trainer.rollout()
+    assert calls == ["generate", "sleep"]
+
+
+@pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])
+def test_graphs_are_the_default_on_a_gpu_and_nothing_is_compiled(asked: bool | None, graphs: bool, gpu: None) -> None:
+    arguments = llm_arguments(config(enforce_eager=asked))
+    assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
+    wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs else None
+    assert arguments.get("compilation_config") == wanted
+
+
+def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = llm_arguments(config())
+    assert arguments["enforce_eager"] is True
+    assert "compilation_config" not in arguments and "enable_sleep_mode" not in arguments
+    assert llm_arguments(config(enforce_eager=False))["enforce_eager"] is False
+
+
+@pytest.mark.vllm
+def test_vllm_takes_these_arguments(gpu: None) -> None:
+    """vLLM's own parser, and vLLM's names for the two modes."""
+    from vllm import EngineArgs
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    given = EngineArgs(model="model", **GRAPHS).compilation_config
+    assert isinstance(given, CompilationConfig)
+    assert (given.mode, given.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)

@@ -175,7 +175,8 @@ VERL: Table = SHARED | {
     "rollout.max_num_batched_tokens": Row(5000, argument("max_num_batched_tokens"), (8192, 5000)),
     "rollout.gpu_memory_utilization": Row(0.3, argument("gpu_memory_utilization"), (0.5, 0.3)),
     "rollout.cpu_kvcache_space_gib": Row(0.5, argument("kv_cache_memory_bytes"), (2**30, 2**29)),
-    "rollout.enforce_eager": Row(False, on_gpus("actor_rollout_ref.rollout.enforce_eager"), (True, False)),
+    "rollout.enforce_eager": Row(True, on_gpus("actor_rollout_ref.rollout.enforce_eager"), (False, True)),
+    "rollout.free_cache_engine": Row(False, on_gpus("actor_rollout_ref.rollout.free_cache_engine"), (True, False)),
     "rollout.tensor_model_parallel_size": Row(
         2, argument("tensor_parallel_size"), (1, 2), {"trainer.n_gpus_per_node": 2}
     ),
@@ -186,6 +187,8 @@ VERL: Table = SHARED | {
         {"model.path": "moe"},
     ),
     "rollout.rebuild_on_failure": Refused(True, "backend=verl supports only"),
+    "actor.use_kl_loss": Refused(True, "backend=verl supports only"),
+    "actor.kl_loss_coef": Refused(2.0, "backend=verl supports only", {"actor.use_kl_loss": True}),
     "publish.delta": Row("off", lambda run: run.actor.worker.actor.engine.quant.publish_delta, ("auto", "off")),
     "quant.scheme": Row(
         "w4a16",

@@ -222,6 +222,7 @@ OTHER_ROUNDING = {
     "rollout.gpu_memory_utilization": "memory: other preemptions",
     "rollout.cpu_kvcache_space_gib": "memory: other preemptions",
     "rollout.enforce_eager": "other kernels for the same numbers",
+    "rollout.free_cache_engine": "memory: the engine sleeps or not",
 }
 
 

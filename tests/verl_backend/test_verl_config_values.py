@@ -166,6 +166,7 @@ ELSEWHERE = {
     "backend": "which function is called",
     "rollout.router_replay": "tested below: it depends on the model",
     "rollout.enforce_eager": "tested below: it is false only on GPUs",
+    "rollout.free_cache_engine": "has a row in tests/support/reach_verl_rows.py: it is true only on GPUs",
     "dry_run": "qarl.train",
     "trainer.logger": "our own tracker follows verl's file logger",
     "trainer.plots": "drawn from metrics.jsonl",
@@ -173,10 +174,12 @@ ELSEWHERE = {
     "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "verl": "tested below",
+    "actor.kl_loss_coef": "without actor.use_kl_loss it has no effect, and that key is refused",
 }
 
 REFUSED = {
     "rollout.rebuild_on_failure": True,
+    "actor.use_kl_loss": True,
     "rollout.top_p": 0.8,
     "rollout.top_k": 20,
 }

@@ -23,6 +23,7 @@ import torch
 
 _BLOCK = 4096  # words in a block; all blocks have the same weights, `_weights(1, ...)`
 _CHUNK = 1 << 16  # words at a time on CPU, so that the intermediate tensors stay in the cache
+_GPU_CHUNK = 1 << 22  # words at a time on a GPU: enough to fill it, and at most 64 MB of intermediate tensors
 _LOWER = 0xFFFFFFFF
 
 
@@ -44,8 +45,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = flat.numel()
     whole = size // 8 * 8
-    words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
-    total = _words(words.view(torch.int64), size)
+    total = _words(flat[:whole], size)
     if size > whole:
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: size - whole] = flat[whole:]
@@ -53,16 +53,17 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _words(words: torch.Tensor, size: int) -> torch.Tensor:
-    count, device = words.numel(), words.device
+def _words(data: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the checksum of whole words, `data` uint8 [8 * words], plus `size`."""
+    count, device = data.numel() // 8, data.device
     inner = _weights(1, _BLOCK, device)
     if count <= _BLOCK:
-        return _mixed(words, inner[:count]).sum() + size
+        return _mixed(_as_words(data), inner[:count]).sum() + size
     total = torch.full((), size, dtype=torch.int64, device=device)
-    step = _CHUNK if device.type == "cpu" else max(_CHUNK, count)
+    step = _CHUNK if device.type == "cpu" else _GPU_CHUNK
     outer = _weights(2, 1 << (count // _BLOCK).bit_length(), device)
     for start in range(0, count, step):
-        chunk = words[start : start + step]
+        chunk = _as_words(data[8 * start : 8 * (start + step)])
         first, rows = start // _BLOCK, chunk.numel() // _BLOCK
         if rows:
             sums = _mixed(chunk[: rows * _BLOCK].view(rows, _BLOCK), inner).sum(1)
@@ -71,6 +72,11 @@ def _words(words: torch.Tensor, size: int) -> torch.Tensor:
         if rest.numel():
             total = total + _mixed(_mixed(rest, inner[: rest.numel()]).sum(), outer[first + rows])
     return total
+
+
+def _as_words(data: torch.Tensor) -> torch.Tensor:
+    """View bytes as int64. Bytes that do not begin at a multiple of 8 are copied."""
+    return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
 
 
 def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 from qarl.errors import UserError
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors, NamedTensor, Tally, changed_members, fingerprint_of
-from qarl.rollout.publish.manifest import Manifest, TensorSpec, is_finite
+from qarl.rollout.publish.manifest import Manifest, TensorSpec, not_finite
 
 PREFIX = "qarl."
 BEGIN, UNIT, COMMIT = "qarl.begin", "qarl.unit", "qarl.commit"
@@ -143,8 +143,7 @@ def record(name: str, content: Mapping[str, Any]) -> NamedTensor:
 
 
 def _check_finite(members: list[NamedTensor]) -> None:
-    bad = [name for name, tensor in members if not is_finite(tensor)]
-    if bad:
+    if bad := not_finite(members):
         raise UserError(
             f"{len(bad)} tensors to publish hold NaN or Inf",
             where=", ".join(bad[:8]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl.rollout.publish import checksum
 from qarl.rollout.publish.checksum import checksums
@@ -112,3 +113,33 @@ def test_several_at_once_are_each_alone():
     tensors = [torch.randn(3), torch.zeros(0), torch.randint(-8, 8, (5, 9), dtype=torch.int8)]
     assert checksums(tensors) == [one(t) for t in tensors]
     assert checksums([]) == []
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator allocates."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in given:
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_large_tensor_off_the_cpu_needs_no_large_intermediate_tensors(offset):
+    """An embedding of 1.2 GB on the meta device, which takes the way of a GPU."""
+    data = torch.empty(151936 * 4096 * 2 + offset, dtype=torch.uint8, device="meta")[offset:]
+    with Largest() as watched:
+        checksum._checksum(data)
+    assert watched.nbytes <= 8 * checksum._GPU_CHUNK <= 32 * 2**20
+
+
+def test_chunks_of_a_gpu_give_the_same_sum(monkeypatch):
+    """The GPU's way with a small chunk, on tensors that begin anywhere in their storage."""
+    data = torch.randint(0, 256, (5 * 4096 * 8 + 21,), dtype=torch.uint8)
+    wanted = [one(data[start:].clone()) for start in (0, 1, 8, 13)]
+    monkeypatch.setattr(checksum, "_CHUNK", 2 * 4096)
+    assert [one(data[start:]) for start in (0, 1, 8, 13)] == wanted

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from random_models import save_random_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from qarl.errors import UserError
 from qarl.quant import get_scheme, packed_state_dict
 from qarl.quant.scheme import SCHEMES
-from qarl.rollout.publish.manifest import check_complete, check_same_layers, expected_manifest, is_finite
+from qarl.rollout.publish import manifest
+from qarl.rollout.publish.manifest import check_complete, check_same_layers, expected_manifest, not_finite
 from qarl.rollout.publish.send import _report
 
 LOW_BIT = [name for name in SCHEMES if name != "bf16"]
@@ -83,12 +86,13 @@ def test_an_fp8_nan_is_refused(model, bits):
 def test_finite_means_what_it_means_in_torch(dtype):
     finite = torch.finfo(dtype)
     values = torch.tensor([0.0, -0.0, finite.max, finite.min, finite.tiny, 1.0], dtype=torch.float64).to(dtype)
-    assert is_finite(values) and is_finite(torch.empty(0, dtype=dtype))
+    assert not_finite([("values", values), ("empty", torch.empty(0, dtype=dtype))]) == []
     for bad in (math.nan, -math.nan) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf):
         spoilt = values.clone()
         spoilt[3] = torch.tensor(bad, dtype=torch.float64).to(dtype)
-        assert not is_finite(spoilt) and not is_finite(spoilt.view(2, 3).t())
-    assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32))
+        turned = spoilt.view(2, 3).t()
+        assert not_finite([("a", spoilt), ("values", values), ("b", turned)]) == ["a", "b"]
+    assert not_finite([("codes", torch.tensor([2**31 - 1], dtype=torch.int32))]) == []
 
 
 class EngineModel(nn.Module):
@@ -127,3 +131,30 @@ def test_layers_that_one_side_alone_quantizes_are_named(engine, trainer, only_tr
         check_same_layers(EngineModel(engine), expected)
     ours, theirs = ([f"layer.{name}" for name in names] for names in (only_trainer, only_engine))
     assert caught.value.where == f"only the trainer: {ours}; only the engine: {theirs}"
+
+
+class Watcher(TorchDispatchMode):
+    """Counts the numbers that Python waits for, and measures the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.waits += function is torch.ops.aten._local_scalar_dense.default
+        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in given:
+            self.largest = max(self.largest, found.nbytes)
+        return found
+
+
+def test_many_tensors_are_looked_at_with_one_wait_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_AT_ONCE", 1000)
+    named = [(str(i), torch.zeros(70, 100, dtype=torch.bfloat16)) for i in range(12)]
+    named[7][1][69, 99] = torch.inf
+    named[3][1][0, 0] = torch.nan
+    with Watcher() as watcher:
+        assert not_finite(named) == ["3", "7"]
+    assert watcher.waits <= 1
+    assert watcher.largest <= 2000

@@ -44,7 +44,7 @@ VARIANTS |= {
     for level in ("off", "linears")
 }
 VARIANTS |= {
-    f"{scheme}-{level}-{kernels}": [*VARIANTS[f"w4a16-{level}"], f"quant.scheme={scheme}", f"quant.kernels={kernels}"]
+    f"{scheme}-{level}-{kernels}": [f"quant.scheme={scheme}", f"quant.align={level}", f"quant.kernels={kernels}"]
     for scheme, kernels in (("w4a8", "qarl"), ("w4a16", "dequantized"))
     for level in LEVELS
 } | {"w4a16-linears-paper-bands": ["quant.align=linears", *PAPER_BANDS]}

@@ -61,9 +61,11 @@ def base_config(config: Config) -> Config:
     """Return `config` without correction: no weight, no rejection, no bypass.
 
     TBPO has its weight always. A cap of 1 makes the weight 1. mis_gspo without its weight is gspo."""
-    keys: dict[str, Any] = {"actor.seq_tis_imp_ratio_cap": 1.0, "actor.mismatch_outside_cap": "truncate"}
-    if config.actor.loss == "mis_gspo":
-        keys["actor.loss"] = "gspo"
+    keys: dict[str, Any] = {}
+    if config.actor.loss == "tbpo":
+        keys = {"actor.seq_tis_imp_ratio_cap": 1.0, "actor.mismatch_outside_cap": "truncate"}
+    elif config.actor.loss == "mis_gspo":
+        keys = {"actor.loss": "gspo"}
     return with_keys(config.model_copy(update={"rollout_correction": RolloutCorrectionConfig()}), keys)
 
 

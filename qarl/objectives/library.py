@@ -77,12 +77,7 @@ def policy_loss(
     core = core_algos()
     function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
     config = actor_config(settings)
-    config.global_batch_info.update(
-        dp_size=1,
-        batch_num_tokens=max(tokens, 1),
-        global_batch_size=max(responses, 1),
-        loss_scale_factor=settings.loss_scale_factor,
-    )
+    config.global_batch_info.update(_whole(settings, responses, tokens))
     loss, metrics = function(**tensors, loss_agg_mode=settings.loss_agg_mode, config=config)
     return loss, metrics
 
@@ -106,12 +101,19 @@ def kl_term(
         loss_mat=core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+"),
         loss_mask=mask.float(),
         loss_agg_mode=settings.loss_agg_mode,
-        dp_size=1,
-        batch_num_tokens=max(tokens, 1),
-        global_batch_size=max(responses, 1),
-        loss_scale_factor=settings.loss_scale_factor,
+        **_whole(settings, responses, tokens),
     )
     return found
+
+
+def _whole(settings: Settings, responses: int, tokens: int) -> dict[str, int]:
+    """Return verl's description of the whole mini-batch, by which `agg_loss` divides."""
+    return {
+        "dp_size": 1,
+        "batch_num_tokens": max(tokens, 1),
+        "global_batch_size": max(responses, 1),
+        "loss_scale_factor": settings.loss_scale_factor,
+    }
 
 
 def outcome_advantages(

@@ -119,6 +119,7 @@ def test_every_candidate_is_a_config_that_is_accepted(loss: str) -> None:
     ratios = [(0.1 * torch.randn(500, 10), torch.ones(500, 10, dtype=torch.bool))]
     tried = corrections(config, ratios) + bands(config)
     base = base_config(config)
+    assert (tried[1].kind == "as configured") == (loss in ("tbpo", "mis_gspo"))
     assert tried[0].kind == "base" and tried[0].settings == objective_settings(base)
     kinds = {one.kind for one in tried} - {"base", "as configured"}
     wanted = {"rejection", "cap" if loss in ("tbpo", "mis_gspo") else "weight"}

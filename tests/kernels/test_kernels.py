@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors import unpack_from_int32
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from torch import nn
 
 from qarl.errors import UserError
@@ -218,6 +218,7 @@ def threads(request) -> Iterator[int]:
 
 @pytest.mark.long
 @needs_w4a16_cpu
+@needs_vllm_cpu
 @pytest.mark.parametrize("shape", [(33, 47), (1, 8), (128, 1001), (1536, 512)])
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
@@ -324,6 +325,7 @@ def test_int8_kernels_follow_the_cpu(monkeypatch):
 
 
 @needs_w4a16_cpu
+@needs_vllm_cpu
 @pytest.mark.parametrize("tiles", [True, False])
 def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles):
     layers = pytest.importorskip("vllm.model_executor.layers.utils")

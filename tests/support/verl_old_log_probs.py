@@ -153,7 +153,7 @@ def shown(name: str) -> dict[str, Any]:
         "weights": actor.flat(),
         "metrics": actor.metrics,
         "lrs": actor.lrs,
-        "counts": [vars(one) for one in counts(actor.trainer)],
+        "counts": [vars(one) for one in counts(actor.trainer)] if hasattr(actor.trainer, "_skipping") else None,
         "said": [text for text in said if "old_log_probs" in text],
     }
 

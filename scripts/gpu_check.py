@@ -59,20 +59,22 @@ _STEPS = "-m qarl.bench steps json={report} launches=1 model=Qwen3-0.6B prompts=
 _MODEL = "scripts/make_tiny_model.py --steps 5 --output {folder}/model --data {folder}/data"
 
 
-def training(scheme: str, level: str, eager: bool) -> str:
+def training(scheme: str, level: str, eager: bool, kernels: str = "engine") -> str:
     """Two steps of the quickstart from a model that is hardly trained: two publishes, and log-probs compared."""
     files = " ".join(
         f"data.{name}_files={{folder}}/data/{file}.parquet" for name, file in (("train", "train"), ("val", "test"))
     )
     return (
         f"-m qarl.train config=quickstart.yaml output_dir={{folder}} name=run model.path={{folder}}/model {files} "
-        f"quant.scheme={scheme} quant.align={level} rollout.enforce_eager={str(eager).lower()} "
+        f"quant.scheme={scheme} quant.align={level} quant.kernels={kernels} rollout.enforce_eager={str(eager).lower()} "
         "trainer.total_training_steps=2 trainer.val_before_train=false trainer.test_freq=-1"
     )
 
 
-def trained(name: str, scheme: str, level: str, *, eager: bool, seconds: int, on_cpu: bool = False) -> Part:
-    command = training(scheme, level, eager)
+def trained(
+    name: str, scheme: str, level: str, *, eager: bool, seconds: int, on_cpu: bool = False, kernels: str = "engine"
+) -> Part:
+    command = training(scheme, level, eager, kernels)
     return Part(name, seconds, command, command if on_cpu else None, _TRAINED)
 
 
@@ -81,7 +83,7 @@ FIRST = (
     Part(
         "operators", 150,
         f"{_PYTEST} tests/gpu/test_first_cuda.py tests/gpu/test_align_cuda.py tests/gpu/test_vllm_kernels_cuda.py "
-        "tests/gpu/test_trainer_cuda.py",
+        "tests/gpu/test_trainer_cuda.py tests/gpu/test_publish_cuda.py",
         f"{_PYTEST} tests/gpu/test_first_cuda.py", _TESTED,
     ),
     trained("eager", "w4a16", "linears", eager=True, seconds=90, on_cpu=True),
@@ -107,6 +109,8 @@ SECOND = (
     *(trained(f"{scheme}_{level}", scheme, level, eager=False, seconds=110)
       for scheme, level in (("w8a8", "linears"), ("fp8", "linears"), ("fp8", "model"), ("w4a16", "model"),
                             ("w4a16", "off"), ("bf16", "off"), ("bf16", "model"))),
+    *(trained(f"{scheme}_qarl", scheme, "model", eager=False, seconds=110, kernels="qarl")
+      for scheme in ("w4a16", "fp8", "w8a8")),
     Part("verl", 300, f"{training('w4a16', 'linears', False)} backend=verl", None, (*_TRAINED, "verl", "ray")),
     Part("experts", 150, f"{_PYTEST} tests/gpu/test_experts_cuda.py", None, _TESTED),
     Part("triton", 250, f"{_PYTEST} tests/kernels/triton_kernels",
@@ -133,8 +137,8 @@ GROUPS = {"first": FIRST, "second": SECOND, "all": (*FIRST, *SECOND)}
 Result = dict[str, Any]
 
 
-class Stopped(BaseException):
-    """Somebody asked the script to stop."""
+STOP = threading.Event()
+"""Set if somebody asks the script to stop. Its process then ends, and every line that it printed is still read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,12 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(names) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, first, second and all")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+        signal.signal(number, lambda *_: STOP.set())
     return Session(args.output, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise Stopped
 
 
 class Session:
@@ -183,13 +183,11 @@ class Session:
                     self.say(f"== {part.name}: passed before ({self.results[part.name]['commit']})")
                     continue
                 left = TOTAL_SECONDS * slower - (time.monotonic() - started)
-                try:
-                    self.take(part, Path(folder), min(part.seconds * slower, left))
-                except Stopped:
+                self.take(part, Path(folder), min(part.seconds * slower, left))
+                self.write()
+                if STOP.is_set():
                     self.say(f"== stopped in {part.name}; the parts before it are kept")
                     code = 130
-                self.write()
-                if code:
                     break
             if "bench" in self.results:
                 self.say(verdict_table(self.results["bench"], cpu=self.cpu))
@@ -213,14 +211,12 @@ class Session:
             result.update(status="stopped", why="the script was stopped in this part")
             self.write()  # a process that is killed has no later chance
             start, report = time.monotonic(), folder / f"{part.name}.json"
-            try:
-                code = self.process(command, folder, report, seconds, result["output"])
-            finally:
-                result["seconds"] = time.monotonic() - start
-                del result["output"][:-KEPT_LINES]
-                result["report"] = read_report(part, folder, report)
-            why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
-            result.update(status="passed" if code == 0 else "failed", why=None if code == 0 else why)
+            code = self.process(command, folder, report, seconds, result["output"])
+            del result["output"][:-KEPT_LINES]
+            result.update(seconds=time.monotonic() - start, report=read_report(part, folder, report))
+            if not STOP.is_set():
+                why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
+                result.update(status="passed" if code == 0 else "failed", why=None if code == 0 else why)
         self.say(f"== {part.name}: {result['status']} ({result['seconds']:.0f} s) {result['why'] or ''}")
 
     def process(self, command: str, folder: Path, report: Path, seconds: float, output: list[str]) -> int | None:
@@ -258,18 +254,19 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
         command, cwd=ROOT, env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
-    late = threading.Event()
+    late, finished, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(process.pid, signal.SIGKILL)
 
-    def expire() -> None:
-        late.set()
-        end()
+    def watch() -> None:
+        while not finished.wait(0.05):
+            if STOP.is_set() or time.monotonic() > deadline:
+                late.set()
+                return end()
 
-    timer = threading.Timer(seconds, expire)
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -277,7 +274,7 @@ def run(command: list[str], environment: dict[str, str], seconds: float, keep: C
         code = process.wait()
         return None if late.is_set() else code
     finally:
-        timer.cancel()
+        finished.set()
         end()
         process.wait()
 
@@ -400,8 +397,12 @@ def tables(name: str, result: Result) -> list[str]:
     return lines
 
 
-TRAINING = {"w4a16": ("eager", "graphs", "w4a16_model", "w4a16_off"), "w8a8": ("graphs_w8a8_model", "w8a8_linears"),
-            "fp8": ("fp8_linears", "fp8_model"), "bf16": ("bf16_off", "bf16_model")}  # fmt: skip
+TRAINING = {
+    "w4a16": ("eager", "graphs", "w4a16_model", "w4a16_off", "w4a16_qarl"),
+    "w8a8": ("graphs_w8a8_model", "w8a8_linears", "w8a8_qarl"),
+    "fp8": ("fp8_linears", "fp8_model", "fp8_qarl"),
+    "bf16": ("bf16_off", "bf16_model"),
+}
 """Scheme -> the parts that train with it."""
 
 

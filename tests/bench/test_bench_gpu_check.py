@@ -103,6 +103,7 @@ def test_the_training_parts_are_runs_that_the_config_reader_takes() -> None:
             config = load_config(part.gpu.format(folder="f").split()[2:])
             assert config.trainer.total_training_steps == 2  # two publishes behind the first
             seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
+            assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
             assert part.name in (*gpu_check.TRAINING[config.quant.scheme], "verl")
     assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"} == set(gpu_check.TRAINING)
     assert {("w4a16", "linears", True), ("w4a16", "linears", False), ("w8a8", "model", False)} <= seen

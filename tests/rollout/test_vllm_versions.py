@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 
 pytest.importorskip("vllm")
 
@@ -23,7 +23,6 @@ from qarl.vllm_versions.uses import ENGINE, PUBLISH, RULES, USES
 
 pytestmark = pytest.mark.vllm
 configure_vllm_process()
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("part", USES)

@@ -10,13 +10,6 @@ from triton_rig import KERNEL_TESTS, ROOT, SHARED_LIMIT, compile_for, entry_kern
 
 pytestmark = pytest.mark.compiles
 
-<<<<<<< HEAD
-=======
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""Bytes of shared memory one block may use, by target: compute capability 8.0, 9.0, 10.0 and 12.0 (CUDA C++ Programming
-Guide, technical specifications per compute capability)."""
-
->>>>>>> g18a
 
 @pytest.mark.parametrize("path", KERNEL_TESTS, ids=lambda path: path.stem)
 def test_under_the_interpreter(path: Path) -> None:

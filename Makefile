@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` each do all their set-up. STACK is cpu or gpu; the GPU lock has been resolved, not run.
+# `make quickstart` and `make test` each do all their set-up. STACK is cpu or gpu.
 STACK ?= cpu
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -12,7 +12,7 @@ CORES := $(shell nproc)
 HEAVY := slow or long or vllm or verl or compiles or gpu
 HEAVY_FOLDERS := bench e2e gpu scripts trl_backend verl_backend
 
-.PHONY: setup quickstart model model-moe test test-fast test-slow test-trl lint clean
+.PHONY: setup quickstart model model-moe test test-fast test-slow test-trl test-gpu-stack lint clean
 
 setup: $(VENV)/.installed-$(STACK)
 
@@ -62,5 +62,11 @@ test-slow: model model-moe $(VENV)/trl
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m slow
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/trl_backend
 
+# The GPU lock on a machine without a GPU, in another virtual environment (docs/gpu_stack.md).
+GPU_VENV ?= .venv-gpu
+test-gpu-stack:
+	$(MAKE) setup STACK=gpu VENV=$(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pytest -n $(CORES) --dist loadfile tests/gpu_stack
+
 clean:
-	rm -rf $(VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(GPU_VENV) runs models data build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -6,7 +6,8 @@
     python scripts/ablate.py schemes --save                also copies the results into benchmarks/results
 
 Each run is `python -m qarl.train` in a separate process. Its folder is `OUTPUT/SUITE/ARM-sSEED`. A finished run with
-the same arguments is kept, so the same command continues a suite that was interrupted. A failed run is tried again.
+the same arguments is kept, so the same command continues a suite that was interrupted. If a run of another suite has
+the same config, its figures serve both suites. A failed run is tried again.
 After every run `results.json` and `table.md` are written to `OUTPUT/SUITE`; they name command, commit and minutes.
 """
 
@@ -30,6 +31,8 @@ from ablation_statistics import any_difference, run_figures, table
 from ablation_suites import Run, Suite, as_arguments, load_suite, search_step, suite_names
 
 from qarl.checkpoint.json_file import write_json
+from qarl.checkpoint.run_folder import METRICS_FILE
+from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.metrics.tracker import read_metrics
 
@@ -45,13 +48,34 @@ def arguments_of(suite: Suite, run: Run, folder: Path, more: Sequence[str]) -> l
 
 
 def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the record of a finished run with these arguments, or None."""
+    """Return the record of a finished run of `arguments`, or None. A run of another suite is copied to `folder`."""
+    wanted = None
+    for path in (folder / RECORD, *sorted(folder.parents[1].glob(f"*/*/{RECORD}"))):
+        try:
+            record: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if record.get("failed"):
+            continue
+        if path.parent == folder and record.get("arguments") == list(arguments):
+            return record
+        wanted = wanted or config_of(arguments)
+        if wanted and path.parent != folder and record.get("config") == wanted:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path.parent / METRICS_FILE, folder)
+            record["arguments"] = list(arguments)
+            write_json(folder / RECORD, record)
+            return record
+    return None
+
+
+def config_of(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return every value of the config that `arguments` make, without the run's name and folder; None if invalid."""
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
+        values: dict[str, Any] = load_config(arguments).model_dump(mode="json")
+    except UserError:
         return None
-    same = record.get("arguments") == list(arguments) and not record.get("failed")
-    return record if same else None
+    return {key: value for key, value in values.items() if key not in ("name", "output_dir")}
 
 
 def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -65,7 +89,12 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error:")] or lines[-1:]
     failed = None if code == 0 else f"exit code {code}: {' '.join(errors[:1])}"
-    record = {"arguments": list(arguments), "failed": failed, "minutes": (time.monotonic() - started) / 60}
+    record: dict[str, Any] = {
+        "arguments": list(arguments),
+        "failed": failed,
+        "minutes": (time.monotonic() - started) / 60,
+    }
+    record["config"] = config_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, record)
     return record

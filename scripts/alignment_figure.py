@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/levels_cpu.json"

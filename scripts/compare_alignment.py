@@ -6,9 +6,10 @@
     python scripts/compare_alignment.py --seeds 0 1 2 --variants w4a16-linears w4a16-linears-paper-bands
 
 Each run is `python -m qarl.train config=quickstart.yaml` in a separate process. The runs differ in the named keys
-alone. For a mixture of experts `off` and `linears` replay the rollout's routing, and with `-own` they do not. Figures
-are means over all steps of a run, then over seeds. The runs, `table.md`, `results.json` and plots are written to
-`--output`. The exit code is 1 if alignment misses its limits.
+alone. For a mixture of experts `off` and `linears` replay the rollout's routing, and with `-own` they do not. The
+endings `-qarl` and `-dequantized` are values of quant.kernels. Figures are means over all steps of a run, then over
+seeds. The runs, `table.md`, `results.json` and plots are written to `--output`. The exit code is 1 if alignment misses
+its limits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.checkpoint.json_file import write_json
-from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 from qarl.metrics.plots import plot_compare
 
 LEVELS = ("off", "linears", "model", "exact")
@@ -41,6 +42,11 @@ VARIANTS |= {
     f"{scheme}-{level}-own": [*VARIANTS[f"{scheme}-{level}"], "rollout.router_replay=off"]
     for scheme in SCHEMES
     for level in ("off", "linears")
+}
+VARIANTS |= {
+    f"{scheme}-{level}-{kernels}": [f"quant.scheme={scheme}", f"quant.align={level}", f"quant.kernels={kernels}"]
+    for scheme, kernels in (("w4a8", "qarl"), ("w4a16", "dequantized"))
+    for level in LEVELS
 } | {"w4a16-linears-paper-bands": ["quant.align=linears", *PAPER_BANDS]}
 COLUMNS = {
     "k3 KL": ("mismatch_k3_mean", "{:.2e}"),

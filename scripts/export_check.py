@@ -33,7 +33,7 @@ from qarl.checkpoint.compressed_tensors import read_tensors
 from qarl.checkpoint.export import export, read_request
 from qarl.checkpoint.folder import open_checkpoint, tensor_digest
 from qarl.config import Config, load_config
-from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 from qarl.diagnose.diagnosis import with_quant
 from qarl.process import configure_vllm_process
 from qarl.rollout.engine import RolloutBatch

@@ -29,7 +29,7 @@ import torch
 
 from qarl.checkpoint.json_file import write_json
 from qarl.config import load_config
-from qarl.config.schema import ROLLOUT_SCHEMES as SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES as SCHEMES
 from qarl.kernels.kept import Truncation
 from qarl.metrics.guard import MismatchError, check_mismatch, resolve_limit
 from qarl.metrics.mismatch import mismatch_metrics

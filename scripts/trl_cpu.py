@@ -65,7 +65,7 @@ def train(settings: dict[str, Any], output: Path) -> None:
 
     from qarl.trl import QaRLConfig, QaRLTrainer
 
-    kill_at, resume = settings.pop("kill_at", None), settings.pop("resume", None)
+    kill_at, resume, save = (settings.pop(key, None) for key in ("kill_at", "resume", "save_quantized"))
     found: dict[str, Any] = {"digests": {}}
 
     class Record(TrainerCallback):
@@ -76,7 +76,8 @@ def train(settings: dict[str, Any], output: Path) -> None:
 
     model, file = settings.pop("model"), settings.pop("data")
     data = load_dataset(Path(file).suffix[1:].replace("jsonl", "json"), data_files=file, split="train")
-    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, callbacks=[Record()])
+    held_out = data.select(range(8)) if "eval_strategy" in settings else None
+    trainer = QaRLTrainer(model, reward, QaRLConfig(**settings), data, held_out, callbacks=[Record()])
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     found["seconds"] = time.perf_counter() - start
@@ -87,6 +88,10 @@ def train(settings: dict[str, Any], output: Path) -> None:
         for value in [state["master"], state["exp_avg"], state["exp_avg_sq"]]
     )
     found["history"] = [one for one in trainer.state.log_history if "loss" in one]
+    found["evaluations"] = [one for one in trainer.state.log_history if "eval_reward" in one]
+    if save:
+        trainer.save_quantized(save)
+        found["published"] = digest(sorted(trainer.policy.quantize()))
     output.with_suffix(f".{trainer.accelerator.process_index}.json").write_text(json.dumps(found))
 
 

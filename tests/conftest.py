@@ -14,6 +14,7 @@ import pytest
 import torch
 from bad_runs import CONFIG, EngineConstructed, row, write_rows
 from checkout import ROOT
+from cpu_features import needs_vllm_cpu
 from random_models import save_random_model
 
 FOLDER_MARKS = {
@@ -40,8 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if mark := FOLDER_MARKS.get(item.path.relative_to(ROOT / "tests").parts[0]):
             item.add_marker(mark)
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            continue
+        if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+        if "vllm" in item.keywords:
+            item.add_marker(needs_vllm_cpu)
     _long_files_first(items)
 
 

@@ -130,6 +130,7 @@ PURE_NUMBERS = {
     "actor.grad_clip", "actor.seq_clip_ratio_high", "actor.seq_clip_ratio_low", "actor.neg_seq_clip_ratio_low",
     "actor.neg_seq_clip_ratio_high", "actor.seq_tis_imp_ratio_cap", "optim.lr", "optim.betas", "optim.eps",
     "optim.weight_decay", "optim.min_lr_ratio", "optim.muon_lr", "optim.muon_momentum", "actor.mis_imp_ratio_cap",
+    "actor.kl_loss_coef",
     "actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg",
     "rollout_correction.rollout_is_threshold", "rollout_correction.rollout_is_threshold_lower",
 }  # fmt: skip

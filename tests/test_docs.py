@@ -142,6 +142,32 @@ def test_pages_are_in_plain_words(page: Path) -> None:
     assert [line for line in lines if _BANNED.search(line)] == []
 
 
+def test_every_unconfirmed_claim_names_code_and_a_test_that_are_there() -> None:
+    """docs/gpu.md: a test of tests/gpu, or parts of scripts/gpu_check.py. Every test of tests/gpu is in the table."""
+    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    table = text.split("<!-- unconfirmed -->")[1].split("<!-- /unconfirmed -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from gpu_check import PARTS
+
+    named = set()
+    for claim, code, test in rows:
+        assert claim and (ROOT / code.strip("`")).exists(), code
+        found = test.strip("`")
+        if found.startswith("--parts "):
+            assert set(found.removeprefix("--parts ").split(",")) <= PARTS.keys(), test
+        else:
+            file, _, function = found.partition("::")
+            assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
+            named.add(found)
+    tests = {
+        f"tests/gpu/{path.name}::{name}"
+        for path in (ROOT / "tests/gpu").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    }
+    assert tests == named
+
+
 def test_every_result_is_in_the_index() -> None:
     rows = re.findall(
         r"^\| \[([^\]]+)\]\(\.\./benchmarks/results/([^)]+)\) \|(.*)$", text_of(ROOT / "docs/results.md"), re.M

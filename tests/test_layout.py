@@ -15,9 +15,9 @@ from checkout import ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-BESIDES = {"e2e", "gpu", "scripts", "support", "trl_backend", "verl_backend"}
-"""Folders that no package of qarl has: whole runs, what needs a GPU, scripts/, what tests share, and qarl/verl, whose
-name is that of verl itself."""
+BESIDES = {"e2e", "gpu", "gpu_stack", "scripts", "support", "trl_backend", "verl_backend"}
+"""Folders that no package of qarl has: whole runs, what needs a GPU or its packages, scripts/, what tests share, and
+qarl/verl, whose name is that of verl itself."""
 
 
 def imported(path: Path) -> Iterator[str]:

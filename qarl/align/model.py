@@ -7,8 +7,8 @@
               about 300 tokens this needs one thread, and an engine that prefills each prompt in one piece
 
 `align_model` applies levels `model` and `exact`. Both exist for Llama, Qwen2, Qwen3 and Qwen3-MoE against vLLM on CPU.
-For experts they also use the engine's router and, if the experts are BF16, the engine's operator. Other models and
-devices get the next lower level, and the report says why.
+For experts they also use the engine's router and, if the experts are BF16, the engine's operator. On a GPU, `model`
+exists for dense models (`qarl.align.cuda`). Other models and devices get the next lower level, and the report says why.
 
 At level `model` only the order of attention's FP32 sums differs from the engine's. Without AMX this changes nothing up
 to 192 keys. With more keys, about one output of attention in 10,000 is off by a BF16 step. With AMX such differences
@@ -27,6 +27,7 @@ import torch
 from qarl.align.attention import ENGINE_ATTENTION, FP32_ATTENTION, register_attention
 from qarl.align.blocks import AlignedDecoderLayer, AlignedRMSNorm, align_module
 from qarl.align.config_keys import ENGINE_ACTIVATIONS, check_config_keys
+from qarl.align.cuda import align_layers, unavailable_on_cuda, unconfirmed_on_cuda
 from qarl.align.families import FAMILIES
 from qarl.align.rotary import EngineRotaryEmbedding, is_plain, match_rotary
 from qarl.align.routing import AlignedRouter, routers
@@ -48,16 +49,24 @@ class AlignReport:
     """The result of `align_model`: the level `asked` for, and the `level` that was applied.
 
     `why_lower`: the reasons if the applied level is lower. `replaced`: number of replaced modules, by kind.
+    `unconfirmed`: what no device has confirmed about the applied level, or None.
     """
 
     asked: str
     level: str
     replaced: dict[str, int]
     why_lower: tuple[str, ...] = ()
+    unconfirmed: str | None = None
+
+    @property
+    def limit_level(self) -> str:
+        """The level whose limit on the mismatch applies (`qarl.metrics.guard`)."""
+        return "linears" if self.unconfirmed else self.level
 
     def __str__(self) -> str:
         lines = [f"quant.align={self.asked}" + ("" if self.level == self.asked else f" fell back to {self.level}")]
         lines += [f"  {reason}" for reason in self.why_lower]
+        lines += [f"  {self.unconfirmed}"] if self.unconfirmed else []
         lines += [f"  aligned: {count} {kind}" for kind, count in self.replaced.items()]
         return "\n".join(lines)
 
@@ -89,14 +98,15 @@ def align_model(
     check_config_keys(model.config)
     parameter = next(model.parameters())
     asked = level
+    device_type = (device or parameter.device).type
     experts = {}
-    if level in ("model", "exact") and model.config.model_type in FAMILIES:
+    if level in ("model", "exact") and model.config.model_type in FAMILIES and device_type == "cpu":
         experts = bf16_experts(model, device, ShardedQuantExperts if sharded else QuantExperts)
     layers = [module for module in model.modules() if isinstance(module, QuantLinear | QuantExperts)]
     level, reasons = resolve_level(
         model.config,
         level,
-        device_type=(device or parameter.device).type,
+        device_type=device_type,
         dtype=dtype or parameter.dtype,
         kernels={layer.kernel.name for layer in (*layers, *experts.values())},
         workers=workers,
@@ -104,6 +114,8 @@ def align_model(
     if level in ("off", "linears"):
         use_rows_attention(model)
         return AlignReport(asked, level, {}, reasons)
+    if device_type != "cpu":
+        return AlignReport(asked, level, align_layers(model), reasons, unconfirmed(level, device_type))
     norms = [model.model.norm]
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
@@ -153,19 +165,31 @@ def resolve_level(
     kernels: Collection[str],
     dtype: torch.dtype = torch.bfloat16,
     workers: int = 1,
+    capability: tuple[int, int] | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Return the level that applies to this transformers config, and the reasons if it is lower than `level`.
 
     `kernels`: names of the kernels of the model's quantized linears. `workers`: number of workers that one engine is
-    split over.
+    split over. `capability`: compute capability of the GPU. Default: that of this process's GPU, if it has one.
     """
     reasons: list[str] = []
     split = split_unavailable(workers)
-    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels) or split):
+    capability = capability or own_capability(device_type)
+    if level == "exact" and (why_not := exact_unavailable(config, device_type, dtype, kernels, capability) or split):
         level, reasons = "model", [f"exact: {why_not}"]
-    if level == "model" and (why_not := model_unavailable(config, device_type, dtype) or split):
+    if level == "model" and (why_not := model_unavailable(config, device_type, dtype, capability) or split):
         level, reasons = "linears", [*reasons, f"model: {why_not}"]
     return level, tuple(reasons)
+
+
+def own_capability(device_type: str) -> tuple[int, int] | None:
+    """Return the compute capability of this process's GPU, or None if it has none or runs on a different device."""
+    return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
+
+
+def unconfirmed(level: str, device_type: str) -> str | None:
+    """Return what no device has confirmed about an applied level, or None."""
+    return unconfirmed_on_cuda() if device_type == "cuda" and level == "model" else None
 
 
 def split_unavailable(workers: int) -> str | None:
@@ -178,10 +202,12 @@ def split_unavailable(workers: int) -> str | None:
     )
 
 
-def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str | None:
+def model_unavailable(
+    config: Any, device_type: str, dtype: torch.dtype, capability: tuple[int, int] | None = None
+) -> str | None:
     """Return why level `model` cannot be used for this config, device and dtype, or None if it can."""
-    if device_type != "cpu":
-        return f"is built for cpu, not for {device_type}"
+    if device_type not in ("cpu", "cuda"):
+        return f"is built for cpu and cuda, not for {device_type}"
     if dtype != torch.bfloat16:
         return f"is built for BF16 weights, not for {dtype}"
     if config.model_type not in FAMILIES:
@@ -192,7 +218,7 @@ def model_unavailable(config: Any, device_type: str, dtype: torch.dtype) -> str 
         return f"is built for hidden_act silu, not {config.hidden_act}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return "is built for full attention, not for sliding windows"
-    return None
+    return unavailable_on_cuda(config, capability) if device_type == "cuda" else None
 
 
 def rotary_unavailable(config: Any) -> str | None:
@@ -209,10 +235,18 @@ def rotary_unavailable(config: Any) -> str | None:
     return None if match.equal else f"does not reproduce vLLM's {match.engine}"
 
 
-def exact_unavailable(config: Any, device_type: str, dtype: torch.dtype, kernels: Collection[str]) -> str | None:
+def exact_unavailable(
+    config: Any,
+    device_type: str,
+    dtype: torch.dtype,
+    kernels: Collection[str],
+    capability: tuple[int, int] | None = None,
+) -> str | None:
     """Return why level `exact` cannot be used for this config, device and dtype, or None if it can."""
-    if why_not := model_unavailable(config, device_type, dtype):
+    if why_not := model_unavailable(config, device_type, dtype, capability):
         return why_not
+    if device_type != "cpu":
+        return f"is built for cpu, not for {device_type}"
     if "reference" in kernels:
         return "some linears or experts run the reference kernel, not the engine's"
     if os.environ.get("VLLM_CPU_ATTN_SPLIT_KV", "0") != "0":

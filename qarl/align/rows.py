@@ -17,6 +17,7 @@ padding (`qarl.align.families.PADDED`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -133,7 +134,7 @@ def rows_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     window = given.get("sliding_window")
     if query.is_cuda and len(query) == 1 and sum(lengths) == query.shape[2] and not given.get("dropout"):
-        return _varlen(query, key, value, lengths, given.get("scaling"), window), None
+        return varlen_attention(query, key, value, lengths, given.get("scaling"), window), None
 
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return sdpa_attention_forward(module, query, key, value, _window_mask(query, window), **given)[0]
@@ -150,7 +151,7 @@ def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None
     return ones.tril().triu(1 - window)[None, None]
 
 
-def _varlen(
+def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -163,12 +164,18 @@ def _varlen(
 
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11, which is in the GPU lock, has as many heads of key and value as of query
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     longest = max(lengths)
     output: Any = varlen_attn(
         *(q, k, v, ends, ends, longest, longest),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
     attended: torch.Tensor = output[None]
     return attended

@@ -20,7 +20,7 @@ from qarl.bench.sources import default_group_size, find_model
 from qarl.checks.memory import MemoryEstimate, estimate
 from qarl.checks.model_size import ModelSize
 from qarl.config import build_config
-from qarl.config.schema import ROLLOUT_SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 KEYS = Work

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qarl.checks.model_size import ModelSize, wire_bytes
-from qarl.config.schema import ROLLOUT_SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 Curves = dict[str, tuple[tuple[float, float], ...]]

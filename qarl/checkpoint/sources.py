@@ -144,7 +144,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     raise UserError(
-        "the run's config cannot be read", where=str(path), why=why, fix="copy config.yaml of the run again"
+        "the run's config cannot be read", where=str(path), why=why, fix="restore config.yaml in the run folder"
     )
 
 

@@ -38,7 +38,7 @@ def check_linears(config: Config, hf_config: Any) -> None:
     check_routers(shapes, config.quant.ignore)
     selected = select_shapes(shapes, scheme, config.quant.ignore)
     check_group_size(selected, scheme)
-    if runs_on_cpu(config.backend) and scheme.name == "w4a16":
+    if runs_on_cpu(config.backend) and scheme.name == "w4a16" and config.quant.kernels == "engine":
         check_engine_shapes(selected)
     if runs_on_cpu(config.backend) and scheme.name == "w8a8" and torch.cpu._is_amx_tile_supported():
         check_tile_shapes(selected)

@@ -15,6 +15,7 @@ from qarl.process import runs_on_cpu, vllm_missing
 W4A16_CPU_FLAGS = ("avx512f", "avx512_vnni")
 CPU_FLAGS = {
     "w4a16": (W4A16_CPU_FLAGS, "vLLM's W4A16 kernel for CPUs needs AVX512 with VNNI"),
+    "w4a8": (("avx512_vnni",), "without VNNI the int8 products of PyTorch are not exact"),
     "w8a8": (("avx512_vnni",), "without VNNI the int8 products of vLLM and PyTorch are not exact and not equal"),
 }
 """Schemes that only some CPUs can run: name -> (the instruction sets that it needs, the reason)."""
@@ -40,16 +41,18 @@ def cpu_flags() -> set[str]:
 
 def check_cpu(config: Config) -> None:
     """Raise UserError if the rollouts of this run would be on a CPU that cannot make them with `quant.scheme`."""
-    scheme = config.quant.scheme
+    scheme, kernels = config.quant.scheme, config.quant.kernels
     if not runs_on_cpu(config.backend):
         return
-    if scheme == "w4a8":
+    if scheme == "w4a8" and kernels == "engine":
         raise UserError(
             "vLLM does not run w4a8 on a CPU",
             where="quant.scheme",
             why="vLLM would load the weights, but run its W4A16 kernel with BF16 activations, without a warning",
-            fix="set quant.scheme=w4a16 or quant.scheme=w8a8",
+            fix="set quant.kernels=qarl (dense models, backend=local), or quant.scheme=w4a16 or quant.scheme=w8a8",
         )
+    if kernels == "dequantized":  # a BF16 product, which every CPU has
+        return
     if scheme == "w4a16" and torch.cpu._is_amx_tile_supported() and os.environ.get("VLLM_CPU_INT4_W4A8", "0") != "0":
         raise UserError(
             "VLLM_CPU_INT4_W4A8 is set, and this CPU has AMX",

@@ -55,6 +55,8 @@ OWN_INPUT_GRADIENT = frozenset(
     {"triton", "triton_batch_invariant", "vllm_machete", "vllm_marlin", "vllm_cutlass_int8", "vllm_cutlass_fp8"}
 )
 """Kernels that compute the input gradient themselves. They hold only one layer's dequantized weight at a time."""
+ENGINE_KERNELS = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
+"""(`quant.kernels`, scheme) -> the kernel whose layout replaces the published tensors in the engine."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def low_bit(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape,
     linears = [shape for name, shape in quantized.items() if ".experts." not in name]
     experts = 2 * size.experts * size.moe_intermediate * size.hidden if len(linears) < len(quantized) else 0
     own = [2 * n * k for n, k in linears if kernels.get((n, k)) in OWN_INPUT_GRADIENT] + [2 * experts] * bool(experts)
-    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in OWN_INPUT_GRADIENT]
+    # The kernel "dequantized" already holds this weight.
+    other = [2 * n * k for n, k in linears if kernels.get((n, k)) not in (*OWN_INPUT_GRADIENT, "dequantized")]
     if config.backend == "verl":
         blocks = [size.block_linears(i) for i in range(size.layers)]
         block = max(prepared({name: s for name, s in one.items() if name in quantized}) for one in blocks)
@@ -238,10 +241,23 @@ def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     return [Part("masters and optimizer state, offloaded", both if offload else 0)]
 
 
+def own_layout(size: ModelSize, config: Config) -> int:
+    """Return how many more bytes than the published tensors the engine holds because of `quant.kernels`."""
+    quant = config.quant
+    kernel = ENGINE_KERNELS.get((quant.kernels, quant.scheme))
+    if kernel is None:
+        return 0
+    sizes = (quant.scheme, quant.group_size)
+    return sum(
+        prepared_bytes(quant.scheme, kernel, quant.group_size, shape) - wire_bytes(*sizes, shape)
+        for shape in quantized_linears(size, config).values()
+    )
+
+
 def engine(size: ModelSize, config: Config, device: str, gpu_memory_bytes: int) -> tuple[list[Part], int, int]:
     """Return, for one GPU, the engine's parts of the memory, the bytes of its KV cache and the bytes of its weights."""
     parallel = config.rollout.tensor_model_parallel_size
-    weights = sum(published(size, config).values()) // parallel
+    weights = sum(published(size, config).values()) // parallel + own_layout(size, config)
     sleeps = config.rollout.free_cache_engine and device == "cuda"
     phases = ("rollout",) if sleeps else PHASES
     if device == "cuda":

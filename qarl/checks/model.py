@@ -12,7 +12,7 @@ from torch import nn
 
 from qarl.align.config_keys import check_config_keys
 from qarl.align.families import FAMILIES, check_family, shown_mismatch
-from qarl.align.model import resolve_level
+from qarl.align.model import resolve_level, unconfirmed
 from qarl.checks.layers import FUSED_LAYERS, meta_model
 from qarl.config import Config
 from qarl.console import note
@@ -41,21 +41,29 @@ def check_served(hf_config: Any) -> None:
 
 
 def report_level(config: Config, hf_config: Any) -> None:
-    """Print a note with the measured mismatch of the model's family. Print another if the applied level is lower than
-    `quant.align`."""
+    """Print a note with the measured mismatch of the model's family. Print others if the applied level is lower than
+    `quant.align`, or if no device has confirmed it."""
     if lower := lower_level(config, hf_config):
         note(lower)
+    level, _ = applied_level(config, hf_config)
+    if found := unconfirmed(level, "cpu" if runs_on_cpu(config.backend) else "cuda"):
+        note(f"quant.align={level} is {found}")
     if shown := shown_mismatch(hf_config):
         note(shown)
 
 
 def lower_level(config: Config, hf_config: Any) -> str | None:
     """If a lower alignment level than `quant.align` is applied, return a sentence that says why; otherwise None."""
-    device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
-    level, reasons = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
+    level, reasons = applied_level(config, hf_config)
     if level == config.quant.align:
         return None
     return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
+
+
+def applied_level(config: Config, hf_config: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the alignment level that applies on this machine, and the reasons if it is lower than `quant.align`."""
+    device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
+    return resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
 
 
 def check_architecture(hf_config: Any) -> None:

@@ -158,6 +158,10 @@ def prepared_bytes(scheme: str, kernel: str | None, group_size: int, shape: Shap
     n, k = shape
     if kernel == "reference":
         return 2 * n * k if scheme == "w4a16" else 0
+    if kernel == "dequantized":
+        return 2 * n * k
+    if kernel == "qarl_cpu_w4a8":
+        return n * k + 4 * n * (k // group_size)
     if kernel in ("vllm_cpu_wna16", "vllm_machete", "vllm_marlin"):
         return n * k // 2 + 2 * n * (k // group_size)
     return {"vllm_cpu_int8": n * k + 4 * n, "torch_int8": n * k + 4 * n, "vllm_cpu_fp8": 4 * n * k + 4 * n}.get(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from qarl.align.families import check_rows
 from qarl.checks.driver import check_driver
 from qarl.checks.head import check_head
+from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
@@ -90,12 +91,14 @@ CHECKS = (
     Check("no new TRL", lambda run: check_no_new_trl(), "verl"),
     Check("CPU", lambda run: check_cpu(run.config)),
     Check("batch invariance", lambda run: check_not_batch_invariant(), "local"),
+    Check("kernels", lambda run: check_kernels(run.config)),
     Check("config and tokenizer", lambda run: run.tokenizer),
     Check("not quantized", lambda run: check_not_quantized(run.config, run.hf_config)),
     Check("model", lambda run: check_model(run.hf_config)),
     Check("lm_head", lambda run: check_head(run.config, run.hf_config)),
     Check("rows", lambda run: check_rows(run.hf_config, packed=run.config.model.use_remove_padding)),
     Check("experts", lambda run: _check_experts(run)),
+    Check("kernels of experts", lambda run: check_dense(run.config, run.hf_config)),
     Check("vocabulary", lambda run: _check_vocabulary(run)),
     Check("hidden code", lambda run: refuse_hidden_code(run.config, run.tokenizer, run.hf_config), "verl"),
     Check("ends of responses", lambda run: run.stop_warnings),

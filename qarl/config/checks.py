@@ -123,6 +123,23 @@ def _int4_group(scheme: str, group_size: int) -> Problem | None:
     return Problem("quant.group_size", group_size, reason, "choose a multiple of 8: 128, or 32 for tiny models")
 
 
+@_between("quant.kernels", "quant.scheme", "backend")
+def _kernels_have_something_to_do(kernels: str, scheme: str, backend: str) -> Problem | None:
+    if kernels == "engine":
+        return None
+    fix = "set it to engine"
+    if scheme == "bf16":
+        return Problem("quant.kernels", kernels, "quant.scheme=bf16 has no quantized layers", fix)
+    if backend == "verl":
+        reason = "QaRL gives its own kernels only to the engine of backend=local"
+        return Problem("quant.kernels", kernels, reason, f"{fix}, or set backend=local")
+    if kernels == "dequantized" and scheme != "w4a16":
+        reason = f"{scheme} rounds the activations to 8 bits, and a BF16 product would not"
+        fix = "set it to qarl" if scheme == "w4a8" else fix
+        return Problem("quant.kernels", kernels, reason, f"{fix}, or set quant.scheme=w4a16")
+    return None
+
+
 @_between("quant.scheme", "quant.ignore")
 def _lm_head_stays(scheme: str, ignore: list[str] | str) -> Problem | None:
     patterns = [ignore] if isinstance(ignore, str) else ignore

@@ -81,6 +81,14 @@ class ObjectiveKeys(Section):
     """With mis_gspo: a response has no gradient if its trainer/rollout ratio (the product over its tokens) is above
     this value."""
 
+    use_kl_loss: bool = False
+    """Add a KL term to the loss: the divergence of the policy from the weights in model.path. Its gradient is unbiased.
+    The reference policy is a second copy of the model in memory, and each step computes its log-probs. With
+    backend=verl, set verl's key of this name in the section verl instead."""
+
+    kl_loss_coef: Above = 1e-3
+    """With use_kl_loss: the factor of the KL term."""
+
 
 class RolloutCorrectionConfig(Section):
     """Corrections for the mismatch of trainer and engine, off by default.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,6 +25,7 @@ from qarl.config.checks import check
 from qarl.config.errors import ConfigError
 from qarl.config.model import ModelConfig
 from qarl.config.objectives import AdvEstimator, ObjectiveKeys, RolloutCorrectionConfig
+from qarl.config.quant import QuantConfig
 from qarl.config.section import Section
 from qarl.config.strict_yaml import dump
 from qarl.config.types import (
@@ -35,7 +36,6 @@ from qarl.config.types import (
     Pair,
     PathList,
     PathText,
-    Patterns,
     RewardName,
     Text,
     Unit,
@@ -44,10 +44,6 @@ from qarl.config.types import (
 from qarl.tbpo.config import BandScaling, MismatchOutsideCap, PositiveBand, TBPOConfig
 
 _TBPO = TBPOConfig()
-SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
-SCHEMES: tuple[str, ...] = get_args(SchemeName)
-ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
-"""Schemes that vLLM computes correctly. `qarl.rollout.engine.check_served` says why w4a8 is missing."""
 
 
 class DataConfig(Section):
@@ -140,30 +136,6 @@ class RolloutConfig(Section):
 
     rebuild_on_failure: bool = False
     """If vLLM fails or dies, start a new engine and continue. Only for backend=local."""
-
-
-class QuantConfig(Section):
-    """Quantization, the same in the rollouts and in the trainer's forward."""
-
-    scheme: SchemeName = "w4a16"
-    """`w4a16`: symmetric int4 weights with one BF16 scale per group, and BF16 activations. `w4a8`: the same weights,
-    but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
-    quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
-
-    group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
-    """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
-
-    ignore: Patterns = ["lm_head"]
-    """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
-
-    align: Literal["off", "linears", "model", "exact"] = "model"
-    """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
-    layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
-    in residual additions, norms, rotary embedding and attention. `exact`: also use the engine's attention operator."""
-
-    mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
-    """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
-    update, the run stops. Later, the run only warns. null means the default for quant.align (qarl/metrics/guard.py)."""
 
 
 class PublishConfig(Section):

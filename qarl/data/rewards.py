@@ -147,7 +147,8 @@ def _load_module(name: str) -> ModuleType:
             f"cannot import the module {name!r}",
             where="reward.function",
             why=_in_words(error),
-            fix="install the module, or start from its folder; for a file write its path, path/to/file.py:function",
+            fix="install the module, or start the run in the module's folder; if the function is in a file, write "
+            "reward.function=path/to/file.py:function",
         ) from error
 
 

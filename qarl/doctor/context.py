@@ -151,12 +151,14 @@ class Context:
 
     def align_level(self) -> tuple[str, tuple[str, ...]]:
         """Return the alignment level that applies on the target, and the reasons why no higher level does."""
+        capability = self.target.capability
         return resolve_level(
             self.hf_config.get(),
             self.config.quant.align,
             device_type=self.target.device,
             kernels=set(self.kernel_names.values()),
             workers=self.config.rollout.tensor_model_parallel_size,
+            capability=None if capability is None else divmod(capability, 10),
         )
 
     @cached_property

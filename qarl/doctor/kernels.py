@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qarl.align.model import unconfirmed
 from qarl.checks import layers, sampling
+from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -16,11 +18,31 @@ from qarl.process import vllm_missing
 from qarl.rollout import vllm_rules
 
 
+def check_choice(context: Context, topic: Topic) -> None:
+    """Whether `quant.kernels` can be used with this scheme and model."""
+    kernels = context.config.quant.kernels
+    if kernels == "engine":
+        return
+    if context.target.here:
+        topic.passes(check_kernels, context.config)
+    elif context.target.device == "cuda":
+        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
+    topic.passes(check_dense, context.config, context.hf_config.get())
+    topic.ok(f"quant.kernels={kernels}: trainer and engine run QaRL's own kernel")
+    if kernels == "dequantized":
+        topic.note(
+            "quant.kernels=dequantized is no low-bit rollout: both sides multiply dequantized weights in BF16",
+            fix="use it for debugging and on small machines, and report no low-bit figures",
+        )
+
+
 def check_trainer(context: Context, topic: Topic) -> None:
     """The kernel of each layer in the trainer."""
     import torch
 
     scheme = context.scheme
+    if context.config.quant.kernels == "qarl" and context.target.device == "cuda" and not context.target.here:
+        raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
     if not scheme.quantized or context.config.quant.align == "off":
         topic.ok("trainer: every layer multiplies in BF16" + " (quant.align=off)" * scheme.quantized)
         return
@@ -30,7 +52,9 @@ def check_trainer(context: Context, topic: Topic) -> None:
     for name, shape in linears.items():
         if shape not in context.choices:
             try:
-                context.choices[shape] = choose_linear_kernel(scheme.name, device, shape, group_size=scheme.group_size)
+                context.choices[shape] = choose_linear_kernel(
+                    scheme.name, device, shape, group_size=scheme.group_size, kernels=context.config.quant.kernels
+                )
             except UserError as error:
                 context.choices[shape] = error
                 topic.refusal(error)
@@ -80,7 +104,7 @@ def check_engine(context: Context, topic: Topic) -> None:
         raise NotCheckedError(why, "run the doctor there too")
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
-    parallel = context.config.rollout.tensor_model_parallel_size
+    parallel, kernels = context.config.rollout.tensor_model_parallel_size, context.config.quant.kernels
     shapes = {name: shape for name, shape in context.quantized.get().items() if not _of_expert(name)}
     parts: layers.Shapes = {}
     served: dict[str, list[str]] = {}
@@ -92,7 +116,7 @@ def check_engine(context: Context, topic: Topic) -> None:
         key = (n, k, *parts[fused])
         if key not in answers:
             try:
-                answers[key] = True, vllm_rules.chosen_kernel(scheme, parts[fused], (n, k))
+                answers[key] = True, vllm_rules.chosen_kernel(scheme, parts[fused], (n, k), kernels)
             except ValueError as error:
                 answers[key] = False, " ".join(str(error).split())
         taken, answer = answers[key]
@@ -135,6 +159,12 @@ def check_alignment(context: Context, topic: Topic) -> None:
         )
     else:
         topic.ok(f"quant.align={level} applies")
+    if found := unconfirmed(level, context.target.device):
+        topic.warning(
+            f"quant.align={level} is unconfirmed on GPUs",
+            why=found.removeprefix("unconfirmed: "),
+            fix="watch mismatch/abs_mean; while it is unconfirmed, the limit on the mismatch is that of linears",
+        )
 
 
 def check_sampling(context: Context, topic: Topic) -> None:
@@ -150,4 +180,4 @@ def check_sampling(context: Context, topic: Topic) -> None:
     )
 
 
-CHECKS = (check_trainer, check_experts, check_engine, check_alignment, check_sampling)
+CHECKS = (check_choice, check_trainer, check_experts, check_engine, check_alignment, check_sampling)

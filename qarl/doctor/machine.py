@@ -43,7 +43,7 @@ def check_gpu(context: Context, topic: Topic) -> None:
     target, config = context.target, context.config
     if target.device != "cuda":
         return
-    topic.passes(check_served, config.quant.scheme)
+    topic.passes(check_served, config.quant.scheme, config.quant.kernels)
     needed, why = NEEDS_CAPABILITY.get(config.quant.scheme, (0, ""))
     if target.capability is None:
         topic.note(

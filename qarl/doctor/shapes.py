@@ -24,7 +24,8 @@ def check_groups(context: Context, topic: Topic) -> None:
 
 def check_engine_kernel(context: Context, topic: Topic) -> None:
     """Whether vLLM's W4A16 kernel for CPUs supports the layer sizes."""
-    if context.target.device == "cpu" and context.scheme.name == "w4a16":
+    engines = context.config.quant.kernels == "engine"
+    if context.target.device == "cpu" and context.scheme.name == "w4a16" and engines:
         layers.check_engine_shapes(context.quantized.get())
 
 

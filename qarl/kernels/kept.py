@@ -7,6 +7,9 @@ to FP32 and divided by the temperature. Then:
     top-p    sorts these tokens by ascending logit and drops the first ones, up to a summed probability of 1 - top_p.
              The likeliest token always stays
 
+On GPUs, vLLM 0.24 finds top-p's threshold for 8 rows and more with a Triton kernel that does not sort. Close to the
+threshold it keeps other tokens: under Triton's interpreter up to 2e-4 of a row's probability, for top_p >= 0.99.
+
 The kept tokens are computed once, with the old log-probs, and do not change during the update. Computed again after an
 optimizer step, they could exclude a sampled token, and its log-prob would be -inf.
 

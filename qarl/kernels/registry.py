@@ -3,6 +3,9 @@
 The order of preference is: the rollout engine's operator on that machine, PyTorch's operator, our Triton kernel (on
 GPUs), the exact reference. The choice depends only on scheme, machine and shape, not on measured speed, so a resumed
 run uses the same kernels as before.
+
+`quant.kernels` chooses the table: `engine` is `LINEAR_KERNELS`, and the others are `OWN_KERNELS`, whose kernels QaRL's
+plugin also gives to the engine (`qarl.rollout.vllm_plugin.linears`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from qarl.errors import UserError
 from qarl.kernels import reference
+from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear
 from qarl.kernels.cpu.vllm_ops import VllmCpuInt8Linear, VllmCpuInt8TilesLinear, VllmCpuWNA16Linear
 from qarl.kernels.cuda.vllm_ops import VllmCutlassFP8Linear, VllmCutlassInt8Linear, VllmMacheteLinear, VllmMarlinLinear
@@ -36,6 +40,7 @@ class LinearKernel(NamedKernel, Protocol):
         group_sizes                      the supported group sizes. Without it all are supported
         backward_input(grad, tensors)    dX BF16 [M, K] from grad BF16 [M, N], any strides, and the wire tensors
         prepare_gathered(tensors)        a cheaper `prepare`, for weights that FSDP2 gathers in every forward
+        dequantized_weight(prepared)     the BF16 weight [N, K] within what `prepare` returned, for the backward
         reads_tiles                      `prepare` also accepts int4 codes in tiles (`qarl.kernels.cpu.tiles`)
     """
 
@@ -81,9 +86,29 @@ LINEAR_KERNELS: dict[str, tuple[type[LinearKernel], ...]] = {
         triton.TritonInvariantFP8Linear,
         reference.ReferenceFP8Linear,
     ),
-    "w4a8": (reference.ReferenceW4A8Linear,),
+    "w4a8": (CpuW4A8Linear, reference.ReferenceW4A8Linear),
 }
 """The kernels of each scheme, in order of preference."""
+
+OWN_KERNELS: dict[str, dict[str, type[LinearKernel]]] = {
+    "qarl": {
+        "w4a16": triton.TritonInvariantW4A16Linear,
+        "w8a8": triton.TritonInvariantW8A8Linear,
+        "fp8": triton.TritonInvariantFP8Linear,
+        "w4a8": CpuW4A8Linear,
+    },
+    "dequantized": {"w4a16": DequantizedW4A16Linear},
+}
+"""`quant.kernels` -> scheme -> the kernel that trainer and engine both run. `prepare` of such a kernel returns a
+NamedTuple (its attribute `prepared`) of two tensors, which the engine keeps as the parameters of a layer."""
+
+
+def kernels_of(kernels: str, scheme_name: str) -> tuple[type[LinearKernel], ...]:
+    """Return the kernels of the table `kernels` (a value of `quant.kernels`) for a scheme, in order of preference."""
+    if kernels == "engine":
+        return LINEAR_KERNELS.get(scheme_name, ())
+    own = OWN_KERNELS[kernels].get(scheme_name)
+    return () if own is None else (own,)
 
 
 def prepare_gathered(kernel: type[LinearKernel], tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -147,15 +172,19 @@ def choose_linear_kernel(
     *,
     group_size: int | None = None,
     force: str | None = None,
+    kernels: str = "engine",
 ) -> Choice[LinearKernel]:
     """Return the first kernel in order of preference that supports `scheme_name` weights [N, K] on `device`.
 
     `group_size`: None if the weights have no groups, or to skip the check of group sizes. `force`: name of the only
-    kernel to try. If there is no such kernel, raise UserError with the reason for each kernel.
+    kernel to try. `kernels`: a value of `quant.kernels`. If there is no such kernel, raise UserError with the reason
+    for each kernel.
     """
     action = f"kernel {force!r} cannot multiply" if force else "no kernel can multiply"
+    if kernels != "engine":
+        action = f"no kernel of quant.kernels={kernels} can multiply"
     return first_available(
-        LINEAR_KERNELS.get(scheme_name, ()),
+        kernels_of(kernels, scheme_name),
         lambda kernel: kernel.unavailable(scheme_name, device, shape) or _wrong_group(kernel, group_size),
         force=force,
         refusal=f"{action} by {scheme_name} weights {list(shape)} on {device.type}",

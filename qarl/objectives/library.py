@@ -77,14 +77,43 @@ def policy_loss(
     core = core_algos()
     function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
     config = actor_config(settings)
-    config.global_batch_info.update(
-        dp_size=1,
-        batch_num_tokens=max(tokens, 1),
-        global_batch_size=max(responses, 1),
-        loss_scale_factor=settings.loss_scale_factor,
-    )
+    config.global_batch_info.update(_whole(settings, responses, tokens))
     loss, metrics = function(**tensors, loss_agg_mode=settings.loss_agg_mode, config=config)
     return loss, metrics
+
+
+def kl_term(
+    log_prob: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Settings,
+    *,
+    responses: int,
+    tokens: int,
+) -> torch.Tensor:
+    """Return verl's KL term of a part of a mini-batch, before its factor, an FP32 scalar. The tensors are [B, T].
+
+    Its value is that of K3. Its gradient is that of K2, which in the mean over samples is the KL's own; that of K3 is
+    biased (verl's `low_var_kl+`). It is averaged like the loss."""
+    core = core_algos()
+    new, old = (torch.where(mask, values, 0.0).float() for values in (log_prob, reference.detach()))
+    found: torch.Tensor = core.agg_loss(
+        loss_mat=core.kl_penalty(logprob=new, ref_logprob=old, kl_penalty="low_var_kl+"),
+        loss_mask=mask.float(),
+        loss_agg_mode=settings.loss_agg_mode,
+        **_whole(settings, responses, tokens),
+    )
+    return found
+
+
+def _whole(settings: Settings, responses: int, tokens: int) -> dict[str, int]:
+    """Return verl's description of the whole mini-batch, by which `agg_loss` divides."""
+    return {
+        "dp_size": 1,
+        "batch_num_tokens": max(tokens, 1),
+        "global_batch_size": max(responses, 1),
+        "loss_scale_factor": settings.loss_scale_factor,
+    }
 
 
 def outcome_advantages(

@@ -82,7 +82,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of an objective. Only values in `correction` can be None.
+    """All settings of an objective. Only `kl_loss_coef` (no KL term) and values in `correction` can be None.
 
     `loss_scale_factor`: the constant by which seq-mean-token-sum-norm divides, in tokens. `tbpo`: bands and cap. Only
     the loss `tbpo` uses them.
@@ -96,6 +96,7 @@ class Settings:
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     mis_imp_ratio_cap: float = 2.0
+    kl_loss_coef: float | None = None
     loss_scale_factor: int = 1
     correction: Correction = Correction()
     tbpo: TBPOConfig = field(default_factory=TBPOConfig)
@@ -103,7 +104,8 @@ class Settings:
     @property
     def needs_verl(self) -> bool:
         """Whether a function of verl is called."""
-        return self.loss != "tbpo" or self.correction.rejects or self.correction.rollout_is is not None
+        corrected = self.correction.rejects or self.correction.rollout_is is not None
+        return self.loss != "tbpo" or corrected or self.kl_loss_coef is not None
 
 
 def objective_settings(config: Config) -> Settings:
@@ -120,6 +122,7 @@ def objective_settings(config: Config) -> Settings:
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
         mis_imp_ratio_cap=actor.mis_imp_ratio_cap,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         loss_scale_factor=config.data.max_response_length,
         correction=Correction(**config.rollout_correction.model_dump()),
         tbpo=tbpo_config(actor),

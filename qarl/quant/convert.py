@@ -34,17 +34,20 @@ class QuantReport:
     """The result of a conversion.
 
     `quantized`: quantized linears (name -> kernel). `skipped`: linears that were not quantized (name -> reason).
-    `unmatched_ignore`: ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel)."""
+    `unmatched_ignore`: ignore entries that matched nothing. `experts`: quantized layers of experts (name -> kernel).
+    `kernels`: the value of `quant.kernels`."""
 
     scheme: Scheme
     quantized: dict[str, str]
     skipped: dict[str, str]
     unmatched_ignore: tuple[str, ...]
     experts: dict[str, str] = field(default_factory=dict)
+    kernels: str = "engine"
 
     def __str__(self) -> str:
         experts = f" and the experts of {len(self.experts)} layers" if self.experts else ""
-        lines = [f"{self.scheme.name}: {len(self.quantized)} linears{experts} quantized"]
+        name = self.scheme.name if self.kernels == "engine" else f"{self.scheme.name}, quant.kernels={self.kernels}"
+        lines = [f"{name}: {len(self.quantized)} linears{experts} quantized"]
         lines[0] += f", {len(self.skipped)} left alone"
         kernels = {*self.quantized.values(), *(f"of experts {kernel}" for kernel in self.experts.values())}
         lines += [f"  kernel {kernel}" for kernel in sorted(kernels)]
@@ -133,11 +136,12 @@ def quantize_model(
     scheme: str | Scheme = "w4a16",
     group_size: int = 128,
     ignore: Sequence[str] = DEFAULT_IGNORE,
+    kernels: str = "engine",
 ) -> QuantReport:
     """Quantize `model` in place: replace linears with `QuantLinear` and experts with `QuantExperts`.
 
-    Parameters keep their names. Raises UserError if a weight is not BF16 or the model is already quantized, and for the
-    reasons given at `select_linears`.
+    Parameters keep their names. `kernels`: a value of `quant.kernels`. Raises UserError if a weight is not BF16, the
+    model is already quantized, or no kernel supports a layer, and for the reasons given at `select_linears`.
     """
     if not isinstance(scheme, Scheme):
         scheme = get_scheme(scheme, group_size=group_size)
@@ -154,7 +158,7 @@ def quantize_model(
                     fix="load the model with dtype=torch.bfloat16; FP32 masters live in the optimizer "
                     "(optim.master_dtype)",
                 )
-    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts)
+    return replace_selected(model, selected, skipped, scheme, ignore, QuantLinear, QuantExperts, kernels=kernels)
 
 
 def replace_selected(
@@ -167,18 +171,23 @@ def replace_selected(
     experts_class: type[QuantExperts],
     *,
     device: torch.device | None = None,
+    kernels: str = "engine",
 ) -> QuantReport:
-    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`."""
+    """Replace each linear of `selected` with a `linear_class`, and each module of experts with an `experts_class`.
+
+    Raise UserError for experts if `kernels` is not "engine"."""
     watch_optimizers()
     linears: dict[str, str] = {}
     experts: dict[str, str] = {}
     modules = owners(selected)
     for name, module in modules.items():
         if not isinstance(module, nn.Linear):
+            if kernels != "engine":
+                raise no_own_experts(kernels, name)
             check_experts(module, name)
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            linear = linear_class(module, scheme, qualified_name=name, device=device)
+            linear = linear_class(module, scheme, qualified_name=name, kernels=kernels, device=device)
             model.set_submodule(name, linear)
             linears[name] = linear.choice.reason
         else:
@@ -186,7 +195,17 @@ def replace_selected(
             model.set_submodule(name, layer)
             experts[name] = layer.choice.reason
     unmatched = tuple(resolve_ignored([*selected, *skipped], ignore).unmatched) if scheme.quantized else ()
-    return QuantReport(scheme, linears, skipped, unmatched, experts)
+    return QuantReport(scheme, linears, skipped, unmatched, experts, kernels)
+
+
+def no_own_experts(kernels: str, where: str) -> UserError:
+    """Return the error for a mixture of experts at `quant.kernels=kernels`."""
+    return UserError(
+        f"quant.kernels={kernels} does not support a mixture of experts",
+        where=where,
+        why="QaRL gives the engine its own kernels only for dense layers",
+        fix="set quant.kernels=engine (with quant.scheme=w4a16, w8a8 or fp8), or train a dense model",
+    )
 
 
 def owners(selected: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -59,12 +59,13 @@ class QuantLinear(nn.Linear):
         *,
         qualified_name: str,
         kernel: str | None = None,
+        kernels: str = "engine",
         device: torch.device | None = None,
     ) -> None:
         """Take over the parameters of `linear` without a copy.
 
-        `qualified_name`: the name to show in errors. `kernel`: the only kernel to consider. `device`: where the forward
-        will run, by default the device of the weight.
+        `qualified_name`: the name to show in errors. `kernel`: the only kernel to consider. `kernels`: a value of
+        `quant.kernels`. `device`: where the forward will run, by default the device of the weight.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -76,6 +77,7 @@ class QuantLinear(nn.Linear):
             (linear.out_features, linear.in_features),
             group_size=scheme.group_size,
             force=kernel,
+            kernels=kernels,
         )
         self._generation = 0
         self._made_from: Mark | None = None
@@ -126,7 +128,9 @@ class QuantLinear(nn.Linear):
     def dequantized(self) -> torch.Tensor:
         """Ŵ [N, K] in BF16, for kernels that do not compute dX. It is made in the first backward after an update."""
         if self._dequantized is None:
-            self._dequantized = self.quantized().dequantize(torch.bfloat16)
+            quantized = self.quantized()
+            held = getattr(self.kernel, "dequantized_weight", None)
+            self._dequantized = held(self.prepared) if held else quantized.dequantize(torch.bfloat16)
         return self._dequantized
 
     def invalidate(self) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qarl.config.schema import SCHEMES
+from qarl.config.quant import SCHEMES
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

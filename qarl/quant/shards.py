@@ -10,7 +10,8 @@ optimizers, clipping and checkpoints. A new tensor, as after moving a model, nee
 
     uneven shards   FSDP2 pads every shard to the rows of the first. The padding is quantized too, and cut off after the
                     gather
-    one rank        FSDP2 copies only the first tensor. Therefore all tensors share one buffer of bytes
+    one rank        FSDP2 copies only the first tensor that `fsdp_pre_all_gather` returns. Therefore codes and scales
+                    share one buffer of bytes
     tiles           some kernels read int4 codes in tiles of rows. If each shard consists of whole tiles, the codes are
                     gathered in this layout, so no forward has to convert a whole weight
 

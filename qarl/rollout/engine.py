@@ -27,48 +27,22 @@ import torch
 from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
-from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import GRAPHS, check_free_memory, check_not_batch_invariant, eager
+from qarl.rollout.engine_config import EngineConfig, llm_arguments
+from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
 from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.sampled import fingerprint
-from qarl.rollout.vllm_plugin import check_eager, check_loaded
+from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
+from qarl.rollout.vllm_plugin.asked import asked_for
+from qarl.rollout.vllm_rules import own_kernels
 from qarl.vllm_versions.differences import loaded_model
 from qarl.vllm_versions.functions import check_functions
-from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
+from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
 from qarl.vllm_versions.uses import ENGINE, PUBLISH
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
-    `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
-    vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `enforce_eager`: None is true only on a CPU.
-    `free_cache_engine`: on a GPU, `sleep` frees memory."""
-
-    model: str
-    scheme: Scheme
-    ignore: tuple[str, ...]
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.5
-    kv_cache_gib: float = 1.0
-    enforce_eager: bool | None = None
-    free_cache_engine: bool = True
-    direct_writes: bool = True
-    trust_remote_code: bool = False
-    return_routed_experts: bool = False
-    delta: bool = False
-    head_dtype: str = "model"
-    dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -123,12 +97,13 @@ class RolloutEngine:
                 fix="unset the variable",
             )
         check_not_batch_invariant()
-        check_served(config.scheme.name)
+        check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
         check_functions("rollouts", ENGINE)
         check_functions("publishing weights", PUBLISH)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
+        check_linears_loaded(config.kernels)
         if not torch.cuda.is_available():
             check_eager(hf_config, eager(config.enforce_eager))
         self.config = config
@@ -150,8 +125,8 @@ class RolloutEngine:
             self._dynamo_was_disabled, torch._dynamo.config.disable = torch._dynamo.config.disable, True
         num_threads = torch.get_num_threads()
         try:
-            with default_dtype_kept():
-                self.llm = LLM(**_llm_arguments(self.config))
+            with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
+                self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
@@ -168,6 +143,7 @@ class RolloutEngine:
             dtype=TORCH_DTYPES[self.config.dtype],
         )
         check_same_layers(self.model(), self.expected)
+        _check_kernels(self.model(), self.config)
         (self.receiver,) = self.llm.collective_rpc(_make_receiver, args=(self.expected, self.config.direct_writes))
 
     def rebuild(self) -> None:
@@ -387,15 +363,23 @@ def _make_receiver(worker: Any, expected: Manifest, direct: bool) -> WeightRecei
     return WeightReceiver.of_runner(worker.model_runner, expected, direct=direct, skip_unchanged=True)
 
 
-def check_served(scheme_name: str) -> None:
-    """Raise UserError if vLLM would accept this scheme but compute a different one."""
-    if scheme_name == "w4a8":
+def check_served(scheme_name: str, kernels: str = "engine") -> None:
+    """Raise UserError if vLLM would accept this scheme but compute a different one. `kernels`: see `EngineConfig`."""
+    if scheme_name == "w4a8" and kernels != "qarl":
         raise UserError(
             "w4a8 rollouts are refused",
-            where="quant.scheme",
+            where=f"quant.scheme=w4a8 with quant.kernels={kernels}",
             why="vLLM loads a W4A8 checkpoint but computes W4A16 on CPUs, and uses FP8 activations on GPUs",
-            fix="use w4a16 or w8a8",
+            fix="set quant.kernels=qarl (dense models on a CPU), or use w4a16 or w8a8",
         )
+
+
+def _check_kernels(model: torch.nn.Module, config: EngineConfig) -> None:
+    """Raise UserError if vLLM chose kernels other than those of `config.kernels`."""
+    if config.kernels != "engine":
+        from qarl.rollout.vllm_plugin.linears import check_in_use
+
+        check_in_use(model, asked_for(config.kernels, config.scheme.name))
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:
@@ -409,42 +393,3 @@ def _top_tokens(completion: Any) -> list[int]:
 def _routed_experts(completion: Any) -> torch.Tensor:
     routed = completion.routed_experts
     return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)
-
-
-def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": config.model,
-        "trust_remote_code": config.trust_remote_code,
-        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
-        "load_format": "dummy",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": eager(config.enforce_eager),
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
-    }
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
-        arguments["distributed_executor_backend"] = "external_launcher"
-    if config.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
-    if config.return_routed_experts:
-        arguments["enable_return_routed_experts"] = True
-    if config.scheme.quantized:
-        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
-    if config.head_dtype == "fp32":
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
-    if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.free_cache_engine
-        if not eager(config.enforce_eager):
-            arguments |= GRAPHS
-    else:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
-        # crashes if its prefill is chunked ("CPU Generator does not use offset").
-        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
-        arguments["enable_chunked_prefill"] = False
-        arguments["enable_prefix_caching"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
-    return arguments

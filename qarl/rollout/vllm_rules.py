@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from qarl.kernels.cuda.vllm_ops import chosen_int4_kernel
 from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
+from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.rollout.vllm_plugin.asked import Asked, asked_for, engine_arguments
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.uses import RULES
 
@@ -38,35 +41,52 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
     return bool(should_ignore_layer(name, list(ignore), fused_mapping=mapping))
 
 
-def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
+def own_kernels(asked: Asked | None) -> AbstractContextManager[None]:
+    """Return a context in which vLLM chooses the kernels that `asked` names, or its own if it is None."""
+    if asked is None:
+        return nullcontext()
+    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+
+    return own_kernels_only()
+
+
+def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int], kernels: str = "engine") -> str:
     """Return the name of the kernel class that vLLM uses on this machine for a weight.
 
-    `full_shape`: [N, K] of the weight. `shape`: [N, K] of the part of the weight that one GPU has.
+    `full_shape`: [N, K] of the weight. `shape`: [N, K] of the part of the weight that one GPU has. `kernels`: a value
+    of `quant.kernels`.
 
     Raises:
         ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
         UserError: this version of vLLM is not supported, because its functions are missing or changed.
     """
     _require_vllm()
-    import torch
     from vllm.config import VllmConfig, set_current_vllm_config
+
+    asked = asked_for(kernels, scheme.name)
+    check_linears_loaded(kernels)
+    with own_kernels(asked), set_current_vllm_config(VllmConfig(**engine_arguments(asked))):
+        return _chosen_kernel(scheme, shape, full_shape)
+
+
+def _chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int, int]) -> str:
+    import torch
     from vllm.model_executor.kernels import linear as kernels
 
     if scheme.format == "pack-quantized":
         return chosen_int4_kernel(shape, full_shape, scheme.group_size or -1)
-    with set_current_vllm_config(VllmConfig()):
-        if scheme.name == "w8a8":
-            chosen: object = kernels.init_int8_linear_kernel(
-                is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
-            )
-        else:
-            from vllm.model_executor.layers.quantization.utils import quant_utils
+    if scheme.name == "w8a8":
+        chosen: object = kernels.init_int8_linear_kernel(
+            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="doctor"
+        )
+    else:
+        from vllm.model_executor.layers.quantization.utils import quant_utils
 
-            chosen = kernels.init_fp8_linear_kernel(
-                activation_quant_key=quant_utils.kFp8DynamicTokenSym,
-                weight_quant_key=quant_utils.kFp8StaticChannelSym,
-                input_dtype=torch.bfloat16,
-                out_dtype=torch.bfloat16,
-                weight_shape=shape,
-            )
+        chosen = kernels.init_fp8_linear_kernel(
+            activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+            weight_quant_key=quant_utils.kFp8StaticChannelSym,
+            input_dtype=torch.bfloat16,
+            out_dtype=torch.bfloat16,
+            weight_shape=shape,
+        )
     return type(chosen).__name__

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from qarl.trainer.local import LocalTrainer
 
 _K3 = "mismatch/k3"
+_AUTO = "old_log_probs"
+"""The counts of `actor.old_log_probs=auto` in state.json. They are missing if the run had another source."""
 
 
 class Checkpoints:
@@ -145,6 +147,7 @@ def training_state(trainer: LocalTrainer, metrics: dict[str, float]) -> dict[str
         "versions": _versions(trainer),
         "sampler": trainer.parts.sampler.state_dict(),
         **({"loss_scale": trainer.loss_scale.state_dict()} if trainer.loss_scale.active else {}),
+        **({_AUTO: trainer.source.skipping.state_dict()} if trainer.config.actor.old_log_probs == "auto" else {}),
         "train_prompts": prompts_digest(trainer.parts.train_prompts),
         "weights": tensors_digest(forward_weights(policy)),
         "published": {name: tensor_digest(tensor) for name, tensor in policy.packed_state_dict()},
@@ -177,6 +180,9 @@ def restore(trainer: LocalTrainer, checkpoint: Checkpoint) -> None:
     if trainer.loss_scale.active:
         with checkpoint.using(f"{STATE_FILE}, loss_scale,"):
             trainer.loss_scale.load_state_dict(state["loss_scale"])
+    if trainer.config.actor.old_log_probs == "auto" and _AUTO in state:
+        with checkpoint.using(f"{STATE_FILE}, {_AUTO},"):
+            trainer.source.skipping.load_state_dict(state[_AUTO])
     trainer.step = checkpoint.step
 
 

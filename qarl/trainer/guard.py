@@ -11,7 +11,7 @@ from qarl.trainer.batch import Batch
 def check_batch(
     config: Config, level: str, batch: Batch, metrics: dict[str, float], *, before_first_update: bool
 ) -> str | None:
-    """Return the warning of `check_mismatch` for this batch, or None. `level`: the alignment level that was applied."""
+    """Return the warning of `check_mismatch` for this batch, or None. `level`: the policy's `limit_level`."""
     lengths = batch.response_mask.sum(1)
     return check_mismatch(
         metrics["mismatch/abs_mean"],

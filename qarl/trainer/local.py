@@ -46,6 +46,7 @@ from qarl.trainer.old_log_probs import OldLogProbs, RolloutDiffers
 from qarl.trainer.optim import MasterOptimizer
 from qarl.trainer.packing import micro_batches
 from qarl.trainer.policy import Policy
+from qarl.trainer.reference import Reference
 from qarl.trainer.report import log_samples
 from qarl.trainer.setup import RunParts, engine_config
 
@@ -61,7 +62,10 @@ class LocalTrainer:
     updated    whether this program has begun an update
     warnings   the warnings of the last step
     source     returns the old log-probs of a step
+    reference  the reference policy of the KL term, or None without actor.use_kl_loss
     """
+
+    reference: Reference | None = None
 
     def __init__(self, config: Config, parts: RunParts, engine: RolloutEngine | None = None) -> None:
         """`engine`: the engine to sample with. If it is None, start the engine that `config` describes."""
@@ -76,6 +80,8 @@ class LocalTrainer:
         self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.objective = objective_settings(config)
         self.source = OldLogProbs(config)
+        if self.objective.kl_loss_coef is not None:
+            self.reference = Reference(config, self.objective)
         self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
@@ -97,6 +103,9 @@ class LocalTrainer:
             old_log_probs = self.source.begin(batch, self.old_log_probs, seed=seed)
         if compared := self.source.recomputed:
             metrics |= self.compare(batch, metrics)
+        if self.reference is not None:
+            with self.timer.phase("reference"):
+                self.reference.begin(batch)
         with measure_phases() as quantizing:
             with self.timer.phase("update"):
                 self.updated = True
@@ -108,6 +117,8 @@ class LocalTrainer:
         log_samples(self.config, self.step, batch, self.source.measured, self.tokenizer)
         self.warnings += self.source.messages
         metrics |= self.source.metrics()
+        if self.config.quant.kernels == "dequantized":
+            metrics["publish/dequantized"] = 1.0
         return metrics | publish_metrics(report, quantizing) | {"publish/rebuilds": self.rebuilds}
 
     def rollout(self, *, top_tokens: bool = False) -> tuple[Batch, dict[str, float]]:
@@ -159,7 +170,7 @@ class LocalTrainer:
         measured = self.source.mismatch(batch)
         watched, self.warnings = watch(
             self.config,
-            self.policy.align,
+            self.policy.limit_level,
             batch,
             metrics | measured,
             before_first_update=not self.updated,
@@ -197,13 +208,17 @@ class LocalTrainer:
                 if epoch or start:
                     later += gathered
                 norms.append(self.optimizer_step())
-        skipped = sum(not math.isfinite(norm) for norm in norms)
+        finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = reduce_metrics(statistics) | {
             "actor/pg_loss": sum(one["sum/loss"] for one in statistics) / len(norms),
-            "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": self.optimizer.lr,
-            "actor/skipped_steps": skipped,
+            "actor/skipped_steps": len(norms) - len(finite),
         }
+        # An overflow in FP16 is expected and says nothing about the gradient. In BF16 the metric shows the fault.
+        if shown := finite if self.loss_scale.active else norms:
+            metrics["actor/grad_norm"] = sum(shown) / len(shown)
+        if self.reference is not None:
+            metrics["actor/kl_loss"] = sum(one["sum/kl_loss"] for one in statistics) / len(norms)
         if self.loss_scale.active:
             metrics |= {"actor/loss_scale": self.loss_scale.scale, "actor/overflows": self.loss_scale.overflows}
         if self.optimizer.muon_lr is not None:
@@ -235,7 +250,7 @@ class LocalTrainer:
         `whole`: number of non-empty responses in the whole mini-batch, and number of their tokens."""
         log_probs = self.policy.response_log_probs(batch, rows, temperature=self.config.rollout.temperature)
         self.source.see(batch, rows, log_probs)
-        return objective_loss(
+        loss, found = objective_loss(
             log_probs,
             old_log_probs[rows],
             batch.rollout_log_probs[rows],
@@ -245,6 +260,10 @@ class LocalTrainer:
             weight=None if batch.weights is None else batch.weights[rows],
             **whole,
         )
+        if self.reference is None:
+            return loss, found
+        term, statistic = self.reference.term(batch, rows, log_probs, **whole)
+        return loss + term, found | statistic
 
     def accumulate(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch, and add its gradients to the FP32 sums."""

@@ -73,6 +73,7 @@ def run_and_keep(trainer: LocalTrainer, checkpoints: Checkpoints, stop: list[boo
         history, failure = [], failure or error
     summary = summarize(history) | {
         "quant_scheme": config.quant.scheme,
+        "quant_kernels": config.quant.kernels,
         "quant_align": trainer.policy.align,
         "interrupted": bool(stop),
         "quantized_ratio": report.quantized_ratio,

@@ -15,7 +15,7 @@ bit. Before a skipped step changes any weight, it makes two checks:
 At the first difference, the step drops its gradients, recomputes all old log-probs, and starts the update again. This
 is a fallback. After each fallback, `auto` requires twice as many recomputed steps without a difference before it skips
 again, but at most `MOST_PATIENCE`. So even a run with frequent differences wastes few forwards. The first step, also
-after a resume, always recomputes.
+after a resume, always recomputes. A checkpoint keeps both counts, so a resumed run is as patient as before.
 
 verl's `bypass_mode` also uses the rollout's log-probs. It makes no checks and always drops the weight for mismatch.
 The verl backend uses `Skipping`, `sample_size` and `find_probability` of this module.
@@ -24,7 +24,7 @@ The verl backend uses `Skipping`, `sample_size` and `find_probability` of this m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,12 @@ class Skipping:
         """Note that a step which skipped the pass found a difference."""
         self.clean, self.patience = 0, min(2 * self.patience, MOST_PATIENCE)
 
+    def state_dict(self) -> dict[str, int]:
+        return {"clean": self.clean, "patience": self.patience}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.clean, self.patience = int(state["clean"]), int(state["patience"])
+
 
 @dataclass
 class Measured:
@@ -123,13 +129,13 @@ class OldLogProbs:
 
     @property
     def recomputed(self) -> bool:
-        """Whether all rows of this step have been computed by a pass."""
+        """Whether the old log-probs of all rows of this step were recomputed in one pass over the batch."""
         return bool(self.found["old_log_probs/recomputed"])
 
     def begin(self, batch: Batch, compute: Compute, *, seed: int) -> torch.Tensor:
         """Return the old log-probs of a step, FP32 [B, R]. `seed`: seed of the random sample of rows to check."""
         self.messages, self.found = [], {"old_log_probs/recomputed": 0.0, "old_log_probs/fallback": 0.0}
-        skips = self.skipping.skips if self.mode == "auto" else self.mode == "rollout" and self.started
+        skips = self.started and (self.skipping.skips if self.mode == "auto" else self.mode == "rollout")
         self.started = True
         if not skips:
             own = self._recompute(batch, compute)

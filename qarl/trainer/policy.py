@@ -58,6 +58,7 @@ class Policy:
     called           the module that the forward calls: `model`, or a wrapper such as DDP
     scheme, ignore   the quantization scheme, and the modules that stay unquantized
     align            the alignment level that was applied, which may be lower than the config's
+    limit_level      the level whose limit on the mismatch applies, which is lower while no device confirmed `align`
     report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
     packed           whether the rows of a forward are packed; if false, they are padded
     """
@@ -72,15 +73,20 @@ class Policy:
         router_replay: str = "auto",
         packed: bool = True,
         head_dtype: str = "model",
+        kernels: str = "engine",
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
-        `head_dtype`: a value of `model.head_dtype`. Raise UserError if it is fp32 without `plain_head`."""
+        `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
+
+        Raise UserError if `head_dtype` is fp32 without `plain_head`."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
         self.called = model
         quantized = align != "off" and scheme.quantized
-        linears = quantize_model(model, scheme=scheme, ignore=ignore) if quantized else "linears: BF16 in the forward"
+        linears: object = "linears: BF16 in the forward"
+        if quantized:
+            linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
         aligned = align_model(model, align)
-        self.align = aligned.level
+        self.align, self.limit_level = aligned.level, aligned.limit_level
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"
         if self.fp32_head and not self.plain_head:
@@ -129,6 +135,7 @@ class Policy:
             router_replay=config.rollout.router_replay,
             packed=config.model.use_remove_padding,
             head_dtype=config.model.head_dtype,
+            kernels=quant.kernels,
         )
 
     @property

@@ -37,5 +37,5 @@ def probe(trainer: LocalTrainer) -> str:
         batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(trainer.policy.device)
         log_probs = trainer.old_log_probs(batch)
     metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, batch.response_mask)
-    check_batch(config, trainer.policy.align, batch, metrics, before_first_update=True)
+    check_batch(config, trainer.policy.limit_level, batch, metrics, before_first_update=True)
     return f"probe: mean |δ| {metrics['mismatch/abs_mean']:.2g} over {int(batch.response_mask.sum())} tokens"

@@ -68,4 +68,6 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         delta=config.publish.delta == "auto",
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
+        aligned=config.quant.align in ("model", "exact"),
+        kernels=config.quant.kernels,
     )

@@ -34,6 +34,7 @@ RUN_KEYS = {
     "quant.scheme": "quant_scheme",
     "quant.group_size": "quant_group_size",
     "quant.ignore": "quant_ignore",
+    "quant.kernels": "quant_kernels",
     "quant.align": "quant_align",
     "quant.mismatch_limit": "quant_mismatch_limit",
     "publish.delta": "publish_delta",
@@ -52,8 +53,9 @@ class QaRLConfig(GRPOConfig):
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
-    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8 or bf16."})
+    quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8, w4a8 or bf16."})
     quant_group_size: int = field(default=128, metadata={"help": "Weights that share a scale in w4a16."})
+    quant_kernels: str = field(default="engine", metadata={"help": "engine, qarl (for w4a8) or dequantized."})
     quant_ignore: list[str] = field(default_factory=lambda: ["lm_head"], metadata={"help": "Modules that stay BF16."})
     quant_align: str = field(default="model", metadata={"help": "off, linears, model or exact."})
     quant_mismatch_limit: float | None = field(default=None, metadata={"help": "Largest mean |delta| in nats."})

@@ -20,7 +20,7 @@ from qarl.tbpo import reduce_metrics
 
 
 class StepMetrics:
-    """Collects the measurements of `QaRLTrainer` between two logs. `level`: the alignment level that was applied."""
+    """Collects the measurements of `QaRLTrainer` between two logs. `level`: the policy's `limit_level`."""
 
     def __init__(self, config: Config, level: str) -> None:
         self.config, self.level = config, level

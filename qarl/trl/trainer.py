@@ -72,7 +72,7 @@ class QaRLTrainer(GRPOTrainer):
         self.policy = load_policy(model, self.run)
         self.reference: Policy | None = None
         self.tbpo = args.tbpo()
-        self._step_metrics = StepMetrics(self.run, self.policy.align)
+        self._step_metrics = StepMetrics(self.run, self.policy.limit_level)
         super().__init__(
             self.policy.model,
             reward_funcs,
@@ -264,4 +264,5 @@ def quantized(model: Any, config: Config) -> Policy:
         tuple(quant.ignore),
         align=quant.align,
         router_replay="off" if stacked_experts(model) else "auto",
+        kernels=quant.kernels,
     )

@@ -40,6 +40,8 @@ def unsupported(config: Config) -> dict[str, str]:
     """Return the keys of `config` with values that verl does not support, each with the value to use instead."""
     problems = {
         "rollout.rebuild_on_failure": (config.rollout.rebuild_on_failure, "false"),
+        # verl's reference policy needs keys of its own, which only the section verl has.
+        "actor.use_kl_loss": (config.actor.use_kl_loss, "false"),
     }
     return {key: neutral for key, (bad, neutral) in problems.items() if bad}
 

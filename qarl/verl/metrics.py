@@ -100,6 +100,7 @@ class MetricsFollower:
         summary = summarize(history) | {
             "backend": "verl",
             "quant_scheme": config.quant.scheme,
+            "quant_kernels": config.quant.kernels,
             "quant_align": config.quant.align,
             "interrupted": interrupted,
             "finished": failure is None and last >= config.trainer.total_training_steps,

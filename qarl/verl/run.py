@@ -20,6 +20,7 @@ from qarl.checks.run import check_run
 from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import runs_on_cpu
 from qarl.rollout.gpu import GRAPHS
 from qarl.trainer.ending import Ending
@@ -307,7 +308,8 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     if not on_cpu and not rollout.enforce_eager:
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in GRAPHS.items()}
+        arguments = ENGINE_ARGUMENTS if config.quant.align in ("model", "exact") else GRAPHS
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:

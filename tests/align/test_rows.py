@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qarl.align.families import FAMILIES, PADDED, SHOWN, check_rows
@@ -16,6 +17,7 @@ from qarl.align.rows import (
     lengths_of_rows,
     rows_attention,
     use_rows_attention,
+    varlen_attention,
 )
 from qarl.errors import UserError
 from qarl.quant import get_scheme
@@ -140,3 +142,37 @@ def test_lengths_come_from_positions_that_start_again():
     ):
         assert lengths_of_rows(query, key, {"position_ids": torch.tensor([positions])}) == expected
     assert lengths_of_rows(query[:, :, :1], key, {"position_ids": torch.tensor([[5]])}) is None
+
+
+@pytest.mark.parametrize("of_torch", ["2.11", "2.13"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_packed_rows_on_cuda_with_both_torchs(monkeypatch, of_torch, kv_heads):
+    """PyTorch's variable-length attention runs only on CUDA. Stand-ins with the parameters of torch 2.11 (the GPU lock)
+    and 2.13 compute each row in FP32. Older than 2.13, it has no `enable_gqa`, and as many key heads as query heads."""
+    from torch.nn.attention import varlen
+
+    def attend(q, k, v, starts, starts_k, longest, longest_k, scale, window_size):
+        assert window_size == (-1, 0) and torch.equal(starts, starts_k) and longest == longest_k == max(LENGTHS)
+        rows = zip(starts.tolist(), starts[1:].tolist(), strict=False)
+        parts = [[t[a:b].transpose(0, 1).float() for t in (q, k, v)] for a, b in rows]
+        grouped = {"is_causal": True, "enable_gqa": True, "scale": scale}
+        return torch.cat([F.scaled_dot_product_attention(*part, **grouped).transpose(0, 1) for part in parts])
+
+    def older(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    def newer(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", older if of_torch == "2.11" else newer)
+    query, *_ = random_rows(1, sum(LENGTHS))
+    key, value = (torch.randn(1, kv_heads, sum(LENGTHS), 16).bfloat16() for _ in range(2))
+    found = varlen_attention(query, key, value, LENGTHS, 0.25, None)
+    module = nn.Module()
+    module.num_key_value_groups = 4 // kv_heads
+    expected, _ = rows_attention(
+        module, query.float(), key.float(), value.float(), None, scaling=0.25, row_lengths=LENGTHS
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,9 +1,11 @@
-"""scripts/gpu_check.py: verdicts on a benchmark's figures, the limit on each part, and the whole of it on a CPU."""
+"""scripts/gpu_check.py: verdicts, the limit on each part, what is kept if it is stopped, and a rehearsal on a CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check
-from gpu_check import BOUNDS, verdicts
+from gpu_verdicts import BOUNDS, Bound, verdicts
 
 
 def entry(operation: str, m: int, name: str, seconds: float, copy: float = 0.5) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def verdict(results: list[dict[str, Any]], text: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("bound", [bound for bound in BOUNDS if bound.against], ids=lambda bound: bound.text)
-def test_speeds(bound: gpu_check.Bound) -> None:
+def test_speeds(bound: Bound) -> None:
     m = next(m for m in (16, 4096) if bound.serves(m))
     (kernel,), against, least = bound.kernels, bound.against or "", float(bound.text.split(": ")[1].split("x")[0])
     mine = entry(bound.operation, m, kernel, 1.0)
@@ -59,49 +61,173 @@ def test_nothing_measured_is_said_for_every_bound() -> None:
     assert {line[3] for line in verdicts([])} == {"not measured"}
 
 
+def run(command: list[str], seconds: float) -> tuple[str, int | None]:
+    lines: list[str] = []
+    code = gpu_check.run(command, dict(os.environ), seconds, lines.append)
+    return "".join(f"{line}\n" for line in lines), code
+
+
 def test_nothing_that_a_part_started_outlives_its_limit(tmp_path: Path) -> None:
     """A process that a shell waits for, one that runs beside it, and one that it left behind."""
     late = f"(sleep 1; touch {tmp_path}/beside) & echo started; sh -c 'sleep 1; touch {tmp_path}/waited_for'; true"
     left = f"(sleep 1; touch {tmp_path}/left) & exit 0"
-    assert gpu_check.run(["sh", "-c", left], dict(os.environ), 0.3) == ("", None)
-    assert gpu_check.run(["sh", "-c", late], dict(os.environ), 0.3) == ("started\n", None)
+    assert run(["sh", "-c", left], 0.3) == ("", None)
+    assert run(["sh", "-c", late], 0.3) == ("started\n", None)
     time.sleep(1.2)
     assert not list(tmp_path.iterdir())
-    assert gpu_check.run(["sh", "-c", "echo wrong; exit 3"], dict(os.environ), 9.0) == ("wrong\n", 3)
+    assert run(["sh", "-c", "echo wrong; exit 3"], 9.0) == ("wrong\n", 3)
 
 
-@pytest.mark.parametrize("part", [part for part, cpu in gpu_check.BENCH if cpu])
-def test_the_benchmarks_arguments_are_valid_on_both_devices(part: str) -> None:
+BENCHES = [part.name for part in gpu_check.PARTS.values() if "qarl.bench" in part.gpu]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_the_benchmarks_arguments_are_valid_on_both_devices(name: str) -> None:
     from qarl.bench.kernels.arguments import Arguments as Kernels
     from qarl.bench.steps.arguments import Arguments as Steps
 
-    for cpu in (False, True):
-        name, *given = gpu_check.command_of(part, cpu=cpu, folder=Path("f"))[3:]
-        found = (Kernels if name == "kernels" else Steps).parse(name, given)
-        assert found.device == ("cpu" if cpu else "cuda") and found.json == Path("f/report.json")
+    part = gpu_check.PARTS[name]
+    for command, device in ((part.gpu, "cuda"), (part.cpu, "cpu")):
+        if command is not None:
+            kind, *given = command.format(report="f/report.json").split()[2:]
+            found = (Kernels if kind == "kernels" else Steps).parse(kind, given)
+            assert found.device == device and found.json == Path("f/report.json")
 
 
-def test_a_part_without_its_packages_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_check.NEEDS, "bench", ("no_such_package",))
-    found = gpu_check.run_part("bench", cpu=True, seconds=60)
-    assert found["status"] == "left out" and "no_such_package not installed" in found["why"]
-    assert gpu_check.run_part("environment", cpu=True, seconds=3)["why"] == "no time was left"
+def test_the_training_parts_are_runs_that_the_config_reader_takes() -> None:
+    from qarl.config import load_config
+
+    seen = set()
+    for part in gpu_check.PARTS.values():
+        if "qarl.train" in part.gpu:
+            config = load_config(part.gpu.format(folder="f").split()[2:])
+            assert config.trainer.total_training_steps == 2  # two publishes behind the first
+            seen.add((config.quant.scheme, config.quant.align, config.rollout.enforce_eager))
+            assert (config.quant.kernels == "qarl") == part.name.endswith("_qarl")
+            assert part.name in (*gpu_check.TRAINING[config.quant.scheme], "verl")
+    assert {scheme for scheme, _, _ in seen} == {"w4a16", "w8a8", "fp8", "bf16"} == set(gpu_check.TRAINING)
+    assert {("w4a16", "linears", True), ("w4a16", "linears", False), ("w8a8", "model", False)} <= seen
+
+
+def test_what_breaks_first_comes_first() -> None:
+    names = [part.name for part in gpu_check.FIRST]
+    assert names[:4] == ["environment", "operators", "eager", "graphs"]
+    for part in gpu_check.PARTS.values():
+        for path in re.findall(r"(?:tests|scripts)/[\w/.]+", part.gpu):
+            assert (ROOT / path).exists(), path
+
+
+def python(code: str) -> str:
+    return f"-c {json.dumps(code)}"
+
+
+PARTS = {
+    "one": gpu_check.Part("one", 20, "", python("print('one is done')")),
+    "gpu": gpu_check.Part("gpu", 20, python("print(1)"), None),
+    "lacks": gpu_check.Part("lacks", 20, "", python("print(1)"), ("no_such_package",)),
+    "wrong": gpu_check.Part("wrong", 20, "", python("print('wrong'); raise SystemExit(4)")),
+    "late": gpu_check.Part("late", 0, "", python("print(1)")),
+    "slow": gpu_check.Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
+    "after": gpu_check.Part("after", 20, "", python("print('after')")),
+}
+
+
+def driver(folder: Path, *names: str) -> list[str]:
+    """The script on the made-up parts above."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(ROOT / 'scripts'), str(ROOT), str(ROOT / 'tests' / 'support')]!r}\n"
+        "import gpu_check\n"
+        f"parts = {[tuple(part) for part in PARTS.values()]!r}\n"
+        "gpu_check.PARTS = {part[0]: gpu_check.Part(*part) for part in parts}\n"
+        f"sys.exit(gpu_check.main(['--cpu', '--output', {str(folder)!r}, '--parts', {','.join(names)!r}]))\n"
+    )
+    return [sys.executable, "-c", code]
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("cpu_check_*.json")
+    parts: dict[str, Any] = json.loads(path.read_text())["parts"]
+    return parts
+
+
+def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
+    names = ("one", "gpu", "lacks", "wrong", "late", "after")
+    done = subprocess.run(driver(tmp_path, *names), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {name: (part["status"], part["why"]) for name, part in kept(tmp_path).items()}
+    assert found == {
+        "one": ("passed", None),
+        "gpu": ("skipped", "needs a GPU"),
+        "lacks": ("skipped", "no_such_package not installed"),
+        "wrong": ("failed", "exit code 4"),
+        "late": ("skipped", "no time was left; the next call runs it"),
+        "after": ("passed", None),
+    }
+    page = next(tmp_path.glob("*.md")).read_text()
+    assert "| wrong | failed |" in page and "one is done" in page
+    again = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and "== one: passed before" in again.stdout and "one is done" not in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen(
+        driver(tmp_path, "one", "slow", "after"), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "half\n":
+            break
+    process.send_signal(number)
+    rest = process.communicate(timeout=60)[0]
+    parts = kept(tmp_path)
+    assert {name: part["status"] for name, part in parts.items()} == {"one": "passed", "slow": "stopped"}
+    log = next(tmp_path.glob("*.log")).read_text()
+    assert "one is done\n" in log and log.count("half\n") == 1
+    if number != signal.SIGKILL:
+        assert process.returncode == 130 and "stopped in slow" in rest and parts["slow"]["output"] == ["half"]
+    later = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
+    assert later.returncode == 0 and "== one: passed before" in later.stdout
+    assert {name: part["status"] for name, part in kept(tmp_path).items()}["after"] == "passed"
+
+
+def test_readme_rows(tmp_path: Path) -> None:
+    def result(status: str, report: Any = None) -> dict[str, Any]:
+        return {"status": status, "report": report, "output": [], "seconds": 1, "why": None, "commit": "c"}
+
+    steps = {"results": [{"scheme": "w4a16"}]}
+    parts = {"eager": result("passed"), "steps": result("passed", steps), "fp8_model": result("failed"),
+             "graphs_w8a8_model": result("passed")}  # fmt: skip
+    cells = gpu_check.readme_cells(parts)
+    assert cells == {"w4a16": "measured, local backend", "w8a8": "tested, local backend"}
+    page = tmp_path / "README.md"
+    page.write_text((ROOT / "README.md").read_text())
+    assert gpu_check.write_readme(tmp_path, page) == 1  # no results
+    (tmp_path / "gpu_check_2026-12-01.json").write_text(json.dumps({"parts": parts}))
+    assert gpu_check.write_readme(tmp_path, page) == 0
+    before, after = ((ROOT / "README.md").read_text().splitlines(), page.read_text().splitlines())
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert [re.split(r" \| ", new)[-1] for _, new in changed] == [f"{cell} |" for cell in cells.values()]
+    assert [old.split(" | ")[:3] for old, _ in changed] == [new.split(" | ")[:3] for _, new in changed]
 
 
 @pytest.mark.slow
-def test_on_a_cpu(tmp_path: Path) -> None:
-    command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", "environment,bench,bench_experts"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=400)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
-    (path,) = tmp_path.glob("cpu_check_*.json")
-    document = json.loads(path.read_text())
-    parts = document["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "passed")
+def test_the_rehearsal_on_a_cpu(tmp_path: Path) -> None:
+    """Without the training run, which tests/e2e has, and the benchmarks' own tests."""
+    names = "environment,operators,graphs,bench,tuning,steps,bench_experts"
+    command = ["scripts/gpu_check.sh", "--cpu", "--output", str(tmp_path), "--parts", names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=1500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    parts = kept(tmp_path)
+    skipped = {"graphs", "steps"}
+    assert {name: part["status"] for name, part in parts.items()} == {
+        name: "skipped" if name in skipped else "passed" for name in names.split(",")
+    }
     assert "w4a16: " in "".join(parts["environment"]["report"]["linear_kernels"])
     assert parts["bench"]["report"]["results"] and parts["bench_experts"]["report"]["results"]
-    assert len(document["verdicts"]) >= len(BOUNDS)
-    text = path.with_suffix(".md").read_text()
+    text = next(tmp_path.glob("*.md")).read_text()
     assert "| bench | passed |" in text and "**experts, custom experts_layer, skewed [256, 256]**" in text
+    assert all(f"| {bound.text} |" in text for bound in BOUNDS)
 
 
 def test_it_says_which_part_failed(tmp_path: Path) -> None:
@@ -109,8 +235,8 @@ def test_it_says_which_part_failed(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     command = ["scripts/gpu_check.sh", "--output", str(tmp_path), "--parts", "environment,bench"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=200)
-    assert run.returncode == 1
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=_environment(), timeout=400)
+    assert done.returncode == 1
     (path,) = tmp_path.glob("gpu_check_*.json")
     parts = json.loads(path.read_text())["parts"]
     assert [part["status"] for part in parts.values()] == ["failed", "failed"]

@@ -22,7 +22,7 @@ from bad_runs import (
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
-from qarl.checks import layers, lengths, machine
+from qarl.checks import kernels, layers, lengths, machine
 from qarl.checks.model_folder import load_hf_config
 from qarl.config import load_config
 from qarl.errors import UserError
@@ -200,8 +200,32 @@ def test_cpu_without_the_kernels_instructions(
         main(["config=run.yaml"])
 
 
+def test_own_kernels_that_this_machine_has_not(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for scheme in ("w4a16", "w8a8", "fp8"):
+        words = ["quant.kernels=qarl", f"quant.scheme={scheme}", "runs on GPUs, not on cpu", "quant.kernels=engine"]
+        refusal(f"quant.scheme={scheme}", "quant.kernels=qarl", words=words)
+    own = {"w4a8": "qarl", "w4a16": "dequantized"}
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx2"})
+    refusal("quant.scheme=w4a8", "quant.kernels=qarl", words=["lacks avx512_vnni"])
+    with pytest.raises(EngineConstructed):  # a BF16 product needs no instruction of its own
+        main(["config=run.yaml", "quant.kernels=dequantized"])
+    monkeypatch.setattr(kernels, "runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr(machine, "runs_on_cpu", lambda backend: False)
+    for scheme, name in own.items():
+        words = ["quant.kernels", f"quant.scheme={scheme}", "not on cuda"]
+        refusal(f"quant.scheme={scheme}", f"quant.kernels={name}", words=words)
+
+
+def test_own_kernels_are_for_dense_models() -> None:
+    config = load_config(["config=run.yaml", "quant.kernels=dequantized"])
+    kernels.check_dense(config, SimpleNamespace(num_experts=None))
+    with pytest.raises(UserError, match=r"(?s)dequantized does not support a mixture of experts.*dense"):
+        kernels.check_dense(config, SimpleNamespace(num_experts=4))
+
+
 def test_each_scheme_asks_for_what_it_needs(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal("quant.scheme=w4a8", words=["quant.scheme", "its W4A16 kernel with BF16 activations", "quant.scheme=w8a8"])
+    refusal("quant.scheme=w4a8", words=["quant.scheme", "its W4A16 kernel with BF16 activations", "quant.kernels=qarl"])
     monkeypatch.setattr(layers, "W4A16_CPU_MULTIPLE", 1000)
     refusal("quant.scheme=w4a16", words=["multiples of 1000"])
     monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512_vnni"})

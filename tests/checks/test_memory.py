@@ -30,6 +30,7 @@ from qarl.checks.model_size import ModelSize, prepared_bytes, wire_bytes
 from qarl.config import Config, build_config
 from qarl.doctor import memory as preflight_memory
 from qarl.kernels.cpu import attention as vllm_attention
+from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.reference import ReferenceW4A16Linear
@@ -226,6 +227,24 @@ def test_the_kernels_with_their_own_input_gradient_are_the_registrys() -> None:
     assert {kernel.name for kernel in kernels if not own_backward_input(kernel)}.isdisjoint(OWN_INPUT_GRADIENT)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "kernels", "kernel"), [("w4a8", "qarl", CpuW4A8Linear), ("w4a16", "dequantized", DequantizedW4A16Linear)]
+)
+def test_own_kernels_hold_what_they_prepare_in_trainer_and_engine(scheme: str, kernels: str, kernel: Any) -> None:
+    usual = estimate(SMALL, run(quant__scheme=scheme), device="cpu")
+    shapes = set(SMALL.linears().values())
+    config = run(quant__scheme=scheme, quant__kernels=kernels)
+    found = estimate(SMALL, config, device="cpu", kernels=dict.fromkeys(shapes, kernel.name))
+    held = {}
+    for name, (n, k) in SMALL.linears().items():
+        tensors = kernel.prepare(quantize(torch.randn(n, k).bfloat16(), get_scheme(scheme, 32), name=name).tensors)
+        held[name] = sum(tensor.nbytes for tensor in tensors)
+    assert parts(found)["low-bit tensors in the kernels' layout"] == sum(held.values())
+    assert found.engine_weights - usual.engine_weights == sum(held.values()) - 34784  # the published low-bit tensors
+    dequantized = "dequantized weights for the backward, BF16"
+    assert (dequantized in parts(found)) == (kernels == "qarl")
+
+
 def test_what_the_options_change() -> None:
     base = parts(estimate(SMALL, run(), device="cpu"))
     assert base.keys() - parts(estimate(SMALL, run(publish__delta="off"), device="cpu")).keys() == {
@@ -321,6 +340,8 @@ def test_bytes_on_the_wire_are_the_schemes(scheme: str) -> None:
     [
         ("w4a16", ReferenceW4A16Linear),
         ("w4a16", VllmCpuWNA16Linear),
+        ("w4a16", DequantizedW4A16Linear),
+        ("w4a8", CpuW4A8Linear),
         ("w8a8", TorchInt8Linear),
         ("fp8", VllmCpuFP8Linear),
     ],

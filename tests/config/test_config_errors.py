@@ -252,6 +252,14 @@ BY_TOKENS = [
             ["padding takes memory too", "leave it at true"],
         ),
         (["quant.group_size=12"], "quant.group_size", ["w4a16 packs eight int4 values", "multiple of 8"]),
+        (["quant.scheme=bf16", "quant.kernels=qarl"], "quant.kernels", ["no quantized layers", "set it to engine"]),
+        (["quant.scheme=bf16", "quant.kernels=dequantized"], "quant.kernels", ["no quantized layers"]),
+        (["quant.kernels=qarl", "backend=verl"], "quant.kernels", ["only to the engine of backend=local"]),
+        (["quant.kernels=dequantized", "backend=verl"], "quant.kernels", ["backend=local", "set it to engine"]),
+        *(
+            ([f"quant.scheme={scheme}", "quant.kernels=dequantized"], "quant.kernels", ["8 bits", f"set it to {fix}"])
+            for scheme, fix in (("w4a8", "qarl"), ("w8a8", "engine"), ("fp8", "engine"))
+        ),
         (["quant.scheme=w4a8", "quant.group_size=12"], "quant.group_size", ["w4a8 packs eight int4", "multiple of 8"]),
         (["quant.ignore=[]"], "quant.ignore", ["wrong results", "add lm_head"]),
         (["quant.ignore=[re:head]"], "quant.ignore", ["wrong results"]),
@@ -296,6 +304,9 @@ def test_keys_that_do_not_fit(folder: Path, overrides: list[str], key: str, word
         ["quant.scheme=w8a8", "quant.group_size=12"],
         ["quant.scheme=fp8", "quant.align=exact"],
         ["quant.scheme=w4a8", "quant.align=off"],
+        ["quant.scheme=w4a8", "quant.kernels=qarl"],
+        ["quant.scheme=fp8", "quant.kernels=qarl", "quant.align=linears"],
+        ["quant.kernels=dequantized"],
         ["quant.ignore=['re:.*lm_head']"],
         ["quant.ignore=lm_head"],
         ["data.val_files=[]", "trainer.val_before_train=false"],

@@ -18,6 +18,7 @@ from reach_rows import (
     EVALUATED,
     MATRIX,
     MUON,
+    OPEN,
     RESUME_PATH,
     RESUMED,
     STEPS,
@@ -44,7 +45,7 @@ from reach_shared import SHARED, band, metric
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.config import ConfigError, build_config
 from qarl.quant.linear import QuantLinear
-from qarl.rollout.engine import _llm_arguments
+from qarl.rollout.engine_config import llm_arguments
 
 pytestmark = pytest.mark.long
 
@@ -60,7 +61,7 @@ def gpu_argument(name: str) -> Observe:
     def observe(run: Run) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
-            return _llm_arguments(run.trainer.engine.config)[name]
+            return llm_arguments(run.trainer.engine.config)[name]
 
     return observe
 
@@ -220,6 +221,15 @@ LOCAL: Table = SHARED | {
     "rollout.rebuild_on_failure": Row(
         True, each(lambda run: run.code, lambda run: len(run.llms)), ([2, 1], [0, 2]), stub={"failures": 1}
     ),
+    "actor.use_kl_loss": Row(
+        True, lambda run: "actor/kl_loss" in run.metrics[-1], (False, True), {"actor.ppo_epochs": 2}
+    ),
+    "actor.kl_loss_coef": Row(
+        1e3,
+        metric("actor/grad_norm"),
+        lambda b, a: a > 1.01 * b > 0,
+        OPEN | {"actor.use_kl_loss": True, "actor.ppo_epochs": 2},
+    ),
     "publish.delta": Row("off", lambda run: run.trainer.engine.config.delta, (True, False)),
     "quant.scheme": Row(
         "w4a16",
@@ -236,6 +246,19 @@ LOCAL: Table = SHARED | {
         16,
         each(published("layers.0.self_attn.q_proj.weight_scale"), group_size),
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
+        W4A16,
+    ),
+    "quant.kernels": Row(
+        "dequantized",
+        each(
+            argument("additional_config"),
+            lambda run: {m.kernel.name for m in run.trainer.policy.model.modules() if isinstance(m, QuantLinear)},
+        ),
+        lambda b, a: (
+            b[0] is None
+            and b[1].isdisjoint(a[1])
+            and a == [{"qarl_linears": ["dequantized", "w4a16"]}, {"dequantized"}]
+        ),
         W4A16,
     ),
     "quant.ignore": Row(

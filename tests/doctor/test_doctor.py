@@ -142,6 +142,7 @@ FAULTS: dict[str, Fault] = {
     "hidden size of the engine's kernel": (config_is(hidden_size=40), ["quant.group_size=8"]),
     "KV cache that holds no sequence": (nothing, ["rollout.cpu_kvcache_space_gib=0.0001"]),
     "scheme that vLLM does not compute": (nothing, ["quant.scheme=w4a8"]),
+    "own kernels that run on GPUs": (nothing, ["quant.kernels=qarl"]),
     **{
         f"ignore: {name}": (nothing, [f"quant.ignore={json.dumps(['lm_head', *ignore])}"])
         for name, (ignore, _) in SPLIT_GROUPS.items()

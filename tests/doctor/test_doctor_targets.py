@@ -79,7 +79,8 @@ def test_public_models_on_their_gpus(name: str, gpus: int, parallel: int, params
     assert "packages" not in {f["topic"] for f in findings}
     assert any("this machine's CPU" in what for what in said(findings, "note", "machine"))
     assert any("trainer: reference multiplies" in what for what in said(findings, "warning", "kernels"))
-    assert any("fall back to linears" in what for what in said(findings, "warning", "kernels"))
+    level = "fall back to linears" if parallel > 1 else "model is unconfirmed on GPUs"
+    assert any(level in what for what in said(findings, "warning", "kernels"))
 
 
 @pytest.mark.verl

@@ -165,11 +165,13 @@ def test_held_out_prompts_in_the_training_data() -> None:
 
 
 def test_a_level_that_falls_back_is_said() -> None:
-    found = topic_of("kernels", "quant.align=exact", target=Target("cuda", "a GPU", False, 90, 2**36))
-    (finding,) = [finding for finding in found if "quant.align" in finding.what]
-    assert finding.status == "warning"
-    assert "exact will fall back to linears" in finding.what
-    assert "not for cuda" in (finding.why or "")
+    for capability, level, why in ((90, "model", "not for cuda"), (80, "linears", "not for 8.0")):
+        found = topic_of("kernels", "quant.align=exact", target=Target("cuda", "a GPU", False, capability, 2**36))
+        finding, *more = [finding for finding in found if "quant.align" in finding.what]
+        assert finding.status == "warning"
+        assert f"exact will fall back to {level}" in finding.what
+        assert why in (finding.why or "")
+        assert [f.what for f in more] == ["quant.align=model is unconfirmed on GPUs"] * (level == "model")
 
 
 @pytest.mark.verl

@@ -40,6 +40,33 @@ def test_variants_take_a_step_and_change_the_weights(tmp_path, overrides):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+OWN = {"w4a8": "qarl", "w4a16": "dequantized"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "level"),
+    [
+        (scheme, level) if level == "exact" else pytest.param(scheme, level, marks=pytest.mark.slow)
+        for scheme in OWN
+        for level in ("exact", "model", "linears", "off")
+    ],
+)
+def test_own_kernels_train_at_every_level(tmp_path, scheme, level):
+    """The tiny model is trained in W4A16 and BF16, so a step in W4A8 has a mismatch if one side rounds differently."""
+    overrides = [f"quant.scheme={scheme}", f"quant.kernels={OWN[scheme]}", f"quant.align={level}"]
+    settings = config(tmp_path, "trainer.val_max_prompts=16", *overrides)
+    trainer = LocalTrainer(settings, prepare_run(settings))
+    with trainer.engine:
+        trainer.publish()
+        steps = [trainer.train_step() for _ in range(2)]
+    for metrics in steps:
+        assert metrics["actor/grad_norm"] > 0
+        assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
+        assert ("publish/dequantized" in metrics) == (scheme == "w4a16")
+        assert metrics["mismatch/abs_mean"] < {"exact": 1e-9, "model": 1e-3, "linears": 1e-2, "off": 1.0}[level]
+        assert (metrics["mismatch/abs_mean"] > 1e-5) == (level in ("off", "linears"))
+
+
 def test_every_layer_is_quantized_once_an_optimizer_step(tmp_path, monkeypatch):
     """Two mini-batches of two micro-batches each, old log-probs and a publish: 28 layers, two quantizations each."""
     settings = config(tmp_path, "actor.ppo_micro_batch_size_per_gpu=24", "trainer.val_max_prompts=16")

@@ -146,3 +146,28 @@ def test_graphs() -> None:
             made.fill_(float("nan"))
             graph.replay()
             assert torch.equal(made, expected), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_own_kernels_of_few_and_many_rows(scheme: str) -> None:
+    """`quant.kernels=qarl`: a row's bits depend neither on the other rows nor on the layer being fused."""
+    from qarl.kernels.registry import OWN_KERNELS
+    from qarl.quant import get_scheme, quantize
+
+    device, n, k = torch.device("cuda", 0), 512, 4096
+    kernel = OWN_KERNELS["qarl"][scheme]
+    if why_not := kernel.unavailable(scheme, device, (n, k)):
+        pytest.skip(why_not)
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = (torch.randn(3 * n, k, generator=generator, device=device) / 64).bfloat16()
+    x = torch.randn(300, k, generator=generator, device=device).bfloat16()
+
+    def product(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return kernel.linear(rows, kernel.prepare(quantize(of, get_scheme(scheme, 128)).tensors), None)
+
+    whole = product(x, weight)
+    for cut in ((1, 7, 64, 228), (292, 7, 1), (300,)):
+        parts = torch.cat([product(rows, weight) for rows in x.split(cut)])
+        assert torch.equal(parts, whole), cut
+    assert torch.equal(product(x, weight[:n]), whole[:, :n])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from expert_cases import exact, exact_bf16, exact_weight, make, off, stacked
 
 from qarl.kernels.cpu import experts as cpu
@@ -20,7 +20,7 @@ from qarl.kernels.cpu.vllm_ops import cpu_ops_missing
 from qarl.kernels.experts.fused import choose_experts_kernel
 from qarl.kernels.experts.grouped import ExpertsShape
 
-pytestmark = needs_w4a16_cpu
+pytestmark = [needs_w4a16_cpu, needs_vllm_cpu]
 CPU = torch.device("cpu")
 SCHEMES = ("w4a16", "w8a8", "fp8")
 SHAPE = ExpertsShape(experts=6, top_k=3, hidden=128, intermediate=64)

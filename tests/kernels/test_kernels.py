@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors import unpack_from_int32
-from cpu_features import needs_w4a16_cpu
+from cpu_features import needs_vllm_cpu, needs_w4a16_cpu
 from torch import nn
 
 from qarl.errors import UserError
@@ -218,6 +218,7 @@ def threads(request) -> Iterator[int]:
 
 @pytest.mark.long
 @needs_w4a16_cpu
+@needs_vllm_cpu
 @pytest.mark.parametrize("shape", [(33, 47), (1, 8), (128, 1001), (1536, 512)])
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_kernels_have_the_bits_of_vllms_kernel_classes(scheme, shape, threads):
@@ -290,7 +291,8 @@ def test_kernel_choice_names_its_reason():
     assert choice.kernel is ReferenceW4A16Linear and "runs on cpu" in choice.reason
     choice = choose_linear_kernel("w4a16", CPU, (48, 64))
     assert choice.kernel is ReferenceW4A16Linear and "multiples of 32" in choice.reason
-    assert choose_linear_kernel("w4a8", CPU, (64, 64)).reason == "reference"
+    choice = choose_linear_kernel("w4a8", torch.device("meta"), (64, 64))
+    assert choice.reason == "reference; not qarl_cpu_w4a8: runs on cpu, not on meta"
     with pytest.raises(UserError, match="no kernel can multiply by fp3 weights"):
         choose_linear_kernel("fp3", CPU, (64, 64))
 
@@ -323,6 +325,7 @@ def test_int8_kernels_follow_the_cpu(monkeypatch):
 
 
 @needs_w4a16_cpu
+@needs_vllm_cpu
 @pytest.mark.parametrize("tiles", [True, False])
 def test_int8_runs_the_operator_that_vllm_picks_for_this_cpu(monkeypatch, tiles):
     layers = pytest.importorskip("vllm.model_executor.layers.utils")

@@ -89,7 +89,10 @@ def test_what_vllm_does_otherwise_is_said(pretend_cuda: Any) -> None:
     device = torch.device("cuda", 0)
     marlin, cutlass = vllm_experts.VllmMarlinExperts, vllm_experts.VllmCutlassExperts
     why_not = marlin.unavailable("w4a16", device, QWEN3_30B._replace(intermediate=96), 32)
-    assert why_not == "vLLM pads an intermediate size of 96 to a multiple of 64"
+    assert why_not in (
+        "vLLM pads an intermediate size of 96 to a multiple of 64",
+        "here vLLM itself runs CompressedTensorsWNA16MoEMethod",  # vLLM 0.24 does not pad
+    )
     for one_group in ({"intermediate": 128}, {"hidden": 128}):
         assert "one group per row" in (marlin.unavailable("w4a16", device, QWEN3_30B._replace(**one_group), 128) or "")
     both = QWEN3_30B._replace(hidden=128, intermediate=128)

@@ -87,7 +87,8 @@ def multiplied(layer: QuantExperts, leaf: str) -> torch.Tensor:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("scheme", "kernel"), KERNELS)
 def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: str, kernel: str, routing: str) -> None:
-    """In norm: 0.6% of the output, 1% of each gradient. BF16 rounds an element by at most 0.4%, some times in a row."""
+    """In norm: 0.6% of the output, 1% of each gradient. BF16 rounds an element by at most 0.4%, some times in a row.
+    2% of the routing weights' gradients: each is a sum over a token's outputs, whose terms cancel."""
     try:
         layer, ids = make_layer(scheme, kernel=kernel), torch.tensor(ROUTINGS[routing])
     except UserError as error:
@@ -105,7 +106,7 @@ def test_forward_and_all_gradients_against_a_float64_loop_over_experts(scheme: s
     assert y.dtype == torch.bfloat16 and off(y, expected) < 0.006
     for found, other in zip((x, weights, layer.gate_up_proj, layer.down_proj), (*inputs, *stacks), strict=True):
         assert found.grad is not None and other.grad is not None and found.grad.dtype == torch.bfloat16
-        assert off(found.grad, other.grad) < 0.01
+        assert off(found.grad, other.grad) < (0.02 if found is weights else 0.01)
     idle = [expert for expert in range(EXPERTS) if expert not in ids]
     for stack in (layer.gate_up_proj, layer.down_proj):
         assert stack.grad is not None and not stack.grad[idle].any()

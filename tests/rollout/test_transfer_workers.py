@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_features import NO_VLLM_CPU, vllm_is_for_cpus
 from publish_streams import engine_model, receiver, weights
 
-pytest.importorskip("vllm")
+if not vllm_is_for_cpus():
+    pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from torch import nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from cpu_features import needs_w4a16_cpu
+from cpu_features import NO_VLLM_CPU, needs_w4a16_cpu, vllm_is_for_cpus
 from random_moe import IGNORE, save_random_moe
 
-pytest.importorskip("vllm")
+if not vllm_is_for_cpus():
+    pytest.skip(NO_VLLM_CPU, allow_module_level=True)
 
 from qarl.checks.run import CHECKS
 from qarl.errors import UserError

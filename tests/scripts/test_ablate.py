@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import random
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,6 +213,29 @@ def test_a_suite_runs_once_and_is_continued(fake: Any) -> None:
     assert fake.main("sorting", "--seeds", "0", "--arms", "off", "--set", "optim.lr=1e-5") == (0, ["off-s0"])
     assert fake.main("sorting", "--arms", "none") == (2, [])
     assert fake.main("no_such_suite") == (2, [])
+
+
+def test_a_run_of_another_suite_with_the_same_config_is_not_made_again(scripts: Any, tmp_path: Path) -> None:
+    schemes, remedies = (scripts.suites.load_suite(name) for name in ("schemes", "remedies"))
+
+    def arguments(suite: Any, arm: str, seed: int) -> tuple[Path, list[str]]:
+        run, folder = suite.run(arm, seed), tmp_path / suite.name
+        return folder / run.name, scripts.ablate.arguments_of(suite, run, folder, [])
+
+    folder, given = arguments(schemes, "qarl_grpo", 0)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    record = {"arguments": given, "config": scripts.ablate.config_of(given), "failed": None, "minutes": 3.0}
+    (folder / "ablation_run.json").write_text(json.dumps(record))
+    same, its = arguments(remedies, "model", 0)
+    for _ in range(2):
+        assert scripts.ablate.finished(same, its) == record | {"arguments": its}
+        assert (same / "metrics.jsonl").read_text() == "{}\n"
+    for arm, seed in (("model", 1), ("exact", 0), ("off", 0)):
+        assert scripts.ablate.finished(*arguments(remedies, arm, seed)) is None
+    (folder / "ablation_run.json").write_text(json.dumps(record | {"failed": "exit code 1"}))
+    shutil.rmtree(same)
+    assert scripts.ablate.finished(same, its) is None
 
 
 def test_a_search_runs_to_its_verdict(fake: Any) -> None:

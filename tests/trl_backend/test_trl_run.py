@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("trl")
 
 from checkout import ROOT
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -50,12 +51,60 @@ def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
+def test_own_kernels_have_no_mismatch(scheme: str, kernels: str) -> None:
+    (found,) = trl_cpu.run({"max_steps": 2, "quant_scheme": scheme, "quant_kernels": kernels})
+    assert [one["mismatch/abs_max"] <= 1e-6 for one in found["history"]] == [True, True]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "sapo"])
 def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
     (found,) = trl_cpu.run({"max_steps": 2, "loss_type": loss_type, "beta": 0.01 if loss_type == "grpo" else 0.0})
     assert [one["mismatch/abs_max"] for one in found["history"]] == [0.0, 0.0]
     if loss_type == "grpo":  # the reference is quantized too, so it is the policy before the first update
         assert found["history"][0]["kl"] == 0.0
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_train_as_one_batch_does() -> None:
+    """Four micro-batches of four rows, beside two of eight: the same rollouts, and the same update but for rounding."""
+    steps = {"max_steps": 2, "seed": 1, "quant_align": "exact"}  # `model` is exact only for larger micro-batches
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    (whole,) = trl_cpu.run(steps | {"gradient_accumulation_steps": 2, "steps_per_generation": 2})
+    (parts,) = trl_cpu.run(steps | halves)
+    for one, other in zip(whole["history"], parts["history"], strict=True):
+        assert one["mismatch/abs_max"] == other["mismatch/abs_max"] == 0.0
+    first, same = whole["history"][0], parts["history"][0]
+    assert first["reward"] == same["reward"]
+    assert same["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
+    assert len(set(parts["digests"].values())) == 2
+
+
+@pytest.mark.slow
+def test_deltas_publish_what_full_tensors_do(tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "learning_rate": 1e-6}
+    (full,) = trl_cpu.run(settings | {"publish_delta": "off"})
+    (delta,) = trl_cpu.run(settings | {"publish_delta": "auto", "save_quantized": str(tmp_path)})
+    assert full["digests"] == delta["digests"] and full["masters"] == delta["masters"]
+    assert [one["mismatch/abs_max"] for one in delta["history"]] == [0.0] * 4
+    sent = [[one["publish/mbytes"] for one in found["history"] if "publish/mbytes" in one] for found in (full, delta)]
+    assert sent[1][0] == pytest.approx(sent[0][0], rel=1e-2) and sent[1][-1] < sent[0][-1] / 4, sent
+    saved = load_file(tmp_path / "model.safetensors")
+    last = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert last["format"] == "pack-quantized" and any(name.endswith("weight_packed") for name in saved)
+    assert trl_cpu.digest(sorted(saved.items())) == delta["published"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_the_training_as_it_is() -> None:
+    settings = {"max_steps": 4, "per_device_eval_batch_size": 8, "num_generations_eval": 4, "quant_align": "exact"}
+    (plain,) = trl_cpu.run(settings)
+    (watched,) = trl_cpu.run(settings | {"eval_strategy": "steps", "eval_steps": 2})
+    assert [one["step"] for one in watched["evaluations"]] == [2, 4]
+    assert all(one["eval_reward"] > 0 for one in watched["evaluations"])
+    assert [one["mismatch/abs_max"] for one in watched["history"]] == [0.0] * 4
+    assert len(set(plain["digests"].values())) == len(set(watched["digests"].values())) == 4
 
 
 @pytest.mark.slow

@@ -174,10 +174,12 @@ ELSEWHERE = {
     "quant.mismatch_limit": "qarl.metrics.guard looks at verl's metrics",
     "trainer.resume_from_path": "tested below, with resume_mode",
     "verl": "tested below",
+    "actor.kl_loss_coef": "without actor.use_kl_loss it has no effect, and that key is refused",
 }
 
 REFUSED = {
     "rollout.rebuild_on_failure": True,
+    "actor.use_kl_loss": True,
     "rollout.top_p": 0.8,
     "rollout.top_k": 20,
 }

@@ -12,13 +12,16 @@ from verl_runs import quickstart
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
+from qarl.config.objectives import LOSSES
+from qarl.objectives.settings import Correction
+from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
 from qarl.quant.scheme import SCHEMES
 from qarl.tbpo import TBPOConfig
-from qarl.verl.plugin.config import tbpo_config
+from qarl.verl.plugin.config import objective_settings, tbpo_config
 from qarl.verl.run import verl_keys
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -43,7 +46,9 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     actor, rollout = group.actor_rollout_ref.actor, group.actor_rollout_ref.rollout
     assert tbpo_config(omega_conf_to_dataclass(actor.policy_loss), actor.loss_agg_mode) == TBPOConfig()
     overridable = set(actor.policy_loss) - {one.name for one in dataclasses.fields(PolicyLossConfig)}
-    assert overridable - {"_target_"} == {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
+    bands = {one.name for one in dataclasses.fields(TBPOConfig)} - {"loss_agg_mode"}
+    assert overridable - {"_target_"} == bands | {"mis_imp_ratio_cap", "correction"}
+    assert OmegaConf.to_container(actor.policy_loss.correction) == ours.rollout_correction.model_dump()
     keys = verl_keys(ours, True)
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
@@ -61,6 +66,53 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     assert flat(machine)["actor_rollout_ref.actor.strategy"] == "fsdp2"  # also without +qarl: verl's default is FSDP1
     for key, value in flat(machine).items():
         assert named[key] == OmegaConf.select(group, key), (key, value)
+
+
+GIVEN = (
+    "hydra.searchpath=[pkg://qarl.verl.plugin.hydra]",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+)
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*GIVEN, *overrides])
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "tbpo"])
+def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
+    group = composed("+qarl=w4a16", f"+qarl_loss={loss}")
+    ours = quickstart(**{"actor.loss": loss})
+    found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    wanted = objective_settings_of_a_run(ours)
+    unused = {"loss_scale_factor": 1, "tbpo": TBPOConfig()}
+    if loss in ("gspo", "mis_gspo", "reinforce", "sapo"):  # they have no dual clip
+        unused["clip_ratio_c"] = found.clip_ratio_c
+    assert found == dataclasses.replace(wanted, **unused)
+    estimator = verl_keys(ours, True)["algorithm.adv_estimator"]
+    assert group.algorithm.adv_estimator == (estimator if loss == "reinforce" else "gae")
+
+
+def test_a_correction_can_be_set_on_verls_command_line():
+    key = "actor_rollout_ref.actor.policy_loss.correction"
+    group = composed(
+        "+qarl=w4a16", "+qarl_loss=grpo", f"{key}.rollout_rs=[seq_sum_k3]", f"{key}.rollout_rs_threshold=[1]"
+    )
+    found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
+    assert found.correction == Correction(rollout_rs=("seq_sum_k3",), rollout_rs_threshold=(1,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+qarl_loss=grpo", "+qarl=w4a16"], "would be ignored"),
+        (["+qarl=w4a16", "+actor_rollout_ref.actor.policy_loss.objective=ppo"], "there is no objective 'ppo'"),
+    ],
+)
+def test_an_objective_that_would_be_ignored_is_refused(overrides, words):
+    actor = composed(*overrides).actor_rollout_ref.actor
+    with pytest.raises(Exception, match=words):
+        omega_conf_to_dataclass(actor.policy_loss)
 
 
 def test_hydra_finds_the_groups_without_a_warning():
@@ -83,6 +135,6 @@ def test_the_groups_are_in_the_package_that_is_built():
         for pattern in patterns
         for path in (ROOT / package.replace(".", "/")).glob(pattern)
     }
-    assert len(files) == 6 and files <= packaged
+    assert len(files) == 13 and files <= packaged
     modules = [path.parent.relative_to(ROOT) for path in ROOT.glob("qarl/**/__init__.py")]
     assert {path.as_posix().replace("/", ".") for path in modules} <= set(tools["packages"])

@@ -95,3 +95,22 @@ def test_rollout_measures_the_mismatch_of_the_first_mini_batch(runs):
 
 def test_the_limit_on_the_mismatch_stops_a_run_that_takes_the_rollouts_log_probs(runs):
     assert runs["over_the_limit"]["error"].startswith("MismatchError")
+
+
+def test_a_checkpoint_keeps_the_counts(runs):
+    """Whatever the scenario left: a resumed run is as patient as before."""
+    before, after = runs["first_mini_batch"]["counts"]
+    assert before == after and before["patience"] == 2
+    before, after = runs["auto"]["counts"]
+    assert before == after == {"clean": 1, "patience": 1}
+
+
+def test_the_entropy_is_that_of_the_pass_or_of_the_sampled_rows(runs):
+    """With all rows outside the first mini-batch sampled, the entropy is over these four; without a sample there is
+    none. All rows are from one policy, so both are of one size."""
+    whole = column(runs["recompute"], "actor/entropy")
+    sampled = column(runs["auto"], "actor/entropy")
+    assert sampled[0] == whole[0] and None not in sampled
+    assert all(one == pytest.approx(other, rel=0.2) for one, other in zip(sampled, whole, strict=True))
+    assert sampled[1:] != whole[1:]
+    assert column(runs["unchecked"], "actor/entropy")[1:] == [None] * (COUNT - 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qarl.bench.arguments import DEVICES, device_of, read
 from qarl.bench.sources import LINEARS, Source, find_model, linear_shapes
-from qarl.config.schema import ROLLOUT_SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 OPERATIONS = ("linear", "input_gradient", "quantize", "quantize_activations")

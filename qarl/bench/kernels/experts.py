@@ -169,8 +169,8 @@ def _product(
 
 
 def _cost(way: Routing, weight: torch.Tensor) -> tuple[int, Callable[[int], int]]:
-    """Return the FLOP, and a function from the bytes of all weights to the bytes that must move.
-    These are the activations, and the weights of experts that have rows."""
+    """Return the FLOP, and a function. Given the size of all weights in bytes, the function returns how many bytes
+    the product must read or write: the activations, and the weights of the experts that have rows."""
     rows, share = len(way.order), _share(way)
     activations = 2 * rows * (weight.shape[1] + weight.shape[2])
     return 2 * rows * weight[0].numel(), lambda nbytes: activations + int(share * nbytes)

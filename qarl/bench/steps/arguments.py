@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from qarl.bench.arguments import DEVICES, check_divides, device_of, read
 from qarl.bench.sources import Source, default_group_size, find_model
-from qarl.config.schema import ROLLOUT_SCHEMES
+from qarl.config.quant import ROLLOUT_SCHEMES
 from qarl.errors import UserError
 
 LEVELS = ("off", "linears", "model", "exact")

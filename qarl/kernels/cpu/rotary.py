@@ -17,23 +17,43 @@ from qarl.process import configure_vllm_process
 def engine_rotary(config: Any, head_size: int) -> Any:
     """Build vLLM's rotary module from this transformers config, as vLLM's Llama, Qwen2 and Qwen3 models do.
 
+    vLLM keeps each module and returns it to later callers. So the result may be a module of an engine in this process,
+    whose buffers are not readable while that engine sleeps. A new module is not left to engines that start later,
+    because they would use its table, which may have been computed on a different device.
+
     Raise ValueError or KeyError if vLLM rejects the config's `rope_parameters`.
     """
     configure_vllm_process()
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.transformers_utils.config import patch_rope_parameters
 
     config = copy.deepcopy(config)
     patch_rope_parameters(config)
+    modules: dict[Any, Any] = getattr(rotary_embedding, "_ROPE_DICT", {})
+    before = set(modules)
     with set_current_vllm_config(VllmConfig()):
-        return get_rope(
+        found = rotary_embedding.get_rope(
             head_size,
             max_position=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
             dual_chunk_attention_config=getattr(config, "dual_chunk_attention_config", None),
             dtype=torch.bfloat16,
         )
+    for key in set(modules) - before:
+        del modules[key]
+    return found
+
+
+def computed_turns(rotary: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the cosines and sines of the engine's table on a device, BF16 [positions, D / 2] each.
+
+    vLLM computes its table on the engine's device. A GPU's powers and cosines differ a little from a CPU's.
+    """
+    with device:
+        table: torch.Tensor = rotary._compute_cos_sin_cache()
+    cosines, sines = table.bfloat16().chunk(2, dim=-1)
+    return cosines, sines
 
 
 def engine_turn(rotary: Any, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

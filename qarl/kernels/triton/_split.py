@@ -38,9 +38,9 @@ def sum_parts(workspace_ptr, counter_ptr, tile, tiles, parts, ROWS: tl.constexpr
 def split(
     tile: Tile, tiles: int, blocks: int, size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Return (parts, workspace, counters) for `tiles` sums of `size` elements over `blocks`, or (1, None, None).
-
-    The latter means that the sums are not split.
+    """Return how many parts each sum is split into, and the workspace and counters for them. There are `tiles` sums.
+    Each adds `blocks` blocks and has a result of `size` elements. If the sums are not split, return
+    (1, None, None).
     """
     count = parts(tile, tiles, blocks, device)
     if count == 1:

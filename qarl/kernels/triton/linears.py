@@ -66,6 +66,8 @@ class _TritonLinear:
 class TritonW4A16Linear(_TritonLinear, BF16Activations):
     """int4 weights, dequantized in registers, or with many rows in a transient buffer (w4a16.py)."""
 
+    prepared = PackedWeight
+
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
         """Return the wire tensors themselves."""
@@ -89,6 +91,7 @@ class TritonW8A8Linear(_TritonLinear):
     """int8 weights and activations. Our kernel quantizes the activations (activations.py, scaled_mm.py)."""
 
     dtype = torch.int8
+    prepared = ScaledWeight
 
     @staticmethod
     def prepare(tensors: Mapping[str, torch.Tensor]) -> ScaledWeight:
@@ -125,7 +128,7 @@ class TritonFP8Linear(TritonW8A8Linear):
 
 
 class TritonInvariantW4A16Linear(TritonW4A16Linear):
-    """Use one tile and one order of summation for any number of rows. The registry returns it only if forced to."""
+    """Use one tile and one order of summation for any number of rows. Chosen by quant.kernels=qarl."""
 
     name = "triton_batch_invariant"
     batch_invariant = True

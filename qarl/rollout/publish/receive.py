@@ -149,7 +149,8 @@ class WeightReceiver:
             self._commit(wire.read_record(name, tensor))
         elif wire.is_record(name):
             raise UserError(
-                f"the engine does not know the record {name}", fix="use the same version of QaRL on both sides"
+                f"the engine does not know the message {name} of this publish",
+                fix="use the same version of QaRL on both sides",
             )
         else:
             self._unit.append((name, tensor.clone() if self.clone else tensor))

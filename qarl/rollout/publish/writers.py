@@ -307,7 +307,15 @@ def _write_fp8(module: nn.Module, parts: list[Part]) -> None:
     _write_bias(layer, parts)
 
 
+def _write_own(module: nn.Module, parts: list[Part]) -> None:
+    """Write int4 weights of a layer that runs QaRL's own kernel (`qarl.rollout.vllm_plugin.linears`)."""
+    layer: Any = module
+    layer.scheme.kernel.write(layer, {name: _stacked(parts, name) for name in ("weight_packed", "weight_scale")})
+    _write_bias(layer, parts)
+
+
 _WRITERS: dict[str, Writer] = {
+    "QaRLInt4LinearKernel": _write_own,
     "CPUWNA16LinearKernel": _write_wna16,
     "CPUInt8ScaledMMLinearKernel": _write_int8,
     "ChannelWiseTorchFP8ScaledMMLinearKernel": _write_fp8,

@@ -1,5 +1,4 @@
-"""QaRL's plugin for vLLM, so that vLLM serves mixtures of experts on CPUs. vLLM loads the plugin in each of its
-processes through the entry point `vllm.general_plugins`.
+"""QaRL's plugin for vLLM. vLLM loads it in each of its processes through the entry point `vllm.general_plugins`.
 
 On a CPU, the plugin adds three things that vLLM 0.29 lacks:
 
@@ -10,11 +9,13 @@ On a CPU, the plugin adds three things that vLLM 0.29 lacks:
 
 On other devices, vLLM's own backends serve experts.
 
-On every device, the plugin also registers the transfer engine `qarl`, which receives publishes from another process or
-host (`transfer.py`).
+On every device, the plugin also registers two things:
 
-`internals.py` is the only file that imports vLLM's layers. `experts.py` and `transfer.py` have the classes that are
-registered. Nothing is patched, because vLLM has a registry for each class.
+- QaRL's own linear kernels, which an engine uses only if `quant.kernels` asks for them (`linears.py`).
+- The transfer engine `qarl`, which receives publishes from another process or host (`transfer.py`).
+
+Only `internals.py` (for `experts.py`) and `linears.py` import vLLM's layers. `experts.py`, `linears.py` and
+`transfer.py` have the classes that are registered. Nothing is patched, because vLLM has a registry for each class.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ENTRY_POINT = "qarl"
 _CALLED = "vLLM has not called it"
 _why_not: str | None = _CALLED
 """The reason why the plugin is not registered in this process, or None if it is registered or not needed."""
+_no_linears: str | None = _CALLED
+"""The reason why the plugin's linear kernels are not registered in this process, or None if they are."""
 
 
 def register() -> None:
@@ -39,6 +42,7 @@ def register() -> None:
     never raises, because an unsupported version of vLLM can still serve dense models."""
     global _why_not
     _register_transfer()
+    _register_linears()
     if _why_not is None:
         return
     from vllm.platforms import current_platform
@@ -64,6 +68,37 @@ def _register_transfer() -> None:
     with suppress(ValueError):  # registered already
         of_engines.register_engine(ENTRY_POINT, module, "QaRLTransferEngine")
         of_trainers.register_engine(ENTRY_POINT, module, "QaRLTrainerTransfer")
+
+
+def _register_linears() -> None:
+    """Register QaRL's linear kernels, once per process."""
+    global _no_linears
+    if _no_linears is None:
+        return
+    try:
+        from qarl.rollout.vllm_plugin import linears
+
+        linears.register()
+        _no_linears = None
+    except (ImportError, AttributeError, TypeError) as error:
+        _no_linears = f"the plugin does not support this version of vLLM: {type(error).__name__}: {error}"
+
+
+def check_linears_loaded(kernels: str) -> None:
+    """Raise UserError if `quant.kernels` asks for QaRL's own kernels and they are not registered in this process."""
+    if kernels == "engine":
+        return
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if _no_linears is not None:
+        why, fix = _reason(_no_linears)
+        raise UserError(
+            "vLLM runs without QaRL's linear kernels",
+            where=f"quant.kernels={kernels}, entry point {ENTRY_POINT} of vllm.general_plugins",
+            why=why,
+            fix=fix,
+        )
 
 
 def check_loaded(hf_config: Any) -> None:
@@ -111,17 +146,19 @@ def _left_out() -> bool:
     return allowed is not None and ENTRY_POINT not in allowed.split(",")
 
 
+def _reason(why_not: str) -> tuple[str, str]:
+    """Return why the plugin, or a part of it, is not registered (`why_not`) in plain words, and what to do."""
+    if why_not is not _CALLED:
+        return why_not, "install the vLLM that requirements/ locks"
+    if _left_out():
+        allowed = os.environ["VLLM_PLUGINS"]
+        return f"VLLM_PLUGINS={allowed} leaves it out", f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it"
+    return "this installation of qarl has no entry point in vllm.general_plugins", "install qarl again with pip"
+
+
 def not_loaded() -> UserError:
     """Return the error for an engine that would serve experts without the plugin."""
-    if _why_not is not _CALLED:
-        why, fix = _why_not, "install the vLLM that requirements/ locks"
-    elif _left_out():
-        why, fix = (
-            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} leaves it out",
-            f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it",
-        )
-    else:
-        why, fix = "this installation of qarl has no entry point in vllm.general_plugins", "install qarl again with pip"
+    why, fix = _reason(_why_not or _CALLED)
     return UserError(
         "the model is a mixture of experts, but vLLM runs without QaRL's plugin",
         where=f"entry point {ENTRY_POINT} of vllm.general_plugins",

@@ -15,6 +15,7 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
+from qarl.config.objectives import LOSSES
 from qarl.errors import UserError
 from qarl.objectives.settings import Correction, Settings
 from qarl.tbpo import TBPOConfig
@@ -63,6 +64,23 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
     objective: str = "tbpo"
     mis_imp_ratio_cap: float = 2.0
     correction: Any = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UserError if the objective is unknown, or if `loss_mode` would ignore it."""
+        where = "actor_rollout_ref.actor.policy_loss"
+        if self.objective not in LOSSES:
+            raise UserError(
+                f"there is no objective {self.objective!r}",
+                where=f"{where}.objective",
+                fix=f"choose one of {', '.join(LOSSES)}",
+            )
+        if self.loss_mode == "tbpo" and self.objective != "tbpo":
+            raise UserError(
+                f"objective={self.objective} would be ignored with loss_mode=tbpo",
+                where=f"{where}.loss_mode",
+                why="+qarl=SCHEME sets tbpo, and a +qarl_loss=NAME before it is overridden",
+                fix=f"write +qarl_loss={self.objective} after +qarl=SCHEME, or set loss_mode=qarl",
+            )
 
 
 @dataclass
@@ -122,6 +140,13 @@ def quant_settings(given: Mapping[str, Any]) -> QuantSettings:
     values = {key: value for key, value in given.items() if key in known}
     if "ignore" in values:
         values["ignore"] = [values["ignore"]] if isinstance(values["ignore"], str) else list(values["ignore"])
+    if values.get("scheme") == "w4a8":
+        raise UserError(
+            "QaRL's actor for verl does not support w4a8",
+            where="actor_rollout_ref.actor.fsdp_config.quant.scheme",
+            why="vLLM would compute W4A16. QaRL gives its own W4A8 kernel only to the engine of backend=local",
+            fix="set it to w4a16 or w8a8, or run backend=local with quant.kernels=qarl",
+        )
     for key, allowed in _CHOICES.items():
         if key in values and values[key] not in allowed:
             raise UserError(
@@ -175,6 +200,7 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
         mis_imp_ratio_cap=policy_loss.mis_imp_ratio_cap,
         loss_scale_factor=actor.loss_scale_factor or 1,
         correction=correction,
+        tbpo=tbpo_config(policy_loss, loss_agg_mode) if policy_loss.objective == "tbpo" else TBPOConfig(),
     )
 
 

@@ -85,6 +85,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
     scheme = get_scheme("bf16")
     ignore: tuple[str, ...] = ()
     align: str = "off"
+    _limit_level: str = "off"
     _head: LogProbHead | None = None
     _outbox: Outbox | None = None
     _responses: int | None = None
@@ -127,7 +128,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         aligned = align_model(
             module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
         )
-        self.align = aligned.level
+        self.align, self._limit_level = aligned.level, aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
         self._head = replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
         if self.rank == 0:
@@ -329,7 +330,7 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         warning = check_mismatch(
             abs_mean,
             limit=DEFAULT_LIMITS[UNQUANTIZED] if self.quant is None else self.quant.mismatch_limit,
-            level=self.align,
+            level=self._limit_level,
             before_first_update=before_first_update,
             response_length=length,
             temperature=self._temperature,

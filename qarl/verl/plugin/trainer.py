@@ -2,11 +2,12 @@
 
 QaRL registers this trainer in verl as `qarl_sync` (`register_trainer`). QaRL's configs choose it by
 `trainer.v1.trainer_mode` if `actor.old_log_probs` is `rollout` or `auto`. `qarl.trainer.old_log_probs` explains when
-the pass is skipped and what is checked. Two methods of verl's trainer are overridden:
+the pass is skipped and what is checked. These methods of verl's trainer are overridden:
 
     _compute_old_log_prob   recomputes the old log-probs, or takes the rollout's and checks a sample of rows
     _update_actor           tells the engine to check the first mini-batch (`qarl.verl.plugin.first_mini_batch`). If the
                             engine drops the update, it recomputes old log-probs and advantages, and updates again.
+    _save_checkpoint, _load_checkpoint   also write and read the counts of `auto`
 
 verl computes `actor/entropy` in the pass. In a step without the pass, it is the entropy of the sampled rows, or is
 missing if no rows were sampled. verl divides a step's rows into equal, contiguous shares, one per rank. Each rank takes
@@ -16,15 +17,19 @@ its mini-batches from its share in order, unless `actor.shuffle` is set.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue as tq
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from qarl.checkpoint.json_file import write_json
 from qarl.trainer.old_log_probs import Skipping, differing_tokens, find_probability, sample_size
 from qarl.verl.plugin.first_mini_batch import DIFFERING, RELIES
 
@@ -32,6 +37,8 @@ _log = logging.getLogger("qarl.verl.plugin")
 _log.setLevel(logging.INFO)
 
 NAME = "qarl_sync"
+COUNTS = "old_log_probs.json"
+"""File in verl's folder of a checkpoint, with the counts of `auto`."""
 
 
 @register_trainer(NAME)
@@ -59,7 +66,7 @@ class QaRLTrainerSync(PPOTrainerSync):
     """The value of `RELIES` for the batch of this step."""
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        skips = self._skipping.skips if self._mode == "auto" else self._mode == "rollout" and self._started
+        skips = self._started and (self._skipping.skips if self._mode == "auto" else self._mode == "rollout")
         self._started, self._relies = True, None
         metrics |= {"old_log_probs/recomputed": float(not skips), "old_log_probs/fallback": 0.0}
         metrics["old_log_probs/checked_frac"] = 1.0 if not skips else self._first_rows() / (len(batch) // self._ranks())
@@ -127,7 +134,7 @@ class QaRLTrainerSync(PPOTrainerSync):
 
         names = [own, "rollout_log_probs", "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        if own == "log_probs":  # this column also has log-probs of prompts
+        if own != "old_log_probs":  # the other columns also have values of prompts
             data[own] = response_from_nested(data[own], data["response_mask"])
         data = data.select(*names).to_padded_tensor()
         return data[own].float(), data["rollout_log_probs"].float(), data["response_mask"] != 0
@@ -151,9 +158,41 @@ class QaRLTrainerSync(PPOTrainerSync):
             "micro_batch_size_per_gpu": size,
         }
         self.actor_rollout_wg.compute_log_prob(sample)
+        metrics["actor/entropy"] = self._entropy(sample)
         metrics["old_log_probs/find_prob"] = find_probability(len(others), count)
         metrics["old_log_probs/checked_frac"] += count / len(batch)
         return differing_tokens(*self._columns(sample, "log_probs")) > 0
+
+    def _entropy(self, sample: Any) -> float:
+        """Return the entropy of sampled rows, averaged as verl averages that of all rows."""
+        actor = self.config.actor_rollout_ref.actor
+        entropies, _, mask = self._columns(sample, "entropy")
+        found = agg_loss(
+            loss_mat=entropies,
+            loss_mask=mask.float(),
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor,
+        )
+        return float(found)
+
+    def _save_checkpoint(self) -> Any:
+        # Before the rest, because verl declares the checkpoint complete at the end of its own method.
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / COUNTS, self._skipping.state_dict())
+        return super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> Any:
+        found = super()._load_checkpoint()
+        path = self._resumed_from() / COUNTS
+        if self._mode == "auto" and self.global_steps and path.is_file():
+            self._skipping.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        return found
+
+    def _resumed_from(self) -> Path:
+        trainer = self.config.trainer
+        given = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        return Path(given or Path(trainer.default_local_dir) / f"global_step_{self.global_steps}")
 
     def _ranks(self) -> int:
         """Return the number of data-parallel ranks, which have different rows."""

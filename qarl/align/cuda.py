@@ -1,0 +1,250 @@
+"""Level `model` on NVIDIA GPUs: vLLM's operators in the trainer's forward, with backwards in PyTorch.
+
+    norms        vLLM's `rms_norm` and `fused_add_rms_norm`. transformers adds residuals in BF16, as vLLM does on a GPU
+    rotary       transformers' formula on FP32 copies of vLLM's cosines and sines. Products of BF16 numbers are exact in
+                 FP32, so this is vLLM's operator bit for bit
+    SwiGLU       vLLM's `silu_and_mul`
+    attention    vLLM's FlashAttention 3 with one split (`qarl.kernels.cuda.flash`)
+    lm_head      `F.linear` in BF16, as at all levels
+
+`qarl.kernels.cuda.contracts` says what each operator rounds. No device has confirmed them, so the level is
+`unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
+
+The engine must run the same operators, so it must not compile the model, and it must use one split
+(`contracts.ENGINE_ARGUMENTS`).
+
+Linears are not part of this module. In W8A8 the engine's int8 sums are exact, so they are equal for any number of rows.
+W4A16 and FP8 sum in an order that depends on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qarl.align.blocks import align_module
+from qarl.align.rotary import head_size_of
+from qarl.align.rows import Lengths, in_rows, lengths_of_rows, rows_mask, varlen_attention
+from qarl.kernels.cpu import rotary as vllm_rotary
+from qarl.kernels.cuda import contracts, flash, layer_ops
+
+CUDA_ATTENTION = "qarl_cuda"
+
+
+def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str | None:
+    """Return why this level cannot be used for a model config and a compute capability (None: unknown), or None."""
+    if config.model_type == "qwen3_moe":
+        return "is built for dense models on cuda, not for mixtures of experts"
+    return flash.unavailable(capability)
+
+
+def unconfirmed_on_cuda() -> str | None:
+    """Return a sentence about operators of this level that no device has confirmed, or None if there are none."""
+    names = contracts.unconfirmed()
+    if not names:
+        return None
+    return (
+        f"unconfirmed: no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
+        "scripts/gpu_check.sh compares them"
+    )
+
+
+def align_layers(model: Any) -> dict[str, int]:
+    """Give the layers of a transformers causal LM the forwards of this module. Return the number of them by kind."""
+    base, norms = model.model, 0
+    register_cuda_attention()
+    model.set_attn_implementation(CUDA_ATTENTION)
+    align_module(base.rotary_emb, CudaRotaryEmbedding)
+    base.rotary_emb.turns = None
+    for number, layer in enumerate(base.layers):
+        align_module(layer, CudaDecoderLayer)
+        align_module(layer.mlp, CudaMLP)
+        found = [(layer.input_layernorm, number > 0), (layer.post_attention_layernorm, True)]
+        found += [(norm, False) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))]
+        for norm, after_sum in found:
+            _align_norm(norm, after_sum)
+        norms += len(found)
+    _align_norm(base.norm, True)
+    count = len(base.layers)
+    kinds = ("decoder layers (rotary)", "MLPs", f"attentions ({CUDA_ATTENTION})")
+    return {**dict.fromkeys(kinds, count), "norms": norms + 1}
+
+
+def _align_norm(norm: Any, after_sum: bool) -> None:
+    align_module(norm, CudaRMSNorm)
+    norm.after_sum = after_sum
+
+
+class CudaRMSNorm(nn.Module):
+    """RMSNorm by vLLM's operator. `after_sum`: whether the input is the sum of a residual addition. BF16 [..., K]."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    after_sum: bool
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon, self.after_sum)
+        return output
+
+
+class CudaMLP(nn.Module):
+    """SwiGLU by vLLM's operator, BF16 [..., K] -> BF16 [..., K]."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(_SiluAndMul.apply(self.gate_proj(x), self.up_proj(x)))
+        return output
+
+
+class CudaDecoderLayer(nn.Module):
+    """Decoder layer of transformers that rotates queries and keys in FP32."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
+    ) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, position_embeddings=(cos.float(), sin.float()), **kwargs)
+
+
+class CudaRotaryEmbedding(nn.Module):
+    """Look up cosines and sines of `position_ids` [B, T] in vLLM's table. Return both as BF16 [B, T, D].
+
+    The table is computed on the GPU of the first forward, because vLLM computes its table on its GPU.
+    """
+
+    config: Any
+    turns: tuple[torch.Tensor, torch.Tensor] | None
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.turns is None or self.turns[0].device != x.device:
+            engine = vllm_rotary.engine_rotary(self.config, head_size_of(self.config))
+            self.turns = vllm_rotary.computed_turns(engine, x.device)
+        cosines, sines = (part[position_ids] for part in self.turns)
+        return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, after_sum: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return layer_ops.rms_norm(x, weight, epsilon, after_sum=after_sum)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        value, grad = x.float(), grad_outputs[0].float()
+        scale = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + ctx.epsilon)
+        value = value * scale
+        of_value = grad * weight.float()
+        grad_x = scale * (of_value - value * (of_value * value).mean(-1, keepdim=True))
+        grad_weight = (grad * value).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+class _SiluAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return layer_ops.silu_and_mul(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = (tensor.float() for tensor in ctx.saved_tensors)
+        grad = grad_outputs[0].float()
+        sigmoid = torch.sigmoid(gate)
+        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        dtype = ctx.saved_tensors[0].dtype
+        return grad_gate.to(dtype), (grad * gate * sigmoid).to(dtype)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.lengths = scale, lengths
+        return flash.flash_attention(query, key, value, scale, lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = _recomputed(query, key, value, ctx.scale, ctx.lengths)
+        grads = torch.autograd.grad(output, (query, key, value), grad_outputs[0])
+        return *grads, None, None
+
+
+def _recomputed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Lengths
+) -> torch.Tensor:
+    """Return PyTorch's attention for the arguments of `flash_attention`. It has a backward."""
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    if query.is_cuda:
+        return varlen_attention(query, key, value, lengths, scale, None)[0]
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = F.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), scale=scale, is_causal=q.shape[2] > 1, enable_gqa=True
+        )
+        return rows.to(q.dtype).transpose(1, 2)
+
+    return in_rows(attend, query, key, value, lengths)[0]
+
+
+def cuda_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return attention as BF16 [B, T, H, D]. `query` is [B, H, T, D]; `key` and `value` are [B, Hkv, T, D].
+
+    Rows must start at position 0, and be packed or padded on the right. Raises ValueError for masks, key-value caches
+    and dropout.
+    """
+    if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "quant.align=model on a GPU needs rows from position 0, packed or padded on the right, without "
+            "attention_mask, key-value cache or attention dropout"
+        )
+    batch, tokens = query.shape[0], query.shape[2]
+    lengths = lengths_of_rows(query, key, kwargs) or (tokens,) * batch
+    packed = batch == 1 and sum(lengths) == tokens
+    parts = [tensor.bfloat16().transpose(1, 2) for tensor in (query, key, value)]  # [B, T, heads, D]
+    if packed:
+        output = _Flash.apply(*(part[0] for part in parts), scaling, lengths)
+        return output[None], None
+    valid = _valid(lengths, tokens, query.device)
+    output = _Flash.apply(*(part[valid] for part in parts), scaling, lengths)
+    padded = output.new_zeros(batch, tokens, *output.shape[1:])
+    return padded.index_put((valid,), output), None
+
+
+def _valid(lengths: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
+    """Return bool [rows, tokens]: whether a place of a row padded on the right has a token."""
+    return torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
+
+
+def register_cuda_attention() -> None:
+    """Register `qarl_cuda` with transformers. Repeated calls do nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(CUDA_ATTENTION, cuda_attention)
+    AttentionMaskInterface.register(CUDA_ATTENTION, rows_mask)

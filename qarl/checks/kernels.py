@@ -1,0 +1,43 @@
+"""Checks whether the kernels that `quant.kernels` asks for can multiply the run's layers on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.kernels.registry import kernels_of
+from qarl.process import runs_on_cpu
+from qarl.quant.convert import no_own_experts
+from qarl.rollout.engine import check_served
+from qarl.rollout.vllm_plugin import experts_of
+
+_LAYER = (64, 64)
+"""A shape [N, K] that every kernel supports."""
+
+
+def check_kernels(config: Config) -> None:
+    """Raise UserError if trainer and engine would not run the kernels of `quant.kernels` with `quant.scheme` here."""
+    scheme, kernels = config.quant.scheme, config.quant.kernels
+    check_served(scheme, kernels)
+    if kernels == "engine":
+        return
+    device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
+    reasons = [f"{one.name} {one.unavailable(scheme, device, _LAYER)}" for one in kernels_of(kernels, scheme)]
+    if not any(one.unavailable(scheme, device, _LAYER) is None for one in kernels_of(kernels, scheme)):
+        if device.type == "cpu" and scheme != "w4a8":
+            reasons.append("on a CPU, vLLM's own kernels already give the same bits for any number of rows")
+        raise UserError(
+            f"quant.kernels={kernels} does not support quant.scheme={scheme} on this machine",
+            where="quant.kernels",
+            why="; ".join(reasons) or "there is no such kernel",
+            fix="set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine",
+        )
+
+
+def check_dense(config: Config, hf_config: Any) -> None:
+    """Raise UserError for a mixture of experts with QaRL's own kernels."""
+    if config.quant.kernels != "engine" and experts_of(hf_config):
+        raise no_own_experts(config.quant.kernels, f"quant.kernels with {config.model.path}")

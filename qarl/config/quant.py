@@ -1,0 +1,49 @@
+"""The section `quant` of the config, and the names of the schemes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from qarl.config.section import Section
+from qarl.config.types import Patterns, Unit
+
+SchemeName = Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES: tuple[str, ...] = get_args(SchemeName)
+KernelsName = Literal["engine", "qarl", "dequantized"]
+KERNELS: tuple[str, ...] = get_args(KernelsName)
+ROLLOUT_SCHEMES = tuple(name for name in SCHEMES if name != "w4a8")
+"""Schemes that vLLM computes correctly with its own kernels. w4a8 needs quant.kernels=qarl
+(`qarl.rollout.engine.check_served` says why)."""
+
+
+class QuantConfig(Section):
+    """Quantization, the same in the rollouts and in the trainer's forward."""
+
+    scheme: SchemeName = "w4a16"
+    """`w4a16`: symmetric int4 weights with one BF16 scale per group, and BF16 activations. `w4a8`: the same weights,
+    but int8 activations. `w8a8`: int8 weights and activations. `fp8`: e4m3 weights and activations. `bf16`: no
+    quantization. 8-bit weights have one scale per output channel. 8-bit activations have one scale per token."""
+
+    group_size: Annotated[int, Unit("weights")] = Field(default=128, ge=1)
+    """Number of weights along the input dimension that share one scale; a multiple of 8. Used by w4a16 and w4a8."""
+
+    ignore: Patterns = ["lm_head"]
+    """Modules that stay BF16: exact names, or `re:` and a regular expression matched from the start of the name."""
+
+    align: Literal["off", "linears", "model", "exact"] = "model"
+    """How far the trainer's forward follows the engine. `off`: plain BF16, to show the mismatch. `linears`: linear
+    layers multiply by the published low-bit tensors (no effect with scheme bf16). `model`: also round like the engine
+    in residual additions, norms, rotary embedding and attention. `exact`: also use the engine's attention operator."""
+
+    kernels: KernelsName = "engine"
+    """Which linear kernels the rollouts and the trainer run. `engine`: vLLM's own. `qarl`: QaRL's batch-invariant
+    kernels on both sides. On a GPU these are for w4a16, w8a8 and fp8, and on a CPU for w4a8, which vLLM cannot compute.
+    `dequantized`: for w4a16 on a CPU, dequantize the weights after each publish and multiply in BF16 on both sides.
+    This is for debugging and for small machines, and is no low-bit rollout. Only `engine` supports backend=verl and
+    mixtures of experts (docs/alignment.md)."""
+
+    mismatch_limit: Annotated[float | None, Unit("nats per token")] = Field(default=None, ge=0)
+    """Largest allowed mean |δ| between trainer and engine (mismatch/abs_mean). If it is exceeded before the first
+    update, the run stops. Later, the run only warns. null means the default for quant.align (qarl/metrics/guard.py)."""

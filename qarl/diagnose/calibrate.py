@@ -1,0 +1,317 @@
+"""Compare corrections of `quant.align=off` with the truth: `python -m qarl.diagnose calibrate`.
+
+The truth is the gradient of the same objective, on the same responses, at `quant.align=exact`. Its trainer computes
+with the engine's low-bit weights and kernels, so δ is 0 and there is nothing to correct. It is the policy gradient of
+the policy that sampled and that will be used. A trainer at `off` follows another policy, whose improvements need not
+appear in the engine (arXiv 2605.14220, section 4.1, "Why bypass also fails"). Miles' notes say the same: the rollout's
+log-probs are the authoritative ones.
+
+arXiv 2605.14220 (VeXact) removes the mismatch on the other side: it replaces the engine. The truth would then be the
+gradient over responses of a BF16 engine. These are other responses, and two batches differ by far more than two
+thresholds do (`between_batches` of the report). The same responses on both sides have no such noise. An importance
+weight aims at that other truth: it makes the mean over the engine's samples the BF16 policy's mean. So a weight that
+moves the gradient away from `exact` is not wrong, but it does not bring back what `exact` does.
+
+Two comparisons are made for each batch:
+
+    corrections   caps, weights and rejections, at the weights that sampled. Every ratio to the old policy is 1.
+    bands         at weights that the `exact` trainer has moved by one optimizer step on the first mini-batch, on the
+                  other rows. The truth has the configured bands.
+
+Weights are those of `model.path`, which may be a checkpoint of a run (RUN/checkpoints/step_N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from qarl.checkpoint.json_file import write_json
+from qarl.config import Config
+from qarl.console import say
+from qarl.diagnose.calibration_text import as_text
+from qarl.diagnose.candidates import Candidate, bands, base_config, clipped_share, corrections, with_keys
+from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_gradients
+from qarl.errors import UserError
+from qarl.metrics.mismatch import mismatch_metrics
+from qarl.metrics.tracker import write_versions
+from qarl.objectives import library
+from qarl.objectives.settings import Settings, objective_settings
+from qarl.trainer.batch import Batch
+from qarl.trainer.checkpoints import forward_weights
+from qarl.trainer.local import LocalTrainer
+from qarl.trainer.policy import Policy
+from qarl.trainer.setup import prepare_run
+
+LEVELS = ("linears", "model")
+"""Alignment levels that are compared too, without a correction."""
+FEWEST_BATCHES = 2
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Row:
+    """A candidate (or an alignment level) and its closeness to the truth in each batch."""
+
+    kind: str
+    name: str
+    keys: str
+    close: list[Closeness] = field(default_factory=list)
+    silent: list[float] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    total: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor, truth: torch.Tensor, *, silent: float, clipped: float) -> None:
+        self.close.append(closeness(gradient, truth))
+        self.silent.append(silent)
+        self.clipped.append(clipped)
+        self.total = gradient.clone() if self.total is None else self.total + gradient
+
+    def report(self, base: Row, truth: torch.Tensor) -> dict[str, Any]:
+        """Return the row of the report. `base`: the row without correction. `truth`: the sum over the batches."""
+        assert self.total is not None
+        gain = [mine.cosine - other.cosine for mine, other in zip(self.close, base.close, strict=True)]
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "keys": self.keys,
+            "batches": len(self.close),
+            "cosine": asdict(Spread.of([one.cosine for one in self.close])),
+            "relative_error": asdict(Spread.of([one.error for one in self.close])),
+            "relative_norm": asdict(Spread.of([one.norm for one in self.close])),
+            "relative_error_of_the_mean_gradient": closeness(self.total, truth).error,
+            "cosine_gain": asdict(Spread.of(gain)),
+            "closer_in_batches": sum(one > 0 for one in gain),
+            "responses_without_gradient": fmean(self.silent),
+            "tokens_with_clipped_weight": fmean(self.clipped),
+        }
+
+
+@dataclass
+class Moved:
+    """The state after one update of the `exact` trainer. `truth`: its gradient over the rows from `start`, [P]."""
+
+    weights: Weights
+    truth: torch.Tensor
+    start: int
+
+
+def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
+    """Sample `batches` batches, compare, print, and write `calibrate.json` to the run directory. Return its content.
+
+    Raise UserError if the model does not reach `exact`, or if fewer than two batches have a gradient."""
+    if config.model.dtype == "fp16":
+        raise _fp16()
+    library.require(Settings(loss="grpo"))
+    config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0})
+    parts = prepare_run(config)
+    if parts.policy.align != "exact":
+        raise _not_exact(parts.policy)
+    trainer = LocalTrainer(config, parts)
+    with trainer.engine:
+        trainer.publish()
+        sampled = [trainer.rollout()[0] for _ in range(batches)]
+    start = kept_weights(trainer.policy)
+    at_exact = [_mismatch(trainer, batch) for batch in sampled]
+    truths: list[torch.Tensor] = []
+    moved: list[Moved | None] = []
+    useful: list[Batch] = []
+    base = objective_settings(base_config(config))
+    for batch in sampled:
+        say(f"exact: batch {len(useful) + 1}")
+        old = trainer.old_log_probs(batch)
+        truth = objective_gradients(trainer.policy, config, batch, old, [base]).by_parameters[0]
+        if not truth.any():
+            continue
+        truths.append(truth)
+        useful.append(batch)
+        moved.append(_moved(trainer, batch, old, base))
+        set_weights(trainer.policy, start)
+    if len(useful) < FEWEST_BATCHES:
+        raise _nothing_to_learn(batches, len(useful))
+    rows, band_rows, off = _compare(trainer, config, useful, truths, moved, start)
+    tables = {
+        "corrections": _reports(rows, sum(truths)),
+        "bands": _reports(band_rows, sum(one.truth for one in moved if one is not None)),
+    }
+    report = {
+        "scheme": config.quant.scheme,
+        "loss": config.actor.loss,
+        "model": config.model.path,
+        "batches": len(useful),
+        "responses": sum(map(len, useful)),
+        "tokens": sum(int(batch.response_mask.sum()) for batch in useful),
+        "mismatch_abs_max_at_exact": max(one["mismatch/abs_max"] for one in at_exact),
+        "mismatch_abs_mean_at_off": fmean(one["mismatch/abs_mean"] for one in off),
+        "between_batches": asdict(Spread.of(_between(truths))),
+        **tables,
+        "best": best(tables["corrections"]) | best(tables["bands"]),
+    }
+    print(as_text(report))
+    write_json(config.run_dir / "calibrate.json", report)
+    if not (config.run_dir / "versions.json").exists():
+        write_versions(config.run_dir)
+    return report
+
+
+def _compare(
+    trainer: LocalTrainer,
+    config: Config,
+    batches: Sequence[Batch],
+    truths: Sequence[torch.Tensor],
+    moved: Sequence[Moved | None],
+    start: Weights,
+) -> tuple[list[Row], list[Row], list[dict[str, float]]]:
+    """Return the rows of corrections and of bands, and the mismatch of each batch at `off`."""
+    trainer.replace_policy(_policy(config, "off", start))
+    found = [_mismatch(trainer, batch) for batch in batches]
+    olds = [trainer.old_log_probs(batch) for batch in batches]
+    ratios = [
+        (torch.where(batch.response_mask, old - batch.rollout_log_probs, 0.0), batch.response_mask)
+        for batch, old in zip(batches, olds, strict=True)
+    ]
+    candidates, widths = corrections(config, ratios), bands(config)
+    rows = [Row(one.kind, one.name, one.command) for one in candidates]
+    band_rows = [Row(one.kind, one.name, one.command) for one in widths]
+    for index, (batch, old) in enumerate(zip(batches, olds, strict=True)):
+        say(f"off: batch {index + 1} of {len(batches)}")
+        _fill(rows, candidates, trainer, batch, old, truths[index])
+        after = moved[index]
+        if after is not None and widths:
+            set_weights(trainer.policy, after.weights)
+            _fill(band_rows, widths, trainer, batch, old, after.truth, start=after.start)
+            set_weights(trainer.policy, start)
+    for level in LEVELS:
+        say(f"quant.align={level}")
+        trainer.replace_policy(_policy(config, level, start))
+        row = Row("alignment", key := f"quant.align={trainer.policy.align}", key)
+        for batch, truth in zip(batches, truths, strict=True):
+            _fill([row], candidates[:1], trainer, batch, trainer.old_log_probs(batch), truth)
+        rows.append(row)
+    return rows, [row for row in band_rows if row.close], found
+
+
+def _fill(
+    rows: Sequence[Row],
+    candidates: Sequence[Candidate],
+    trainer: LocalTrainer,
+    batch: Batch,
+    old: torch.Tensor,
+    truth: torch.Tensor,
+    *,
+    start: int = 0,
+) -> None:
+    """Add one batch to `rows`: the gradients of `candidates` at the trainer's weights over the rows from `start`."""
+    settings = [one.settings for one in candidates]
+    found = objective_gradients(trainer.policy, trainer.config, batch, old, settings, start=start)
+    log_ratio = torch.where(batch.response_mask, old - batch.rollout_log_probs, 0.0)
+    for index, (row, one) in enumerate(zip(rows, candidates, strict=True)):
+        row.add(
+            found.by_parameters[index],
+            truth,
+            silent=found.silent(index, batch.advantages[start:].cpu()),
+            clipped=clipped_share(one.settings, log_ratio, batch.response_mask),
+        )
+
+
+def _moved(trainer: LocalTrainer, batch: Batch, old: torch.Tensor, base: Settings) -> Moved | None:
+    """Update on the first mini-batch. Return the new weights and the gradient there over the other rows.
+
+    The optimizer starts without moments. With one mini-batch and several epochs, the other rows are all rows. Return
+    None if the old policy is never left, or if the other rows have no gradient."""
+    actor = trainer.config.actor
+    first = actor.ppo_mini_batch_size * trainer.config.rollout.n
+    start = first if first < len(batch) else 0
+    if not start and actor.ppo_epochs == 1:
+        return None
+    trainer.replace_policy(trainer.policy)
+    trainer.objective, batch.weights = base, None
+    trainer.backward(batch, old, 0, min(first, len(batch)))
+    trainer.optimizer_step()
+    truth = objective_gradients(trainer.policy, trainer.config, batch, old, [base], start=start).by_parameters[0]
+    return Moved(kept_weights(trainer.policy), truth, start) if truth.any() else None
+
+
+def _policy(config: Config, level: str, weights: Weights) -> Policy:
+    policy = Policy.load(with_keys(config, {"quant.align": level}))
+    set_weights(policy, weights)
+    return policy
+
+
+def kept_weights(policy: Policy) -> Weights:
+    """Return copies of the weights, with their checkpoint names."""
+    return {name: tensor.detach().clone() for name, tensor in forward_weights(policy)}
+
+
+@torch.no_grad()
+def set_weights(policy: Policy, weights: Weights) -> None:
+    """Copy `weights` into the policy, and quantize what has changed."""
+    for name, tensor in forward_weights(policy):
+        tensor.copy_(weights[name])
+    policy.requantize()
+
+
+def _mismatch(trainer: LocalTrainer, batch: Batch) -> dict[str, float]:
+    return mismatch_metrics(trainer.old_log_probs(batch), batch.rollout_log_probs, batch.response_mask)
+
+
+def _between(truths: Sequence[torch.Tensor]) -> list[float]:
+    """Return the cosine between each two batches' right gradients: how much a batch of this size says."""
+    return [closeness(one, other).cosine for i, one in enumerate(truths) for other in truths[:i]]
+
+
+def _reports(rows: Sequence[Row], truth: Any) -> list[dict[str, Any]]:
+    if not rows:
+        return []
+    base = next(row for row in rows if row.kind == "base")
+    return [row.report(base, truth) for row in rows]
+
+
+def best(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the row with the largest mean cosine of each kind, and whether it beats the base beyond the noise.
+
+    It does if its gain is more than twice the standard error of the gain, over the batches."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        kind = row["kind"]
+        if kind in ("base", "as configured", "alignment"):
+            continue
+        if kind not in found or row["cosine"]["mean"] > found[kind]["cosine"]["mean"]:
+            found[kind] = row
+    return {kind: row | {"beyond_noise": _beyond_noise(row)} for kind, row in found.items()}
+
+
+def _beyond_noise(row: dict[str, Any]) -> bool:
+    gain, count = row["cosine_gain"], row["batches"]
+    return bool(gain["mean"] > 2 * gain["std"] / count**0.5)
+
+
+def _not_exact(policy: Policy) -> UserError:
+    return UserError(
+        f"the model reaches only quant.align={policy.align}, but the truth needs exact",
+        where="model.path, quant.scheme",
+        why=policy.report.splitlines()[-1],
+        fix="choose a model and scheme of docs/alignment.md that have the level exact",
+    )
+
+
+def _fp16() -> UserError:
+    return UserError(
+        "gradients of FP16 models are not compared",
+        where="model.dtype=fp16",
+        why="they need a loss scale, and a run finds it only during its steps",
+        fix="set model.dtype=bf16",
+    )
+
+
+def _nothing_to_learn(batches: int, useful: int) -> UserError:
+    return UserError(
+        f"only {useful} of {batches} batches have a gradient, but at least {FEWEST_BATCHES} are needed",
+        where="batches, data.train_batch_size",
+        why="all rewards of every group are equal in the others, so every advantage is 0",
+        fix="raise batches or data.train_batch_size, or choose a checkpoint that solves some of the prompts",
+    )

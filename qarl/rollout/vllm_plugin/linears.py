@@ -1,0 +1,257 @@
+"""QaRL's own linear kernels in vLLM, for `quant.kernels` = qarl or dequantized.
+
+`register_linear_kernel` adds three classes to the kernels that vLLM chooses from. vLLM 0.24 and 0.29 have the same
+function, base classes and layer configs. A class supports a layer only if the engine was started with
+`engine_arguments`, so other engines in the same process are not affected. vLLM tries its own kernels first, so
+`own_kernels_only` disables them while the engine starts (environment variable VLLM_DISABLED_KERNELS).
+
+The classes call the trainer's kernel (`qarl.kernels.registry.OWN_KERNELS`) on the tensors that its `prepare` makes. The
+call is a custom operator, which torch.compile and CUDA graphs treat as one operation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.kernels import linear as vllm_linear
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.platforms import current_platform
+from vllm.scalar_type import scalar_types
+
+from qarl.errors import UserError
+from qarl.kernels.registry import OWN_KERNELS
+from qarl.rollout.vllm_plugin.asked import KEY, Asked
+
+_DISABLED = "VLLM_DISABLED_KERNELS"
+_TABLES = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS")
+Answer = tuple[bool, str | None]
+
+
+def asked() -> Asked | None:
+    """Return what the engine that is being built was asked for, or None if it uses vLLM's own kernels."""
+    config = get_current_vllm_config_or_none()
+    given = config.additional_config if config is not None else None
+    found = given.get(KEY) if isinstance(given, Mapping) else None
+    return None if found is None else Asked(*found)
+
+
+@torch.library.custom_op(
+    "qarl::linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias, str kernels, str scheme, int channels) -> Tensor",
+)
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernels: str,
+    scheme: str,
+    channels: int,
+) -> torch.Tensor:
+    """x BF16 [M, K] -> BF16 [M, channels], by the kernel of `OWN_KERNELS`."""
+    kernel: Any = OWN_KERNELS[kernels][scheme]
+    y: torch.Tensor = kernel.linear(x, kernel.prepared(weight, scale), bias)
+    return y
+
+
+@_linear.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any, kernels: str, scheme: str, channels: int
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], channels)
+
+
+class _Own:
+    """The part that all three classes share. `asked`: what the engine was asked for when the layer was built."""
+
+    asked: Asked
+
+    @staticmethod
+    def why_not(schemes: tuple[str, ...], shape: tuple[int, int]) -> str | None:
+        """Return why QaRL's kernel does not multiply a weight [N, K] in this engine, or None if it does."""
+        wanted = asked()
+        if wanted is None:
+            return "quant.kernels=engine"
+        if wanted.scheme not in schemes:
+            return f"the scheme is {wanted.scheme}"
+        return OWN_KERNELS[wanted.kernels][wanted.scheme].unavailable(
+            wanted.scheme, torch.device(current_platform.device_type), shape
+        )
+
+    def remember(self) -> None:
+        found = asked()
+        assert found is not None
+        self.asked = found
+
+    @property
+    def own(self) -> Any:
+        return OWN_KERNELS[self.asked.kernels][self.asked.scheme]
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        channels: int,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.ops.qarl.linear(rows, weight, scale, bias, *self.asked, channels)
+        return y.view(*x.shape[:-1], channels)
+
+
+class QaRLInt4LinearKernel(_Own, MPLinearKernel):
+    """W4A16, W4A8 and dequantized W4A16. The parameters keep their names, and contain what `prepare` returned."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
+        if (c.weight_type, c.act_type) != (scalar_types.uint4b8, torch.bfloat16) or c.zero_points or c.has_g_idx:
+            return False, "only symmetric int4 weights with BF16 inputs are supported"
+        why_not = cls.why_not(("w4a16", "w4a8"), c.partition_weight_shape[::-1])
+        return why_not is None, why_not
+
+    def __init__(self, c: MPLinearLayerConfig, *names: Any, **named: Any) -> None:
+        super().__init__(c, *names, **named)
+        self.remember()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.write(layer, {name: layer.get_parameter(name).data for name in (self.w_q_name, self.w_s_name)})
+
+    def write(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weight of `layer` by the wire tensors `weight_packed` and `weight_scale`."""
+        for name, made in zip((self.w_q_name, self.w_s_name), self.own.prepare(tensors), strict=True):
+            parameter = layer.get_parameter(name)
+            if parameter.dtype == made.dtype and parameter.shape == made.shape:
+                parameter.data.copy_(made)  # a CUDA graph may have captured the address
+            else:
+                parameter.data = made
+
+    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale = layer.get_parameter(self.w_q_name), layer.get_parameter(self.w_s_name)
+        return self.multiply(x, weight, scale, bias, self.config.partition_weight_shape[1])
+
+
+class QaRLInt8LinearKernel(_Own, Int8ScaledMMLinearKernel):
+    """W8A8. The parameters stay in the wire format."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> Answer:
+        if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
+            return False, "only channelwise weights and symmetric dynamic inputs are supported"
+        why_not = cls.why_not(("w8a8",), (32, 32))
+        return why_not is None, why_not
+
+    def __init__(self, c: Int8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:
+        super().__init__(c, *names, **named)
+        self.remember()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the kernel reads the wire tensors."""
+
+    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale = self._get_layer_params(layer)[:2]
+        return self.multiply(x, weight, scale, bias, weight.shape[0])
+
+
+class QaRLFP8LinearKernel(_Own, FP8ScaledMMLinearKernel):
+    """FP8. vLLM's scheme transposes the weight before it calls the kernel, and this class transposes it back."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+        scales = c.weight_quant_key.scale, c.activation_quant_key.scale
+        per_row = all(scale.group_shape.is_per_token() or scale.group_shape.is_per_channel() for scale in scales)
+        if not per_row or scales[1].static:
+            return False, "only channelwise weights and dynamic inputs per token are supported"
+        why_not = cls.why_not(("fp8",), c.weight_shape)
+        return why_not is None, why_not
+
+    def __init__(self, c: FP8ScaledMMLinearLayerConfig, *names: Any, **named: Any) -> None:
+        super().__init__(c, *names, **named)
+        self.remember()
+
+    def apply_weights(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale = self._get_layer_params(layer)[:2]
+        return self.multiply(x, weight.t(), scale, bias, weight.shape[1])
+
+    def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does the whole product")
+
+
+CLASSES: tuple[tuple[type, str], ...] = (
+    (QaRLInt4LinearKernel, "mp"),
+    (QaRLInt8LinearKernel, "int8"),
+    (QaRLFP8LinearKernel, "fp8"),
+)
+"""Each class and its kind, the argument `kernel_type` of `register_linear_kernel`."""
+
+
+def register() -> None:
+    for kernel_class, kind in CLASSES:
+        vllm_linear.register_linear_kernel(kernel_class, current_platform._enum, kind)
+
+
+@contextmanager
+def own_kernels_only() -> Iterator[None]:
+    """Disable vLLM's own linear kernels for engines that are built in this context."""
+    ours = {kernel_class.__name__ for kernel_class, _ in CLASSES}
+    lists = (getattr(vllm_linear, table).get(current_platform._enum, []) for table in _TABLES)
+    names = {kernel.__name__ for kernels in lists for kernel in kernels} - ours
+    before = os.environ.get(_DISABLED)
+    os.environ[_DISABLED] = ",".join([*([before] if before else []), *sorted(names)])
+    _read_environment_again()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLED]
+        else:
+            os.environ[_DISABLED] = before
+        _read_environment_again()
+
+
+def _read_environment_again() -> None:
+    """Make vLLM see changed environment variables. It caches them as long as an engine runs in this process."""
+    if hasattr(envs.__getattr__, "cache_info"):
+        envs.disable_envs_cache()
+        envs.enable_envs_cache()
+
+
+def check_in_use(model: nn.Module, wanted: Asked | None) -> None:
+    """Raise UserError if a quantized linear of the engine's `model` has a kernel other than `wanted` says."""
+    for name, module in model.named_modules():
+        scheme: Any = getattr(module, "scheme", None)
+        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+        if kernel is None or wanted == (kernel.asked if isinstance(kernel, _Own) else None):
+            continue
+        raise UserError(
+            f"vLLM chose {type(kernel).__name__} for a layer",
+            where=name,
+            why="the trainer multiplies with QaRL's own kernel" if wanted else "quant.kernels=engine",
+            fix=f"unset {_DISABLED}, or set quant.kernels=engine",
+        )

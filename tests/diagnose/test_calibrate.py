@@ -1,0 +1,178 @@
+"""`qarl diagnose calibrate`: the gradients against the training path, the costs against hand-made ratios, the
+candidates, and a whole run with real vLLM in which the level `model` must be the truth itself."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from cpu_features import needs_w4a16_cpu
+from random_models import save_random_model
+from transformers import AutoModelForCausalLM
+
+from qarl.config import Config, OptimConfig, load_config
+from qarl.config.objectives import LOSSES
+from qarl.diagnose.__main__ import main
+from qarl.diagnose.calibrate import best
+from qarl.diagnose.candidates import bands, base_config, clipped_share, corrections, with_keys
+from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
+from qarl.objectives.loss import objective_loss
+from qarl.objectives.settings import Correction, Settings, objective_settings
+from qarl.quant import get_scheme
+from qarl.rollout.engine import RolloutBatch
+from qarl.tbpo.config import TBPOConfig
+from qarl.trainer.batch import Batch, make_batch
+from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.policy import Policy
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+
+
+def four_responses() -> Batch:
+    tokens = [[7, 8, 9], [10, 11], [12], [13, 14]]
+    rollout = RolloutBatch([[5, 6]] * 4, tokens, [[-4.0] * len(one) for one in tokens], ["stop"] * 4, weight_version=0)
+    return make_batch(rollout, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, 0.0]), pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = save_random_model(tmp_path_factory.mktemp("model"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
+
+
+def test_each_gradient_is_that_of_the_training_path(policy: Policy) -> None:
+    """One forward for all: the bits of a forward, `loss.backward()` and the optimizer's sums for each objective."""
+    config = with_keys(
+        load_config(["config=quickstart.yaml"]), {"actor.ppo_micro_batch_size_per_gpu": 2, "rollout.temperature": 1.0}
+    )
+    batch = four_responses()
+    with torch.no_grad():
+        old = policy.response_log_probs(batch, slice(0, 4), temperature=1.0)
+    capped = TBPOConfig(seq_tis_imp_ratio_cap=1.001)
+    objectives = [Settings(), Settings(tbpo=capped), Settings(loss="tbpo"), Settings(loss="grpo")]
+    found = objective_gradients(policy, config, batch, old, objectives, start=1)
+    optimizer = MasterOptimizer(policy.model.named_parameters(), OptimConfig(), total_training_steps=1, seed=0)
+    for index, settings in enumerate(objectives):
+        for rows in batch.micro_batches(2, start=1):
+            log_probs = policy.response_log_probs(batch, rows, temperature=1.0)
+            loss, _ = objective_loss(
+                log_probs,
+                old[rows],
+                batch.rollout_log_probs[rows],
+                batch.advantages[rows],
+                batch.response_mask[rows],
+                settings,
+                responses=3,
+                tokens=5,
+            )
+            loss.backward()
+            optimizer.accumulate()
+        sums = optimizer.gradients
+        flat = [sums[n] if n in sums else torch.zeros_like(p) for n, p in policy.model.named_parameters()]
+        assert torch.equal(found.by_parameters[index], torch.cat([one.float().flatten() for one in flat]))
+        optimizer.zero_grad()
+    assert found.by_parameters[0].any() and not torch.equal(found.by_parameters[0], found.by_parameters[1])
+    assert found.silent(0, batch.advantages[1:]) == 0.0
+
+
+def test_responses_without_gradient_are_counted_among_those_with_an_advantage() -> None:
+    slopes = torch.tensor([[[0.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
+    found = Gradients(torch.zeros(1, 1), slopes)
+    assert found.silent(0, torch.tensor([1.0, -1.0, 0.0])) == 0.5
+    assert found.silent(0, torch.zeros(3)) == 0.0
+
+
+def test_closeness() -> None:
+    found = closeness(torch.tensor([3.0, 4.0]), torch.tensor([6.0, 0.0]))
+    assert (found.cosine, found.error, found.norm) == (0.6, 5 / 6, 5 / 6)
+    assert closeness(torch.zeros(2), torch.ones(2)).cosine == 0.0
+
+
+def test_shares_of_clipped_weights() -> None:
+    log_ratio = torch.tensor([[math.log(3.0), math.log(1.1)], [math.log(0.2), 0.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    for settings, share in (
+        (Settings(loss="grpo"), 0.0),
+        (Settings(loss="grpo", correction=Correction(rollout_is="token")), 1 / 3),
+        (Settings(loss="grpo", correction=Correction(rollout_is="token", rollout_is_mode="icepop")), 2 / 3),
+        (Settings(loss="grpo", correction=Correction(rollout_is="sequence", rollout_is_threshold=3.2)), 2 / 3),
+        (Settings(loss="grpo", correction=Correction(rollout_is="geometric")), 0.0),
+        (Settings(tbpo=TBPOConfig(seq_tis_imp_ratio_cap=2.0)), 1 / 3),
+        (Settings(tbpo=TBPOConfig(seq_tis_imp_ratio_cap=1.0)), 0.0),
+        (Settings(loss="mis_gspo", mis_imp_ratio_cap=2.0), 2 / 3),
+    ):
+        assert clipped_share(settings, log_ratio, mask) == pytest.approx(share), settings
+
+
+def changed(config: Config, **keys: object) -> Config:
+    return with_keys(config, {key.replace("__", "."): value for key, value in keys.items()})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_candidate_is_a_config_that_is_accepted(loss: str) -> None:
+    """The keys of each candidate pass the checks of a run, and thresholds reject the stated shares of samples."""
+    torch.manual_seed(0)
+    config = changed(load_config(["config=quickstart.yaml"]), actor__loss=loss)
+    ratios = [(0.1 * torch.randn(500, 10), torch.ones(500, 10, dtype=torch.bool))]
+    tried = corrections(config, ratios) + bands(config)
+    base = base_config(config)
+    assert (tried[1].kind == "as configured") == (loss in ("tbpo", "mis_gspo"))
+    assert tried[0].kind == "base" and tried[0].settings == objective_settings(base)
+    kinds = {one.kind for one in tried} - {"base", "as configured"}
+    wanted = {"rejection", "cap" if loss in ("tbpo", "mis_gspo") else "weight"}
+    assert kinds == wanted | (set() if loss in ("sapo", "reinforce") else {"band"})
+    for one in tried:
+        Config.model_validate(with_keys(base, one.keys).model_dump())
+    sums = ratios[0][0].double().sum(1)
+    thresholds = [one.keys["rollout_correction.rollout_rs_threshold"][0] for one in tried if "[seq_sum_k1]" in one.name]
+    shares = [float((-sums > threshold).double().mean()) for threshold in thresholds]
+    assert len(shares) == 4
+    assert shares[1:] == [pytest.approx(share, abs=0.01) for share in (0.2, 0.05, 0.01)]
+
+
+def test_the_configured_band_is_the_base_of_the_bands() -> None:
+    config = changed(load_config(["config=quickstart.yaml"]), actor__seq_clip_ratio_high=0.01)
+    (base,) = [one for one in bands(config) if one.kind == "base"]
+    assert base.settings == objective_settings(base_config(config)) and base.settings.tbpo.seq_clip_ratio_high == 0.01
+    assert [one.settings.tbpo.seq_clip_ratio_high for one in bands(config)] == [0.0025, 0.005, 0.01, 0.02, 0.04, 0.16]
+
+
+def test_the_best_of_a_kind_and_the_noise() -> None:
+    def row(kind: str, cosine: float, gain: float, std: float) -> dict[str, object]:
+        return {
+            "kind": kind,
+            "batches": 4,
+            "cosine": {"mean": cosine},
+            "cosine_gain": {"mean": gain, "std": std},
+        }
+
+    found = best(
+        [row("base", 1, 0, 0), row("cap", 0.8, 0.1, 0.2), row("cap", 0.9, 0.2, 0.19), row("band", 0.5, 0.1, 0.1)]
+    )
+    assert found["cap"]["cosine"]["mean"] == 0.9 and found["cap"]["beyond_noise"]
+    assert list(found) == ["cap", "band"] and not found["band"]["beyond_noise"]
+
+
+@pytest.mark.parametrize("given", ["batches=1", "batches=many"])
+def test_a_wrong_number_of_batches_is_one_error(given: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "config=quickstart.yaml", given]) == 2
+    assert given.removeprefix("batches=") in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@needs_w4a16_cpu
+def test_a_run(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys = ["config=quickstart.yaml", f"output_dir={tmp_path}", "batches=2", "rollout.cpu_kvcache_space_gib=0.25"]
+    assert main(["calibrate", *keys]) == 0
+    report = json.loads((tmp_path / "quickstart" / "calibrate.json").read_text())
+    rows = {row["name"]: row for row in report["corrections"]}
+    assert report["mismatch_abs_max_at_exact"] == 0 and report["batches"] == 2
+    assert 0.5 < rows["no correction"]["cosine"]["mean"] < rows["quant.align=linears"]["cosine"]["mean"]
+    assert rows["quant.align=model"]["relative_error"]["mean"] < 1e-3
+    assert set(report["best"]) == {"cap", "rejection", "band"}
+    printed = capfd.readouterr().out
+    assert "| no correction |" in printed and "best band: " in printed

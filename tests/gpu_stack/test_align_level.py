@@ -1,0 +1,120 @@
+"""The engine that level `model` follows on a GPU, as vLLM's own configuration resolves it in the GPU lock."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_lock import pretend, required
+from random_models import save_random_model
+
+from qarl.kernels.cuda import contracts, flash, layer_ops
+from qarl.quant import get_scheme
+
+required()
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(Path(sys.prefix) / "libcuda_stub"))
+    pretend(monkeypatch, (9, 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def engine_config(folder: Path, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    quantization = get_scheme("w8a8").quantization_config(["lm_head"])
+    return EngineArgs(
+        model=str(folder), dtype="bfloat16", max_model_len=64, max_num_seqs=256, load_format="dummy",
+        hf_overrides={"quantization_config": quantization}, **arguments,
+    ).create_engine_config()  # fmt: skip
+
+
+def test_the_operators_and_their_arguments_exist() -> None:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    assert layer_ops.unavailable() is None and flash.unavailable((9, 0)) is None
+    given = {"q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"}
+    given |= {"block_table", "fa_version", "num_splits"}
+    assert given <= inspect.signature(flash_attn_varlen_func).parameters.keys()
+    assert all(f" {name}=" in inspect.getsource(flash.vllm_flash_attention) for name in given)
+
+
+def test_the_engines_arguments_give_vllms_operators_and_graphs(folder: Path) -> None:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
+    compilation = found.compilation_config
+    assert compilation.mode == CompilationMode.NONE
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY and "all" in compilation.custom_ops
+    assert compilation.max_cudagraph_capture_size == 512
+    for operator in ("rms_norm", "fused_add_rms_norm"):
+        assert getattr(found.kernel_config.ir_op_priority, operator)[0] == "vllm_c"
+    assert found.model_config.disable_cascade_attn
+    assert found.use_v2_model_runner  # whose log-softmax the contract names
+    # By default Inductor compiles PyTorch's formulas instead.
+    assert engine_config(folder).kernel_config.ir_op_priority.rms_norm[0] == "native"
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "splits"),
+    [
+        (contracts.ENGINE_ARGUMENTS, 8, 1),
+        (contracts.ENGINE_ARGUMENTS, 512, 1),
+        (contracts.ENGINE_ARGUMENTS, 513, 0),
+        ({"compilation_config": contracts.ENGINE_ARGUMENTS["compilation_config"]}, 8, 32),
+        ({"enforce_eager": True, "attention_config": contracts.ENGINE_ARGUMENTS["attention_config"]}, 8, 0),
+    ],
+    ids=["decode", "largest graph", "large step", "default", "eager"],
+)
+def test_the_splits_that_the_engine_asks_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], tokens: int, splits: int
+) -> None:
+    """0 is FlashAttention's own choice."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends import flash_attn
+
+    asked = []
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
+    monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda config: {None})
+    monkeypatch.setattr(
+        flash_attn, "get_scheduler_metadata", lambda **kwargs: asked.append(kwargs["num_splits"]) or torch.zeros(4)
+    )
+    found = engine_config(folder, **given)
+    spec = SimpleNamespace(dtype=torch.bfloat16, block_size=flash.PAGE)
+    lengths = torch.full((tokens,), 40, dtype=torch.int32)
+    step = SimpleNamespace(
+        num_reqs=tokens, num_actual_tokens=tokens, max_query_len=1, max_seq_len=40, seq_lens=lengths, causal=True,
+        query_start_loc=torch.arange(tokens + 1, dtype=torch.int32), block_table_tensor=torch.zeros(tokens, 3),
+        slot_mapping=torch.zeros(tokens), mm_req_doc_ranges=None,
+    )  # fmt: skip
+    with set_current_vllm_config(found):
+        builder = flash_attn.FlashAttentionMetadataBuilder(spec, [], found, torch.device("cpu"))
+        assert builder.build(0, step).max_num_splits == splits
+    assert asked == [splits]
+
+
+@pytest.mark.parametrize(("capability", "version"), [((8, 0), 2), ((9, 0), 3)])
+def test_the_level_is_built_where_vllm_runs_flash_attention_3(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int
+) -> None:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    pretend(monkeypatch, capability)
+    assert get_flash_attn_version() == version
+    assert (flash.unavailable(capability) is None) == (version == 3)
+
+
+def test_the_engines_pages_have_the_size_of_the_trainers(folder: Path) -> None:
+    found = engine_config(folder, **contracts.ENGINE_ARGUMENTS)
+    assert found.cache_config.block_size in (None, flash.PAGE)

@@ -1,0 +1,26 @@
+"""QaRL's Triton kernels, compiled by the Triton of the GPU lock for three compute capabilities.
+
+tests/kernels/test_triton.py asks the same of the Triton of the CPU lock, which is newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_lock import required
+from triton_rig import SHARED_LIMIT, compile_for, entry_kernels
+
+required()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", SHARED_LIMIT)
+def test_every_kernel_compiles_and_fits(target: int, record_property: Any) -> None:
+    report = compile_for(target)
+    assert set(report["kernels"]) == entry_kernels()
+    compiled = report["targets"][f"sm_{target}"]
+    assert {name: found["error"] for name, found in compiled.items() if "error" in found} == {}
+    assert {name: found for name, found in compiled.items() if found["stack_bytes"]} == {}, "spilled registers"
+    assert {name: found for name, found in compiled.items() if found["shared_bytes"] > SHARED_LIMIT[target]} == {}
+    record_property("checks", len(compiled))

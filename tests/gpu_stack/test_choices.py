@@ -1,0 +1,138 @@
+"""From a config of compressed-tensors to a layer of the locked vLLM to its kernel, for four GPUs. QaRL names the same.
+
+vLLM's own layers are built on a platform that answers as the GPU. `choose_linear_kernel` (the trainer) and
+`chosen_kernel` (the doctor) must agree with the class in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_lock import CAPABILITIES, pretend, required
+from gpu_lock_models import build, engine_config, process_groups, stand_in_operators
+from random_models import save_random_model
+
+from qarl.kernels.cuda import vllm_ops
+from qarl.kernels.experts import vllm as vllm_experts
+from qarl.kernels.experts.fused import choose_experts_kernel
+from qarl.kernels.experts.grouped import ExpertsShape
+from qarl.kernels.registry import choose_linear_kernel
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.vllm_rules import chosen_kernel
+
+required()
+
+LINEARS = {
+    ("w4a16", "MacheteLinearKernel"): "vllm_machete",
+    ("w4a16", "MarlinLinearKernel"): "vllm_marlin",
+    ("w8a8", "CutlassInt8ScaledMMLinearKernel"): "vllm_cutlass_int8",
+    ("fp8", "CutlassFP8ScaledMMLinearKernel"): "vllm_cutlass_fp8",
+}
+"""vLLM's class -> QaRL's kernel that runs the same operators. For other classes QaRL has only its own kernels."""
+EXPERTS = {
+    ("w4a16", "MarlinExperts"): "vllm_marlin_experts",
+    ("w8a8", "TritonExperts"): "vllm_triton_experts",
+    ("fp8", "TritonExperts"): "vllm_triton_experts",
+    ("fp8", "CutlassExpertsFp8"): "vllm_cutlass_experts",
+    ("fp8", "TritonOrCutlassExperts"): "vllm_cutlass_experts",
+}
+SHAPES = [(2048, 1536), (192, 1536), (64, 1536), (192, 96), (2040, 1536)]
+"""[N, K]: for Machete; N off Machete's tiles; one Marlin tile; padded by Marlin; off everybody's tiles."""
+SCHEMES = [("w4a16", 128), ("w4a16", 64), ("w4a16", 32), ("w8a8", 128), ("fp8", 128)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    pretend(monkeypatch, request.param)
+    caches = (vllm_ops._not_the_engines, vllm_experts.engines_choice)
+    for cached in caches:
+        cached.cache_clear()
+    yield request.param
+    for cached in caches:
+        cached.cache_clear()
+
+
+def layers_kernel(scheme_name: str, group_size: int, shape: tuple[int, int]) -> str:
+    """The class of the kernel in vLLM's own layer, or what vLLM says against it."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    config = CompressedTensorsConfig.from_config(get_scheme(scheme_name, group_size).quantization_config([]))
+    try:
+        layer: Any = ReplicatedLinear(
+            shape[1], shape[0], bias=False, quant_config=config, prefix="layer", params_dtype=torch.bfloat16
+        )
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        return f"nothing ({error})"
+    scheme = layer.scheme
+    if type(scheme).__name__ == "CompressedTensorsW8A16Fp8":  # it calls the operators of this class itself
+        return "MarlinFP8ScaledMMLinearKernel"
+    return type(getattr(scheme, "kernel", None) or scheme.fp8_linear).__name__
+
+
+@pytest.fixture(scope="module")
+def dense_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_random_model(tmp_path_factory.mktemp("dense"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend(monkeypatch, (9, 0))
+        return engine_config(folder, get_scheme("bf16"), ())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
+def test_linears(gpu: tuple[int, int], dense_config: Any, scheme: str, group_size: int, shape: tuple[int, int]) -> None:
+    if scheme == "w4a16" and shape[1] % group_size:
+        pytest.skip("the checkpoint itself would be refused")
+    with process_groups(dense_config):
+        engine = layers_kernel(scheme, group_size, shape)
+    groups = group_size if scheme == "w4a16" else None
+    trainer = choose_linear_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
+    expected = LINEARS.get((scheme, engine))
+    if scheme != "w4a16" and shape[0] % 16:
+        expected = None  # cutlass_scaled_mm itself turns to a Triton kernel of vLLM's
+    if scheme == "w8a8" and gpu >= (10, 0):
+        expected = None  # the class is chosen, but its operator refuses int8 there: the engine fails at its first batch
+    if expected:
+        assert trainer.kernel.name == expected, trainer.reason
+    else:
+        assert not trainer.kernel.name.startswith("vllm"), f"the engine has {engine}"
+    try:
+        doctor = chosen_kernel(get_scheme(scheme, group_size), shape, shape)
+    except ValueError as error:
+        doctor = f"nothing ({error})"
+    assert doctor == engine or (doctor.startswith("nothing") and engine.startswith("nothing"))
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    return save_random_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", **sizes)
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), [("w4a16", 128), ("w4a16", 32), ("w8a8", 128), ("fp8", 128)])
+@pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True, ids=str)
+def test_experts(gpu: tuple[int, int], moe_folder: Path, scheme: str, group_size: int) -> None:
+    stand_in_operators()
+    config = engine_config(moe_folder, get_scheme(scheme, group_size), ("lm_head", "re:.*mlp[.]gate$"))
+    shape = ExpertsShape(experts=4, top_k=2, hidden=256, intermediate=256)
+    with process_groups(config):
+        try:
+            experts = [m for m in build(config).modules() if type(m).__name__ == "RoutedExperts"]
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            experts, engine = [], f"nothing ({error})"
+        for layer in experts:
+            method = layer.quant_method
+            engine = (getattr(method, "experts_cls", None) or type(method)).__name__
+    groups = group_size if scheme == "w4a16" else None
+    named = vllm_experts.engines_choice(scheme, shape, groups)
+    assert named == engine or (named.startswith("nothing") and engine.startswith("nothing"))
+    trainer = choose_experts_kernel(scheme, torch.device("cuda", 0), shape, group_size=groups)
+    expected = EXPERTS.get((scheme, engine))
+    if expected == "vllm_cutlass_experts" and gpu >= (10, 0):
+        expected = None  # there vLLM's own choice depends on the number of tokens
+    assert trainer.kernel.name == expected if expected else not trainer.kernel.name.startswith("vllm"), trainer.reason

@@ -1,0 +1,126 @@
+"""A publish into whole models of the locked vLLM, as on a GPU: the bytes of a fresh load, at the old addresses.
+
+The models are vLLM's own, on a platform that answers as a GPU of compute capability 8.0 (Marlin) or 9.0 (Machete,
+CUTLASS). Every publish goes through QaRL's `WeightReceiver` and vLLM's layerwise reload, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_lock import pretend, required
+from gpu_lock_models import build, differing, engine_config, fresh, load, process_groups, stand_in_operators, tensors_of
+from random_models import save_random_model
+from random_moe import IGNORE, wire_tensors
+
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.publish import writers
+from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import encode_publish
+
+required()
+
+SIZES = {"hidden_size": 256, "intermediate_size": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", SIZES),
+    "tied head": ("qwen3", SIZES | {"tie": True}),
+    "biases": ("qwen2", SIZES),
+    "llama": ("llama", SIZES),
+    "experts": ("qwen3_moe", SIZES | {"moe_intermediate_size": 256}),
+}
+CASES = [
+    (model, scheme, group_size, capability)
+    for scheme, group_size, capability in (
+        ("bf16", 128, (9, 0)),
+        ("w4a16", 128, (9, 0)),
+        ("w4a16", 128, (8, 0)),
+        ("w4a16", 32, (9, 0)),
+        ("w8a8", 128, (9, 0)),
+        ("fp8", 128, (9, 0)),
+        ("fp8", 128, (8, 9)),
+    )
+    for model in MODELS
+    if (model, scheme) != ("experts", "w8a8")  # this vLLM cannot serve them
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: save_random_model(tmp_path_factory.mktemp("models") / "model", family, **sizes)
+        for name, (family, sizes) in MODELS.items()
+    }
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parameters here are in the CPU's memory, so `_choose_writer` must be told what it finds on a GPU by itself."""
+    stand_in_operators()
+    monkeypatch.setattr(writers, "_choose_writer", lambda target, direct: None)
+    yield
+
+
+def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> None:
+    receiver.feed(encode_publish(iter(tensors.items()), version=version))
+
+
+@pytest.mark.parametrize(("model_name", "scheme_name", "group_size", "capability"), CASES, ids=lambda value: str(value))
+def test_a_publish_is_a_fresh_load_at_the_old_addresses(
+    folders: dict[str, Path],
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+    model_name: str,
+    scheme_name: str,
+    group_size: int,
+    capability: tuple[int, int],
+) -> None:
+    pretend(monkeypatch, capability)
+    scheme, folder = get_scheme(scheme_name, group_size), folders[model_name]
+    config = engine_config(folder, scheme, IGNORE)
+    hf_config = config.model_config.hf_config
+    first, second = wire_tensors(folder, scheme), wire_tensors(folder, scheme, noise_seed=1)
+    if hf_config.tie_word_embeddings:
+        first.pop("lm_head.weight", None), second.pop("lm_head.weight", None)
+    expected = expected_manifest(hf_config, scheme, IGNORE)
+    with process_groups(config):
+        models = {version: fresh(config, tensors) for version, tensors in ((1, first), (2, second))}
+        engine = build(config)
+        load(engine, config, first)
+        assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
+        check_same_layers(engine, expected)
+        receiver = WeightReceiver(engine, config, expected, kv_caches=list)
+        before = tensors_of(engine)
+        for version, tensors in ((2, second), (1, first), (2, second)):
+            publish(receiver, tensors, version)
+            assert receiver.version == version
+            assert differing(engine, models[version]) == []
+            gone = [address for address in before if address not in tensors_of(engine)]
+            assert gone == [], f"{len(gone)} tensors moved: {[tuple(before[a].shape) for a in gone[:4]]}"
+    record_property("checks", 3 * len(before))
+
+
+def test_the_comparison_sees_a_moved_and_a_changed_tensor() -> None:
+    class Kernel:
+        workspace: torch.Tensor
+
+    def layer() -> Any:
+        made: Any = torch.nn.Linear(2, 2)
+        made.quant_method, made.quant_method.workspace = Kernel(), torch.zeros(3)
+        with torch.no_grad():
+            made.weight.fill_(1)
+            made.bias.fill_(1)
+        return made
+
+    one, other = layer(), layer()
+    assert differing(one, other) == []
+    before = tensors_of(one)
+    assert {tuple(tensor.shape) for tensor in before.values()} == {(2, 2), (2,), (3,)}
+    one.quant_method.workspace = torch.ones(3)
+    assert [tuple(before[a].shape) for a in before if a not in tensors_of(one)] == [(3,)]
+    assert differing(one, other) == [".quant_method.workspace"]

@@ -1,0 +1,178 @@
+"""What QaRL gives to and reads from the locked vLLM's engine: its arguments, Model Runner V2's KV caches, log-probs.
+
+vLLM 0.24 runs Qwen3, Llama and Mistral with Model Runner V2, other families with the first one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from gpu_lock import pretend, required
+from gpu_lock_models import build, engine_config, load, process_groups, stand_in_operators
+from random_models import save_random_model
+from random_moe import IGNORE, wire_tensors
+
+from qarl.quant.scheme import get_scheme
+from qarl.rollout.engine import SamplingConfig, sampling_params
+from qarl.rollout.publish import writers
+from qarl.rollout.publish.manifest import expected_manifest
+from qarl.rollout.publish.receive import WeightReceiver
+from qarl.rollout.publish.wire import encode_publish
+
+required()
+
+FAMILIES = {"qwen3": True, "llama": True, "qwen2": False, "qwen3_moe": False}
+"""Family -> whether vLLM runs it with Model Runner V2."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        family: save_random_model(
+            folder / family, family, **{k: v for k, v in sizes.items() if (family, k) != ("qwen2", "head_dim")}
+        )
+        for family in FAMILIES
+    }
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_the_engines_arguments_are_taken(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, scheme: str, eager: bool
+) -> None:
+    pretend(monkeypatch, (9, 0))
+    config = engine_config(folders[family], get_scheme(scheme, 128), IGNORE, enforce_eager=eager, max_num_seqs=32)
+    assert config.use_v2_model_runner == FAMILIES[family]
+    model, graphs = config.model_config, config.compilation_config.cudagraph_mode
+    assert model.logprobs_mode == "processed_logprobs" and model.dtype == torch.bfloat16
+    assert (model.quantization == "compressed-tensors") == (scheme != "bf16")
+    assert (graphs.name == "NONE") == eager
+    assert config.scheduler_config.max_num_seqs == 32 and config.model_config.max_model_len == 256
+    assert config.load_config.load_format == "dummy"
+
+
+def test_routing_is_returned_by_the_first_runner(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    config = engine_config(folders["qwen3_moe"], get_scheme("bf16"), IGNORE, return_routed_experts=True)
+    assert config.model_config.enable_return_routed_experts and not config.use_v2_model_runner
+
+
+def kv_caches_of(config: Any) -> list[Any]:
+    """`model_runner.kv_caches`, allocated by the functions of Model Runner V2."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.gpu import attn_utils
+    from vllm.v1.worker.utils import AttentionGroup
+
+    config.cache_config.num_gpu_blocks_override = 64
+    specs = attn_utils.get_kv_cache_spec(config)
+    (kv_cache_config,) = get_kv_cache_configs(config, [specs], [64 << 20])
+    caches: list[Any] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Metadata builders need a device; the caches do not depend on them.
+        builder = SimpleNamespace(get_cudagraph_support=lambda *args: attn_utils.AttentionCGSupport.ALWAYS)
+        monkeypatch.setattr(AttentionGroup, "create_metadata_builders", lambda self, *args, **kwargs: None)
+        monkeypatch.setattr(AttentionGroup, "get_metadata_builder", lambda self, *args: builder)
+        groups, _, block_sizes = attn_utils.init_attn_backend(kv_cache_config, config, torch.device("cpu"))
+    attn_utils.init_kv_cache(
+        caches,
+        config.compilation_config.static_forward_context,
+        kv_cache_config,
+        groups,
+        torch.device("cpu"),
+        config.cache_config.cache_dtype,
+        block_sizes,
+        config,
+    )
+    return caches
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_publish_after_nan_clears_every_kv_cache(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, capability: tuple[int, int]
+) -> None:
+    """FlashAttention's caches, and on capability 10.0 FlashInfer's."""
+    pretend(monkeypatch, capability)
+    stand_in_operators()
+    monkeypatch.setattr(writers, "_choose_writer", lambda target, direct: None)
+    scheme, folder = get_scheme("bf16"), folders[family]
+    config, tensors = engine_config(folder, scheme, IGNORE), wire_tensors(folder, scheme)
+    assert config.use_v2_model_runner
+    with process_groups(config):
+        model = build(config)
+        load(model, config, tensors)
+        caches = kv_caches_of(config)
+        attention = [layer for layer in model.modules() if type(layer).__name__ == "Attention"]
+        assert len(attention) == 2 and all(layer.kv_cache.numel() for layer in attention)
+        for layer in attention:
+            layer.kv_cache.fill_(torch.nan)
+        runner = SimpleNamespace(get_model=lambda: model, vllm_config=config, kv_caches=caches)
+        manifest = expected_manifest(config.model_config.hf_config, scheme, IGNORE)
+        receiver = WeightReceiver.of_runner(runner, manifest)
+        receiver.mark_stale("a log-prob was NaN")
+        receiver.kv_cache_spoilt = True
+        receiver.feed(encode_publish(iter(tensors.items()), version=1))
+        assert all(not layer.kv_cache.any() for layer in attention)
+
+
+def test_both_runners_have_what_is_read_from_them() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
+
+    for runner in (First, Second):
+        source = inspect.getsource(runner)
+        assert "self.kv_caches: list" in source and "self.vllm_config = " in source and hasattr(runner, "get_model")
+
+
+def test_the_engine_reaches_its_model_through_these_attributes() -> None:
+    """`RolloutEngine.model()`: llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()."""
+    from vllm.entrypoints.llm import LLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    sets = ((LLM, "llm_engine"), (LLMEngine, "engine_core"), (InprocClient, "engine_core"))
+    sets += ((EngineCore, "model_executor"), (UniProcExecutor, "driver_worker"), (WorkerWrapperBase, "worker"))
+    for kind, name in sets:
+        assert f"self.{name}" in inspect.getsource(kind), f"{kind.__name__}.{name}"
+    assert hasattr(Worker, "get_model") and hasattr(InprocClient, "shutdown") and hasattr(LLM, "reset_prefix_cache")
+    assert hasattr(LLM, "get_metrics") and hasattr(LLM, "collective_rpc")
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.9, 20), (0.0, 1.0, -1)])
+def test_sampling_parameters_are_taken(temperature: float, top_p: float, top_k: int) -> None:
+    sampling = SamplingConfig(16, temperature=temperature, top_p=top_p, top_k=top_k, top_tokens=True)
+    params = sampling_params(sampling, 7)
+    assert (params.temperature, params.seed, params.num_logprobs) == (temperature, 7, 1)
+
+
+def test_sampling_kernels_under_the_interpreter(record_property: Any) -> None:
+    """Log-probs and ranks in the places where QaRL reads them, and the tokens that top-k and top-p keep."""
+    paths = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(ROOT / "tests" / "support" / "runner_v2_sampling.py")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["shape_0"] == [8, 1] and found["shape_1"] == [8, 2] and found["top_tokens"] is True
+    assert found["off_0"] < 1e-5 and found["off_1"] < 1e-5, "FP32 logits below 10 and a sum over 640 tokens"
+    kept = {name: mass for name, mass in found.items() if name.startswith("kept_otherwise")}
+    assert len(kept) == 4 and all(mass < 2e-4 for mass in kept.values()), kept
+    assert [mass for name, mass in kept.items() if "0.999" not in name] == [0, 0, 0]
+    record_property("checks", len(found))

@@ -1,0 +1,143 @@
+"""Every name of another package that qarl's sources use exists in the GPU lock, and takes the arguments it is given.
+
+The list is read from the sources (tests/support/third_party_uses.py), so a new use is tested without being added here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from gpu_lock import pretend, required
+from third_party_uses import Use, has_signature, overrides, package_uses, resolve, why_not_callable
+
+required()
+
+NOT_LOCKED = {"gemlite": "a competitor in the benchmark", "trl": "has a lock of its own", "wandb": "is optional"}
+CPU_ONLY = (
+    "torch.ops._C.convert_weight_packed",
+    "torch.ops._C.cpu_gemm_wna16",
+    "torch.ops._C.int8_scaled_mm_with_quant",
+    "torch.ops._C.onednn_scaled_mm",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts",
+)
+"""Of vLLM for CPUs. On a GPU no code that names them runs."""
+NEWER_VLLM = (
+    "vllm.distributed.weight_transfer.base.ParamMeta",
+    "vllm.distributed.weight_transfer.base.TrainerInitInfo",
+    "vllm.distributed.weight_transfer.base.TrainerWeightTransferEngine",
+    "vllm.distributed.weight_transfer.base.WeightSource",
+    "vllm.distributed.weight_transfer.factory.WeightTransferTrainerFactory",
+)
+"""Of the transfer engine `qarl`, which needs vLLM 0.29: `_register_transfer` leaves it out."""
+SIGNATURE_IN_NEW = (
+    "tokenizers.Tokenizer",
+    "transformers.AutoModelForCausalLM.from_config",
+)
+"""Their real signatures are not those that Python reports."""
+
+USES = [use for use in package_uses() if use.package not in NOT_LOCKED]
+NAMES = sorted({use.target for use in USES if not use.target.startswith(CPU_ONLY + NEWER_VLLM)})
+CALLS = sorted(
+    {(use.target, use.call): use for use in USES if use.call and use.target in NAMES}.values(),
+    key=lambda use: (use.file, use.line, use.target),
+)
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(Path(sys.prefix) / "libcuda_stub"))
+    pretend(monkeypatch, (9, 0))
+
+
+def test_the_reader_finds_every_kind_of_use(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "import importlib\nimport a.b\nfrom c import d as e\n_F = 'f'\n"
+        "def g(h):\n    import i as j\n    k = importlib.import_module(f'{_F}.l')\n"
+        "    j.m(1, n=2)\n    h.o()\n    k.p(*h)\n    e.q\n    return a.b.r(**h)\n"
+        "class S(e.t):\n    def u(self, j):\n        j.v()\n"
+    )
+    from third_party_uses import Call, uses
+
+    found = {(use.target, use.call) for use in uses(source)}
+    assert found >= {
+        ("a.b", None), ("c.d", None), ("i", None), ("f.l", None), ("c.d.q", None), ("c.d.t", None),
+        ("i.m", Call(1, ("n",), False)), ("f.l.p", Call(0, (), True)), ("a.b.r", Call(0, (), True)),
+    }  # fmt: skip
+    assert not [target for target, _ in found if target.endswith((".o", ".v"))]
+
+
+def test_the_sources_use_what_the_issue_is_about() -> None:
+    counts = {package: sum(use.package == package for use in USES) for package in ("vllm", "verl", "transformers")}
+    assert counts["vllm"] > 100 and counts["verl"] > 50 and counts["transformers"] > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_exists(name: str) -> None:
+    resolve(name)
+
+
+@pytest.mark.parametrize("name", CPU_ONLY + NEWER_VLLM)
+def test_what_is_left_out_is_missing(name: str) -> None:
+    with pytest.raises((AttributeError, ImportError)):
+        resolve(name)
+
+
+@pytest.mark.parametrize("use", CALLS, ids=lambda use: f"{use.file}:{use.line}:{use.target}")
+def test_the_arguments_are_taken(use: Use, record_property: Any) -> None:
+    assert use.call is not None
+    function = resolve(use.target)
+    if use.target in SIGNATURE_IN_NEW or not has_signature(function):
+        record_property("checks", 0)  # a builtin
+        return
+    assert why_not_callable(function, use.call) is None
+
+
+TABLES = ("qarl.kernels.cuda.vllm_ops", "qarl.kernels.experts.vllm")
+
+
+@pytest.mark.parametrize("module", TABLES)
+def test_the_run_itself_would_find_nothing_changed(module: str, record_property: Any) -> None:
+    """The tables by which a run refuses an unknown vLLM: they name every function of vLLM that the module calls."""
+    from qarl.vllm_versions.functions import changed_functions
+
+    table = importlib.import_module(module).FUNCTIONS
+    assert changed_functions(table) == ()
+    record_property("checks", sum(len(parameters) for parameters in table.values()))
+
+
+PLUGIN = ROOT / "qarl" / "verl" / "plugin"
+PLUGINS = sorted(path.stem for path in PLUGIN.glob("*.py") if path.stem not in ("__init__", "cpu", "plugin"))
+
+
+@pytest.mark.parametrize("module", PLUGINS)
+def test_what_the_verl_plugin_replaces_is_there_to_be_replaced(module: str, record_property: Any) -> None:
+    """A method that overrides one of verl's (or vLLM's) takes every argument that its caller gives."""
+    loaded = importlib.import_module(f"qarl.verl.plugin.{module}")
+    classes = [c for c in vars(loaded).values() if inspect.isclass(c) and c.__module__ == loaded.__name__]
+    checks = 0
+    for kind, name, own, base in overrides(classes):
+        if not inspect.isfunction(base):
+            continue
+        theirs = inspect.signature(base).parameters
+        ours = inspect.signature(own).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in ours.values())
+        lacking = [p for p in theirs if p not in ours and theirs[p].kind not in (2, 4)]
+        assert takes_any or not lacking, f"{kind.__name__}.{name} does not take {lacking}"
+        extra = [p for p in ours if p not in theirs and ours[p].default is ours[p].empty and ours[p].kind not in (2, 4)]
+        assert not extra, f"{kind.__name__}.{name} needs {extra}, which verl does not give"
+        checks += 1
+    record_property("checks", max(1, checks))
+
+
+def test_torch_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub answers, and says that there is none. Otherwise the other tests could have used a real one."""
+    monkeypatch.undo()
+    assert torch.version.cuda and hasattr(torch.ops._C, "machete_mm") and hasattr(torch.ops._moe_C, "moe_sum")

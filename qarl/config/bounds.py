@@ -98,6 +98,7 @@ TABLE: dict[str, Bounds | Exempt] = {
     "actor.log_prob_micro_batch_size_per_gpu": Bounds(1, 65536, _MEMORY),
     "actor.ppo_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
     "actor.log_prob_max_token_len_per_gpu": Bounds(1, 2**24, _MEMORY),
+    "actor.kl_loss_coef": Bounds(1e-5, 1.0, "the KL term outweighs the reward", "the KL term changes nothing"),
     "actor.old_log_probs_sample": Bounds(
         0.01, 1.0, "", "a difference outside the first mini-batch is hardly ever found", ("actor.old_log_probs", "auto")
     ),

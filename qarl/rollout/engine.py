@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
-from qarl.quant.scheme import Scheme
-from qarl.rollout.gpu import GRAPHS, check_free_memory, check_not_batch_invariant, eager
+from qarl.rollout.engine_config import EngineConfig, llm_arguments
+from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -37,41 +36,13 @@ from qarl.rollout.publish.wire import NamedTensor
 from qarl.rollout.publish.writers import ReloadFailed
 from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
-from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.rollout.vllm_plugin.asked import asked_for
 from qarl.rollout.vllm_rules import own_kernels
-from qarl.vllm_versions.head import FP32_HEAD, check_head_dtype
+from qarl.vllm_versions.differences import loaded_model
+from qarl.vllm_versions.functions import check_functions
+from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
-    `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
-    vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
-    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
-    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
-    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
-    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
-    GPU, run the operators that the trainer follows at `quant.align=model`."""
-
-    model: str
-    scheme: Scheme
-    ignore: tuple[str, ...]
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.5
-    kv_cache_gib: float = 1.0
-    enforce_eager: bool | None = None
-    free_cache_engine: bool = True
-    direct_writes: bool = True
-    trust_remote_code: bool = False
-    return_routed_experts: bool = False
-    delta: bool = False
-    head_dtype: str = "model"
-    dtype: str = "bf16"
-    aligned: bool = False
-    kernels: str = "engine"
+from qarl.vllm_versions.uses import ENGINE, PUBLISH
 
 
 @dataclass(frozen=True)
@@ -128,6 +99,8 @@ class RolloutEngine:
         check_not_batch_invariant()
         check_served(config.scheme.name, config.kernels)
         check_head_dtype(config.head_dtype)
+        check_functions("rollouts", ENGINE)
+        check_functions("publishing weights", PUBLISH)
         hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         check_loaded(hf_config)
         check_linears_loaded(config.kernels)
@@ -153,7 +126,7 @@ class RolloutEngine:
         num_threads = torch.get_num_threads()
         try:
             with default_dtype_kept(), own_kernels(asked_for(self.config.kernels, self.config.scheme.name)):
-                self.llm = LLM(**_llm_arguments(self.config))
+                self.llm = LLM(**llm_arguments(self.config))
             self._prepare_publish()
             if torch.get_num_threads() != num_threads:
                 raise RuntimeError(f"vLLM changed torch's threads from {num_threads} to {torch.get_num_threads()}")
@@ -198,9 +171,7 @@ class RolloutEngine:
 
     def model(self) -> torch.nn.Module:
         """vLLM's own module tree, for comparisons and hooks."""
-        core: Any = self.llm.llm_engine.engine_core
-        module: torch.nn.Module = core.engine_core.model_executor.driver_worker.worker.get_model()
-        return module
+        return loaded_model(self.llm)
 
     def sleep(self) -> None:
         """Free the GPU memory of the weights and the KV cache until the next `publish` or `generate`. Do nothing on a
@@ -422,43 +393,3 @@ def _top_tokens(completion: Any) -> list[int]:
 def _routed_experts(completion: Any) -> torch.Tensor:
     routed = completion.routed_experts
     return torch.tensor(routed, dtype=torch.uint8 if routed.dtype.itemsize == 1 else torch.int16)
-
-
-def _llm_arguments(config: EngineConfig) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": config.model,
-        "trust_remote_code": config.trust_remote_code,
-        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
-        "load_format": "dummy",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": eager(config.enforce_eager),
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
-    }
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
-        arguments["distributed_executor_backend"] = "external_launcher"
-    if config.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
-    if config.return_routed_experts:
-        arguments["enable_return_routed_experts"] = True
-    if config.scheme.quantized:
-        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
-    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
-    if config.head_dtype == "fp32":
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
-    if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.free_cache_engine
-        if not eager(config.enforce_eager):
-            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
-    else:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
-        # crashes if its prefill is chunked ("CPU Generator does not use offset").
-        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
-        arguments["enable_chunked_prefill"] = False
-        arguments["enable_prefix_caching"] = False
-        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
-    return arguments

@@ -10,12 +10,19 @@ from qarl.process import configure_vllm_process
 from qarl.quant.scheme import Scheme
 from qarl.rollout.vllm_plugin import check_linears_loaded
 from qarl.rollout.vllm_plugin.asked import Asked, asked_for, engine_arguments
+from qarl.vllm_versions.functions import check_functions
+from qarl.vllm_versions.uses import RULES
+
+
+def _require_vllm() -> None:
+    configure_vllm_process()
+    check_functions("the choice of layers and kernels", RULES)
 
 
 def serving_module(architecture: str) -> str | None:
     """Return the module of vLLM's class for an architecture, or None if vLLM has no class for it. The module of vLLM's
     transformers backend is `vllm.model_executor.models.transformers`."""
-    configure_vllm_process()
+    _require_vllm()
     from vllm.model_executor.models.registry import ModelRegistry
 
     found = ModelRegistry.models.get(architecture)
@@ -27,7 +34,7 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
     `fused`: name of each fused layer -> names of its checkpoint layers. Raise ValueError if `ignore` matches only some
     checkpoint layers of a fused layer."""
-    configure_vllm_process()
+    _require_vllm()
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
     mapping = {whole: list(parts) for whole, parts in fused.items()}
@@ -51,9 +58,9 @@ def chosen_kernel(scheme: Scheme, shape: tuple[int, int], full_shape: tuple[int,
 
     Raises:
         ValueError: no kernel of vLLM supports the weight; the message gives the reason for each kernel.
-        Exception: this version of vLLM is not supported, because its functions are missing or changed.
+        UserError: this version of vLLM is not supported, because its functions are missing or changed.
     """
-    configure_vllm_process()
+    _require_vllm()
     from vllm.config import VllmConfig, set_current_vllm_config
 
     asked = asked_for(kernels, scheme.name)

@@ -406,7 +406,7 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     from vllm.config import AttentionConfig, CompilationConfig, CompilationMode
 
     from qarl.quant.scheme import get_scheme
-    from qarl.rollout.engine import EngineConfig, _llm_arguments
+    from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
     given = contracts.ENGINE_ARGUMENTS
     compilation = CompilationConfig(**given["compilation_config"])
@@ -415,7 +415,7 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for eager, asked in ((False, True), (True, True), (False, False)):
         config = EngineConfig("x", get_scheme("bf16"), (), 8, enforce_eager=eager, aligned=asked)
-        arguments = _llm_arguments(config)
+        arguments = llm_arguments(config)
         assert (given.items() <= arguments.items()) == (asked and not eager)
 
 

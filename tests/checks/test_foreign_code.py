@@ -22,7 +22,7 @@ from qarl.checkpoint.compressed_tensors import ModelFiles, model_of
 from qarl.checks import layers, model_folder
 from qarl.errors import UserError
 from qarl.quant import get_scheme
-from qarl.rollout.engine import EngineConfig, _llm_arguments
+from qarl.rollout.engine_config import EngineConfig, llm_arguments
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.trainer import setup
 from qarl.trainer.policy import Policy
@@ -144,8 +144,8 @@ def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
     engine = setup.engine_config(settings)
     assert engine.trust_remote_code is trust
-    assert _llm_arguments(engine)["trust_remote_code"] is trust
-    assert _llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False
+    assert llm_arguments(engine)["trust_remote_code"] is trust
+    assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False
 
 
 @pytest.mark.verl

@@ -74,6 +74,7 @@ def allowed(key: str, value: float) -> Config | None:
         ],
         "rollout.max_num_batched_tokens": ["rollout.max_num_seqs=1"],
         "actor.old_log_probs_sample": ["actor.old_log_probs=auto"],
+        "actor.kl_loss_coef": ["actor.use_kl_loss=true", "actor.loss=grpo"],
     }
     extra |= {key: ["backend=verl"] for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
     extra |= {"rollout.tensor_model_parallel_size": ["backend=verl"]}

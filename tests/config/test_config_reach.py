@@ -45,7 +45,7 @@ from reach_shared import SHARED, band, metric
 from qarl.align.blocks import AlignedRMSNorm
 from qarl.config import ConfigError, build_config
 from qarl.quant.linear import QuantLinear
-from qarl.rollout.engine import _llm_arguments
+from qarl.rollout.engine_config import llm_arguments
 
 pytestmark = pytest.mark.long
 
@@ -61,7 +61,7 @@ def gpu_argument(name: str) -> Observe:
     def observe(run: Run) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
-            return _llm_arguments(run.trainer.engine.config)[name]
+            return llm_arguments(run.trainer.engine.config)[name]
 
     return observe
 

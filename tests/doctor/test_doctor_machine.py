@@ -12,6 +12,7 @@ from doctor_rig import topic_of
 from qarl.checks import driver
 from qarl.doctor import memory
 from qarl.doctor.target import Target
+from qarl.vllm_versions import functions
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("startable_run")]
 
@@ -51,3 +52,12 @@ def test_the_driver_is_looked_at(version: str, status: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = [f for f in topic_of("machine") if f"NVIDIA driver {version}" in f.what]
     assert [f.status for f in found] == [status]
+
+
+def test_a_vllm_with_other_functions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [f for f in topic_of("packages") if "functions and classes that QaRL calls" in f.what]
+    assert [f.status for f in found] == ["ok"] and "engine, publish, rules" in found[0].what
+    real = functions._find
+    monkeypatch.setattr(functions, "_find", lambda m, n: functions._MISSING if n == "LLM.sleep" else real(m, n))
+    found = [f for f in topic_of("packages") if f.what == "QaRL cannot use this vLLM for: engine"]
+    assert [f.status for f in found] == ["error"] and "no LLM.sleep" in str(found[0].why)

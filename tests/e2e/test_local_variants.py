@@ -63,7 +63,7 @@ def test_own_kernels_train_at_every_level(tmp_path, scheme, level):
         assert metrics["actor/grad_norm"] > 0
         assert 0.28 < metrics["publish/quantized_ratio"] < 0.30
         assert ("publish/dequantized" in metrics) == (scheme == "w4a16")
-        assert metrics["mismatch/abs_mean"] < {"exact": 1e-12, "model": 1e-3, "linears": 1e-2, "off": 1.0}[level]
+        assert metrics["mismatch/abs_mean"] < {"exact": 1e-9, "model": 1e-3, "linears": 1e-2, "off": 1.0}[level]
         assert (metrics["mismatch/abs_mean"] > 1e-5) == (level in ("off", "linears"))
 
 

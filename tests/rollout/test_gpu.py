@@ -13,7 +13,8 @@ from qarl.checks.run import checks_for
 from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig, _llm_arguments
+from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
+from qarl.rollout.engine_config import llm_arguments
 from qarl.rollout.gpu import GRAPHS, check_free_memory
 from qarl.trainer import local
 
@@ -197,7 +198,7 @@ def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(monkeypatc
 
 @pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])
 def test_graphs_are_the_default_on_a_gpu_and_nothing_is_compiled(asked: bool | None, graphs: bool, gpu: None) -> None:
-    arguments = _llm_arguments(config(enforce_eager=asked))
+    arguments = llm_arguments(config(enforce_eager=asked))
     assert arguments["enforce_eager"] is not graphs and arguments["enable_sleep_mode"] is True
     wanted = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if graphs else None
     assert arguments.get("compilation_config") == wanted
@@ -205,10 +206,10 @@ def test_graphs_are_the_default_on_a_gpu_and_nothing_is_compiled(asked: bool | N
 
 def test_on_a_cpu_the_default_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = _llm_arguments(config())
+    arguments = llm_arguments(config())
     assert arguments["enforce_eager"] is True
     assert "compilation_config" not in arguments and "enable_sleep_mode" not in arguments
-    assert _llm_arguments(config(enforce_eager=False))["enforce_eager"] is False
+    assert llm_arguments(config(enforce_eager=False))["enforce_eager"] is False
 
 
 @pytest.mark.vllm

@@ -48,9 +48,9 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
     configure_vllm_process()
     from vllm.engine.arg_utils import EngineArgs
 
-    from qarl.rollout.engine import EngineConfig, _llm_arguments
+    from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
-    given = _llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
+    given = llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
     config = EngineArgs(**given).create_engine_config()
     config.device_config.device = CPU
     return config

@@ -22,8 +22,8 @@ KERNEL_TESTS = sorted((ROOT / "tests" / "kernels" / "triton_kernels").glob("test
 SOURCES = sorted((ROOT / "qarl" / "kernels" / "triton").glob("*.py"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory one block may use, by target: compute capability 8.0, 9.0 and 10.0 (CUDA C++ Programming
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes of shared memory one block may use, by target: compute capability 8.0, 9.0, 10.0 and 12.0 (CUDA C++ Programming
 Guide, technical specifications per compute capability)."""
 
 

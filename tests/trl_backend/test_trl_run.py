@@ -54,7 +54,7 @@ def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
 @pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
 def test_own_kernels_have_no_mismatch(scheme: str, kernels: str) -> None:
     (found,) = trl_cpu.run({"max_steps": 2, "quant_scheme": scheme, "quant_kernels": kernels})
-    assert [one["mismatch/abs_max"] for one in found["history"]] == [0.0, 0.0]
+    assert [one["mismatch/abs_max"] <= 1e-6 for one in found["history"]] == [True, True]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from qarl.kernels.cuda.vllm_ops import uint4b8, why_not_here
+from qarl.vllm_versions.differences import describe_experts, moe_sum
 from qarl.vllm_versions.functions import why_unusable
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def engines_choice(scheme: str, shape: ExpertsShape, group_size: int | None) -> 
         moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=torch.bfloat16,
     )
-    layer.hidden_size, layer.apply_router_weight_on_input = shape.hidden, False  # vLLM 0.24 reads these two
+    describe_experts(layer, shape.hidden)
     given = quantization.CompressedTensorsConfig.from_config(_quantization_config(scheme, group_size))
     try:
         method = methods.CompressedTensorsMoEMethod.get_moe_method(given, layer, "experts")
@@ -218,7 +219,7 @@ class VllmMarlinExperts:
             topk_ids=topk_ids,
             quant_type_id=uint4b8().id,
             global_num_experts=experts,
-            moe_sum=_moe_sum,
+            moe_sum=moe_sum,
             g_idx1=nothing,
             g_idx2=nothing,
             sort_indices1=nothing,
@@ -230,14 +231,6 @@ class VllmMarlinExperts:
     @staticmethod
     def quantize(scheme_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError("W4A16 does not quantize activations")
-
-
-def _moe_sum(rows: torch.Tensor, output: torch.Tensor, *ids: object) -> torch.Tensor:
-    """Write each token's sum over its experts to `output`. vLLM 0.29 requires `ids`, but they have no effect here."""
-    from vllm import _custom_ops as ops
-
-    ops.moe_sum(rows, output)
-    return output
 
 
 @cache

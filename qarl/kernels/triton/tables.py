@@ -1,4 +1,4 @@
-"""Choose the tile for each product, from the tables for Hopper, Ampere and Blackwell in tables.json.
+"""Choose the tile for each product, from the tables for Hopper, Ampere and two kinds of Blackwell in tables.json.
 
 A table has a list of rules for each operation. The first rule whose bounds include the shape (rows M, output channels
 N, input channels K, group size) decides. `max_m`, `max_n` and `max_k` are inclusive. If no rule of a W4A16 operation
@@ -7,8 +7,9 @@ matches, the weight is dequantized first. Rules of operations whose name ends in
 Nothing is timed at run time, so the same shape on the same kind of GPU always gets the same tile and order of
 summation. `scripts/tune_triton.py` times candidates on a GPU and writes the file.
 
-The Ampere table also serves capabilities 8.6 and 8.9. The tiles of the Blackwell table compile without spills, but
-their speed was not measured.
+The Ampere table also serves capabilities 8.6 and 8.9. Blackwell's table serves capability 10.x. Capability 12.x has a
+table of its own: a block has 99 KB of shared memory there, not 227 KB, and no tensor memory, so its tiles are Ampere's.
+The tiles of both Blackwell tables compile without spills and fit, but their speed was not measured.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def architecture(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         return "hopper"
     major, _ = torch.cuda.get_device_capability(device)
-    return {9: "hopper"}.get(major, "ampere" if major < 9 else "blackwell")
+    return {9: "hopper", 12: "blackwell_geforce"}.get(major, "ampere" if major < 9 else "blackwell")
 
 
 def choose(operation: str, device: torch.device, m: int, n: int, k: int, group_size: int = 0) -> Tile | None:

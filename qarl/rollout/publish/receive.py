@@ -28,6 +28,7 @@ from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
 from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_layers
+from qarl.vllm_versions.differences import kv_cache_tensors
 
 
 class WeightReceiver:
@@ -78,7 +79,11 @@ class WeightReceiver:
     def of_runner(cls, runner: Any, expected: Manifest, **options: bool) -> WeightReceiver:
         """Return the receiver for the model of `runner`, one worker's model runner. `options`: as in `__init__`."""
         return cls(
-            runner.get_model(), runner.vllm_config, expected, kv_caches=lambda: _flat(runner.kv_caches), **options
+            runner.get_model(),
+            runner.vllm_config,
+            expected,
+            kv_caches=lambda: kv_cache_tensors(runner.kv_caches),
+            **options,
         )
 
     @property
@@ -279,15 +284,6 @@ class WeightReceiver:
                 why=f"the graphs would use memory that was freed: {shown}. A new engine has the same fault with these "
                 "layers; rollout.enforce_eager=true runs without graphs",
             )
-
-
-def _flat(kv_caches: Any) -> list[torch.Tensor]:
-    """Return all tensors of vLLM's `model_runner.kv_caches`, which each attention backend nests differently."""
-    if isinstance(kv_caches, torch.Tensor):
-        return [kv_caches]
-    if isinstance(kv_caches, dict):
-        kv_caches = list(kv_caches.values())
-    return [tensor for item in kv_caches or () for tensor in _flat(item)]
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.vllm_versions.differences import transfer_factories
 
 ENTRY_POINT = "qarl"
 """The plugin's name in `vllm.general_plugins`. The environment variable VLLM_PLUGINS uses the same name."""
@@ -58,17 +59,15 @@ def register() -> None:
 
 
 def _register_transfer() -> None:
-    """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it.
-
-    vLLM 0.24 cannot use it, because its worker reloads the model during each update."""
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-    except ImportError:
+    """Register the transfer engine `qarl` (`transfer.py`), unless it is registered or this vLLM cannot use it."""
+    factories = transfer_factories()
+    if factories is None:
         return
+    of_engines, of_trainers = factories
     module = f"{__name__}.transfer"
     with suppress(ValueError):  # registered already
-        WeightTransferEngineFactory.register_engine(ENTRY_POINT, module, "QaRLTransferEngine")
-        WeightTransferTrainerFactory.register_engine(ENTRY_POINT, module, "QaRLTrainerTransfer")
+        of_engines.register_engine(ENTRY_POINT, module, "QaRLTransferEngine")
+        of_trainers.register_engine(ENTRY_POINT, module, "QaRLTrainerTransfer")
 
 
 def _register_linears() -> None:
@@ -106,11 +105,17 @@ def check_loaded(hf_config: Any) -> None:
     """Raise UserError if `hf_config` is a mixture of experts and the plugin is not registered in this process."""
     if not experts_of(hf_config):
         return
+    if why_not_registered() is not None:
+        raise not_loaded()
+
+
+def why_not_registered() -> str | None:
+    """Let vLLM load its plugins into this process. Return why QaRL's is not registered for experts, or None if it is or
+    is not needed here."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    if _why_not is not None:
-        raise not_loaded()
+    return _why_not
 
 
 def check_installed(hf_config: Any) -> None:

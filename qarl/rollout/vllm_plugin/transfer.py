@@ -62,6 +62,9 @@ from qarl.rollout.publish.outbox import Outbox
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.sockets import DEFAULT_SECONDS, WeightClient, WeightServer
 from qarl.rollout.publish.wire import NamedTensor, encode_publish
+from qarl.vllm_versions.differences import kv_cache_tensors
+from qarl.vllm_versions.functions import check_functions
+from qarl.vllm_versions.uses import PUBLISH
 
 _log = logging.getLogger("qarl.rollout.vllm_plugin")
 
@@ -96,6 +99,7 @@ class QaRLTransferEngine(WeightTransferEngine[QaRLInitInfo, QaRLUpdateInfo]):
         """Store the trainer's address. If the trainer was restarted, call this again to replace the address."""
         self.info = init_info
         if self.receiver is None:
+            check_functions("publishing weights", PUBLISH)
             expected = engines_manifest(self.model_config.hf_config, self.model)
             self.receiver = WeightReceiver(
                 self.model, self.vllm_config, expected, kv_caches=lambda: kv_caches(self.vllm_config)
@@ -174,8 +178,7 @@ def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
     """Return the KV caches of the attention layers of a worker."""
     found: list[torch.Tensor] = []
     for layer in vllm_config.compilation_config.static_forward_context.values():
-        cache = getattr(layer, "kv_cache", None)
-        found += [one for one in (cache if isinstance(cache, list | tuple) else [cache]) if torch.is_tensor(one)]
+        found += kv_cache_tensors(getattr(layer, "kv_cache", None))
     return found
 
 

@@ -1,0 +1,86 @@
+"""The settings of a rollout engine, and the arguments that vLLM gets from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
+from qarl.quant.scheme import Scheme
+from qarl.rollout.gpu import GRAPHS, eager
+from qarl.rollout.vllm_plugin.asked import asked_for, engine_arguments
+from qarl.vllm_versions.head import FP32_HEAD
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`model`: folder with config and tokenizer. `max_model_len`: limit on the tokens of prompt and response together.
+    `kv_cache_gib`: size of the KV cache, used only on CPU. `direct_writes`: write published weights directly into
+    vLLM's storage if possible, not through its layerwise reload. `trust_remote_code`: run Python code from the model's
+    folder. `return_routed_experts`: also return the experts that each token was routed to. `delta`: a publish sends
+    only what changed since the last one, and the engine keeps a copy of the published tensors for that. `head_dtype`:
+    fp32 for FP32 logits, else model. `dtype`: a value of `model.dtype`. `kernels`: a value of `quant.kernels`.
+    `enforce_eager`: None is true only on a CPU. `free_cache_engine`: on a GPU, `sleep` frees memory. `aligned`: on a
+    GPU, run the operators that the trainer follows at `quant.align=model`."""
+
+    model: str
+    scheme: Scheme
+    ignore: tuple[str, ...]
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float = 1.0
+    enforce_eager: bool | None = None
+    free_cache_engine: bool = True
+    direct_writes: bool = True
+    trust_remote_code: bool = False
+    return_routed_experts: bool = False
+    delta: bool = False
+    head_dtype: str = "model"
+    dtype: str = "bf16"
+    aligned: bool = False
+    kernels: str = "engine"
+
+
+def llm_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`."""
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": {"bf16": "bfloat16", "fp16": "float16"}[config.dtype],
+        "load_format": "dummy",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": eager(config.enforce_eager),
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": False,  # `_preemptions` reads one of these statistics
+    }
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Without this, vLLM would wait for other ranks to join its groups. Each rank has an engine.
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if config.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
+    if config.scheme.quantized:
+        arguments["hf_overrides"] = {"quantization_config": config.scheme.quantization_config(list(config.ignore))}
+    arguments |= engine_arguments(asked_for(config.kernels, config.scheme.name))
+    if config.head_dtype == "fp32":
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | FP32_HEAD
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.free_cache_engine
+        if not eager(config.enforce_eager):
+            arguments |= ENGINE_ARGUMENTS if config.aligned else GRAPHS
+    else:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        # A chunked prefill does not give the same bits as a whole one. Also, in vLLM 0.29 on CPU a request with a seed
+        # crashes if its prefill is chunked ("CPU Generator does not use offset").
+        # A request with a cached prefix prefills only the rest, so its matrix products are also tiled differently.
+        arguments["enable_chunked_prefill"] = False
+        arguments["enable_prefix_caching"] = False
+        arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens or 4096, config.max_model_len)
+    return arguments

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from qarl.checks import memory_terms as terms
 from qarl.checks.memory_terms import GIB, PHASES, Part
-from qarl.checks.model_size import ModelSize, Shape
+from qarl.checks.model_size import CUDA_MODEL, ModelSize, Shape
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -111,6 +111,7 @@ def estimate(
             and optimizer_offload).
     """
     align = align or config.quant.align
+    align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
     engine, kv_cache, engine_weights = terms.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *terms.states(size, config, offload),

@@ -9,6 +9,10 @@ from typing import Any
 Shape = tuple[int, int]
 
 
+CUDA_MODEL = "model on cuda"
+"""Level `model` on a GPU, where the trainer runs other operators (`qarl.align.cuda`). For dense models only."""
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """Sizes of a Llama-like or Qwen3-MoE model, as in its config. `sparse_layers`: indices of layers with experts."""
@@ -121,7 +125,14 @@ class ModelSize:
         return 2 * 2 * self.layers * max(self.kv_heads // tensor_parallel, 1) * self.head_dim
 
     def activation_bytes_per_token(self, align: str, layer: int = 0) -> int:
-        """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32."""
+        """Return the bytes that one block saves per token for the backward. At level `model` some tensors are FP32.
+
+        `align`: an alignment level, or `CUDA_MODEL` for level `model` on a GPU.
+        """
+        if align == CUDA_MODEL:  # each operator saves its BF16 inputs, and a linear saves its input
+            attention = 2 * (self.query_width + 2 * self.kv_width) + 2 * self.query_width + 8 * self.head_dim
+            attention += 2 * (self.query_width + self.kv_width) if self.qk_norm else 0
+            return 8 * self.hidden + attention + 6 * self.intermediate
         fp32_attention = align == "model"
         norms = 2 * (4 + 2 + 2) * self.hidden + 8
         qkv = (4 if fp32_attention else 2) * (self.query_width + 2 * self.kv_width)

@@ -26,7 +26,7 @@ from qarl.checks.memory_terms import (
     LOGITS_AT_A_TIME,
     OWN_INPUT_GRADIENT,
 )
-from qarl.checks.model_size import ModelSize, prepared_bytes, wire_bytes
+from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.config import Config, build_config
 from qarl.doctor import memory as preflight_memory
 from qarl.kernels.cpu import attention as vllm_attention
@@ -357,7 +357,7 @@ def test_bytes_that_kernels_prepare(scheme: str, kernel: Any) -> None:
     assert prepared_bytes(scheme, kernel.name, 32, (96, 128)) == found
 
 
-@pytest.mark.parametrize("level", ["off", "linears", "model", "exact"])
+@pytest.mark.parametrize("level", ["off", "linears", "model", "exact", CUDA_MODEL])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3, tied"])
 def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
     """Bytes of one row; the difference of three layers and one layer leaves out what is not in the blocks."""
@@ -367,7 +367,8 @@ def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
         config.num_hidden_layers = layers
         config.layer_types = ["full_attention"] * layers
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        if align_model(model, level).level != level:
+        device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
+        if align_model(model, level.split()[0], device=device).level != level.split()[0]:
             pytest.skip("this machine does not have the level")
         kept.append(saved_bytes(model, torch.zeros(1, 200, dtype=torch.long)))
     config, held = tiny(family), (kept[1] - kept[0]) / 2 / 200

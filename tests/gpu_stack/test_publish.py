@@ -22,6 +22,7 @@ from qarl.rollout.publish import writers
 from qarl.rollout.publish.manifest import check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
+from qarl.rollout.vllm_plugin.asked import asked_for
 
 required()
 
@@ -47,6 +48,8 @@ CASES = [
     for model in MODELS
     if (model, scheme) != ("experts", "w8a8")  # this vLLM cannot serve them
 ]
+OWN = [("biases", scheme, 128, (9, 0)) for scheme in ("w4a16", "w8a8", "fp8")]
+"""With `quant.kernels=qarl`: QaRL's own kernels in vLLM's layers."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,11 @@ def publish(receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version:
     receiver.feed(encode_publish(iter(tensors.items()), version=version))
 
 
-@pytest.mark.parametrize(("model_name", "scheme_name", "group_size", "capability"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("model_name", "scheme_name", "group_size", "capability", "kernels"),
+    [*((*case, "engine") for case in CASES), *((*case, "qarl") for case in OWN)],
+    ids=str,
+)
 def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     folders: dict[str, Path],
     as_on_a_gpu: None,
@@ -79,10 +86,13 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
     scheme_name: str,
     group_size: int,
     capability: tuple[int, int],
+    kernels: str,
 ) -> None:
     pretend(monkeypatch, capability)
+    from qarl.rollout.vllm_plugin.linears import check_in_use
+
     scheme, folder = get_scheme(scheme_name, group_size), folders[model_name]
-    config = engine_config(folder, scheme, IGNORE)
+    config = engine_config(folder, scheme, IGNORE, kernels=kernels)
     hf_config = config.model_config.hf_config
     first, second = wire_tensors(folder, scheme), wire_tensors(folder, scheme, noise_seed=1)
     if hf_config.tie_word_embeddings:
@@ -94,6 +104,7 @@ def test_a_publish_is_a_fresh_load_at_the_old_addresses(
         load(engine, config, first)
         assert differing(engine, models[1]) == [] and len(differing(engine, models[2])) > 10
         check_same_layers(engine, expected)
+        check_in_use(engine, asked_for(kernels, scheme_name))
         receiver = WeightReceiver(engine, config, expected, kv_caches=list)
         before = tensors_of(engine)
         for version, tensors in ((2, second), (1, first), (2, second)):

@@ -34,6 +34,8 @@ required()
 FAMILIES = {"qwen3": True, "llama": True, "qwen2": False, "qwen3_moe": False}
 """Family -> whether vLLM runs it with Model Runner V2."""
 
+HOW: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {}, "aligned": {"aligned": True}}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -49,17 +51,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("how", HOW)
 def test_the_engines_arguments_are_taken(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, scheme: str, eager: bool
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, scheme: str, how: str
 ) -> None:
     pretend(monkeypatch, (9, 0))
-    config = engine_config(folders[family], get_scheme(scheme, 128), IGNORE, enforce_eager=eager, max_num_seqs=32)
+    config = engine_config(folders[family], get_scheme(scheme, 128), IGNORE, max_num_seqs=32, **HOW[how])
     assert config.use_v2_model_runner == FAMILIES[family]
     model, graphs = config.model_config, config.compilation_config.cudagraph_mode
     assert model.logprobs_mode == "processed_logprobs" and model.dtype == torch.bfloat16
     assert (model.quantization == "compressed-tensors") == (scheme != "bf16")
-    assert (graphs.name == "NONE") == eager
+    assert graphs.name == ("NONE" if how == "eager" else "FULL_DECODE_ONLY")
+    assert config.compilation_config.mode == 0, "compiled models round differently"
+    assert model.enable_sleep_mode
+    assert (config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 1) == (how == "aligned")
     assert config.scheduler_config.max_num_seqs == 32 and config.model_config.max_model_len == 256
     assert config.load_config.load_format == "dummy"
 

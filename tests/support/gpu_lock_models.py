@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -22,6 +22,8 @@ from torch import nn
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import default_dtype_kept
 from qarl.quant.scheme import Scheme
+from qarl.rollout.vllm_plugin import check_linears_loaded
+from qarl.rollout.vllm_plugin.asked import KEY
 
 CPU = torch.device("cpu")
 
@@ -50,6 +52,7 @@ def engine_config(folder: Path, scheme: Scheme, ignore: tuple[str, ...], **argum
 
     from qarl.rollout.engine_config import EngineConfig, llm_arguments
 
+    check_linears_loaded(arguments.get("kernels", "engine"))
     given = llm_arguments(EngineConfig(str(folder), scheme, ignore, max_model_len=256, **arguments))
     config = EngineArgs(**given).create_engine_config()
     config.device_config.device = CPU
@@ -63,8 +66,15 @@ def build(config: Any) -> Any:
 
     config.compilation_config.static_forward_context.clear()
     config.compilation_config.static_all_moe_layers.clear()
-    with default_dtype_kept(), set_default_torch_dtype(config.model_config.dtype), CPU:
+    with _kernels_of(config), default_dtype_kept(), set_default_torch_dtype(config.model_config.dtype), CPU:
         return initialize_model(config)
+
+
+def _kernels_of(config: Any) -> AbstractContextManager[None]:
+    """The context in which the rollout engine starts vLLM: vLLM's own kernels are disabled if QaRL's are asked for."""
+    from qarl.rollout.vllm_plugin.linears import own_kernels_only
+
+    return own_kernels_only() if KEY in config.additional_config else nullcontext()
 
 
 def load(model: Any, config: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -151,16 +151,21 @@ def resolve(target: str) -> Any:
     """Return the object of a dotted name. Attributes are followed through modules and classes; those of other objects
     must only exist. Raises ImportError or AttributeError."""
     parts = target.split(".")
-    found: Any = importlib.import_module(parts[0])
-    for index, part in enumerate(parts[1:], 2):
+    for length in range(1, len(parts) + 1):  # a class may have the name of the module that it is imported from
         try:
-            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+            return _follow(importlib.import_module(".".join(parts[:length])), parts[length:])
         except AttributeError:
-            if not inspect.ismodule(found):
+            if length == len(parts):
                 raise
-            found = importlib.import_module(".".join(parts[:index]))
-        if isinstance(found, staticmethod | classmethod):
-            found = getattr(resolve(".".join(parts[: index - 1])), part)
+        except ModuleNotFoundError:
+            break
+    return _follow(importlib.import_module(parts[0]), parts[1:])
+
+
+def _follow(found: Any, names: list[str]) -> Any:
+    for name in names:
+        static = inspect.getattr_static(found, name) if inspect.isclass(found) else None
+        found = getattr(found, name) if static is None or isinstance(static, staticmethod | classmethod) else static
     return found
 
 

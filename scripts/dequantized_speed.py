@@ -24,19 +24,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ("engine", "dequantized")
 VOCABULARY, GROUP, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8192, 64, 16, 32, 32
 
 
 def make_model(folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from qarl.bench.sources import Source, find_model, write_model
 
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(ROOT / "qarl" / "bench" / "models" / "SmolLM2-135M")
-    config.vocab_size = VOCABULARY
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    source = find_model("SmolLM2-135M")
+    write_model(Source(source.name, {**source.config, "vocab_size": VOCABULARY}), source.layers, folder)
 
 
 def launch(kernels: str, folder: Path, rounds: int) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def _beyond_noise(row: dict[str, Any]) -> bool:
 
 def _not_exact(policy: Policy) -> UserError:
     return UserError(
-        f"the model reaches only quant.align={policy.align}, but the truth needs exact",
+        f"this model supports only quant.align={policy.align}, but the reference gradient needs quant.align=exact",
         where="model.path, quant.scheme",
         why=policy.report.splitlines()[-1],
         fix="choose a model and scheme of docs/alignment.md that have the level exact",

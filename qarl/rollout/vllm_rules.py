@@ -42,7 +42,7 @@ def leaves_unquantized(name: str, ignore: Sequence[str], fused: Mapping[str, tup
 
 
 def own_kernels(asked: Asked | None) -> AbstractContextManager[None]:
-    """Return a context in which vLLM chooses the kernels that `asked` names, or its own if it is None."""
+    """Return a context in which vLLM uses the kernels that `asked` names. If `asked` is None, vLLM chooses as usual."""
     if asked is None:
         return nullcontext()
     from qarl.rollout.vllm_plugin.linears import own_kernels_only

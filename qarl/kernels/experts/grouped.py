@@ -39,7 +39,9 @@ class Routing(NamedTuple):
 
 
 def route(topk_ids: torch.Tensor, experts: int) -> Routing:
-    """Sort the T k rows by their expert in `topk_ids` [T, k] (0..experts-1). Rows of one expert stay in token order."""
+    """Sort T * k rows by their expert. `topk_ids` [T, k]: k experts (0..experts-1) for each of T tokens.
+
+    Rows of one expert stay in the order of the tokens."""
     chosen, order = topk_ids.flatten().long().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True)
     return Routing(order, order // topk_ids.shape[1], ends.to(torch.int32))

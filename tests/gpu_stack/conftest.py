@@ -10,6 +10,7 @@ KINDS = {
     "test_choices": "kernel choices",
     "test_publish": "tensors published",
     "test_runner": "Model Runner V2 and engine arguments",
+    "test_align_level": "settings of the engine that level model follows",
     "test_symbols": "symbols and signatures",
 }
 

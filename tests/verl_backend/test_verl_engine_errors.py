@@ -106,7 +106,7 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
 
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):
     engine = quantized_engine()
-    engine.align = "model"
+    engine._limit_level = "model"
     with caplog.at_level("WARNING", logger="qarl.verl.plugin"):
         assert not engine._check_mismatch(1e-4, 50.0)
         assert engine._check_mismatch(0.02, 50.0)

@@ -22,9 +22,12 @@ def check_kernels(config: Config) -> None:
     """Raise UserError if trainer and engine would not run the kernels of `quant.kernels` with `quant.scheme` here."""
     scheme, kernels = config.quant.scheme, config.quant.kernels
     check_served(scheme, kernels)
+    device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
+    if device.type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        check_capability(scheme, kernels, 10 * major + minor)
     if kernels == "engine":
         return
-    device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
     reasons = [f"{one.name} {one.unavailable(scheme, device, _LAYER)}" for one in kernels_of(kernels, scheme)]
     if not any(one.unavailable(scheme, device, _LAYER) is None for one in kernels_of(kernels, scheme)):
         if device.type == "cpu" and scheme != "w4a8":
@@ -34,6 +37,20 @@ def check_kernels(config: Config) -> None:
             where="quant.kernels",
             why="; ".join(reasons) or "there is no such kernel",
             fix="set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine",
+        )
+
+
+def check_capability(scheme: str, kernels: str, capability: int) -> None:
+    """Raise UserError if vLLM would choose a kernel that this GPU does not run. `capability`: times ten.
+
+    For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
+    csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
+    if scheme == "w8a8" and kernels == "engine" and capability >= 100:
+        raise UserError(
+            f"vLLM has no int8 products for compute capability {capability / 10}",
+            where="quant.scheme=w8a8",
+            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail in the first rollout",
+            fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
         )
 
 

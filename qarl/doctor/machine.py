@@ -7,6 +7,7 @@ import os
 import torch
 
 from qarl.checks import driver, machine
+from qarl.checks.kernels import check_capability
 from qarl.checks.memory_terms import GIB
 from qarl.doctor.context import Context
 from qarl.doctor.findings import Topic
@@ -50,6 +51,8 @@ def check_gpu(context: Context, topic: Topic) -> None:
             "the GPU's compute capability is not known, so it was not checked against quant.scheme",
             fix="set doctor.gpu_capability, for example to 9.0",
         )
+    elif not topic.passes(check_capability, config.quant.scheme, config.quant.kernels, target.capability):
+        pass
     elif target.capability < needed:
         topic.error(
             f"compute capability {target.capability / 10} is too low for quant.scheme={config.quant.scheme}",

@@ -195,6 +195,11 @@ def test_what_a_gpu_cannot_compute() -> None:
     assert "without a warning" in error["why"]
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=fp8")
     assert said(findings, "error") == []
+    for capability in (10.0, 12.0):
+        _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w8a8", f"doctor.gpu_capability={capability}")
+        assert said(findings, "error", "machine") == [f"vLLM has no int8 products for compute capability {capability}"]
+    _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w8a8", "doctor.gpu_capability=9.0")
+    assert said(findings, "error", "machine") == []
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w4a8")
     assert said(findings, "error", "machine") == ["w4a8 rollouts are refused"]
 

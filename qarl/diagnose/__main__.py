@@ -8,9 +8,9 @@ The arguments are those of qarl train. The command samples one batch, as in the 
 run, but does not train the model. It prints one response token by token, and the mismatch split by
 cause. `python -m qarl.diagnose` is the same command.
 
-calibrate samples several batches, and compares the gradients of quant.align=off with the gradient of
-exact, which has no mismatch. It says which cap, weight, rejection and band reproduces that gradient
-best, and the share of samples that each costs. model.path may be a checkpoint of a run.
+calibrate samples several batches, and compares the gradients of quant.align=off with the gradient
+of exact, which has no mismatch. It says which cap, weight, rejection and band reproduces that
+gradient best, and the share of samples that each costs. model.path may be a checkpoint of a run.
 
 exit codes:
   0    the mismatch was measured

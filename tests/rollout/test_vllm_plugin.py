@@ -241,7 +241,15 @@ def test_other_activations_are_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scheme", "gib"), [("bf16", 56.9), ("w4a16", 15.5), ("w8a8", 29.1), ("fp8", 29.1)])
+@pytest.mark.parametrize(
+    ("scheme", "gib"),
+    [
+        ("w4a16", 15.5),
+        pytest.param("bf16", 56.9, marks=pytest.mark.slow),
+        pytest.param("w8a8", 29.1, marks=pytest.mark.slow),
+        pytest.param("fp8", 29.1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_manifest_of_qwen3_30b_is_what_vllms_class_registers(scheme: str, gib: float, tmp_path: Path) -> None:
     """Names, shapes and dtypes, of every parameter."""
     (tmp_path / "config.json").write_text((ROOT / "qarl/bench/models/Qwen3-30B-A3B/config.json").read_text())

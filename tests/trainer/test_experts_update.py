@@ -37,6 +37,7 @@ class Run:
         settings = OptimConfig(name=optimizer, lr=1e-3, muon_lr=1e-3, master_dtype=master)
         self.optimizer = MasterOptimizer(model.named_parameters(), settings, seed=0, total_training_steps=9)
         self.step, self.loss_scale = 0, LossScale(active=False)
+        self.config = SimpleNamespace(actor=SimpleNamespace(old_log_probs="recompute"))
         self.parts = SimpleNamespace(train_prompts=[], sampler=SimpleNamespace(load_state_dict=lambda state: None))
 
     def train_step(self) -> None:

@@ -166,6 +166,7 @@ def asking(tmp_path) -> Iterator[LocalTrainer]:
         pad_token_id=0,
     )
     trainer.policy = SimpleNamespace(device=torch.device("cpu"))
+    trainer.engine = SimpleNamespace(sleep=lambda: None)
     trainer.tokenizer = Tokenizer()
 
     def generate(prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None = None) -> RolloutBatch:

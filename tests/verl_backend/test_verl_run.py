@@ -119,6 +119,7 @@ def test_a_run_from_our_config(tmp_path, model, data, site):
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_two_ranks_with_micro_batches_by_tokens(tmp_path, model, data, site):
     """At learning rate 0 trainer and engine agree. Ratios stay 1, though rows fall into other packs in the update. The
     second publish knows that nothing has changed."""

@@ -202,7 +202,7 @@ VERL: Table = SHARED | {
         ([{MATRIX + "_scale": (128, 4)}, 32], [{MATRIX + "_scale": (128, 8)}, 16]),
         W4A16,
     ),
-    "quant.kernels": Refused("qarl", "only to the engine of backend=local"),
+    "quant.kernels": Refused("qarl", "only to the engine of backend=local", {"quant.scheme": "w4a16"}),
     "quant.ignore": Row(
         ["lm_head", "re:.*down_proj"],
         each(published("down_proj.weight_packed"), modules(QuantLinear), lambda run: quantization(run)["ignore"]),

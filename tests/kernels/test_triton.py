@@ -11,7 +11,12 @@ from triton_rig import KERNEL_TESTS, ROOT, SHARED_LIMIT, compile_for, entry_kern
 pytestmark = pytest.mark.compiles
 
 
-@pytest.mark.parametrize("path", KERNEL_TESTS, ids=lambda path: path.stem)
+# The longest three. `make test` has each of their kernels by itself: test_grouped, test_quantize, test_w4a16.
+LONG = ("test_experts", "test_fused_quantizer", "test_engine_classes")
+CASES = [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem) for path in KERNEL_TESTS]
+
+
+@pytest.mark.parametrize("path", CASES)
 def test_under_the_interpreter(path: Path) -> None:
     run = run_interpreted(path)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -48,7 +48,8 @@ def arguments_of(suite: Suite, run: Run, folder: Path, more: Sequence[str]) -> l
 
 
 def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the record of a finished run of `arguments`, or None. A run of another suite is copied to `folder`."""
+    """Return the record of a finished run of `arguments`, or None. A run of another suite is copied to `folder`;
+    its minutes count there."""
     wanted = None
     for path in (folder / RECORD, *sorted(folder.parents[1].glob(f"*/*/{RECORD}"))):
         try:
@@ -60,10 +61,11 @@ def finished(folder: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
         if path.parent == folder and record.get("arguments") == list(arguments):
             return record
         wanted = wanted or config_of(arguments)
-        if wanted and path.parent != folder and record.get("config") == wanted:
+        metrics = path.parent / METRICS_FILE
+        if wanted and path.parent != folder and record.get("config") == wanted and metrics.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path.parent / METRICS_FILE, folder)
-            record["arguments"] = list(arguments)
+            shutil.copy(metrics, folder)
+            record |= {"arguments": list(arguments), "minutes": 0.0}
             write_json(folder / RECORD, record)
             return record
     return None
@@ -94,7 +96,7 @@ def train(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         "failed": failed,
         "minutes": (time.monotonic() - started) / 60,
     }
-    record["config"] = config_of(arguments)
+    record |= {"config": config_of(arguments), "commit": commit()}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, record)
     return record
@@ -104,6 +106,7 @@ def result_of(run: Run, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Return one entry of `runs` in the results: who, how long, whether it failed, and its figures."""
     entry: dict[str, Any] = {"setting": run.setting} if run.setting else {}
     entry |= {"arm": run.arm, "seed": run.seed, "failed": record["failed"], "minutes": record["minutes"]}
+    entry["commit"] = record.get("commit", "unknown")
     if (folder / "metrics.jsonl").is_file():
         entry |= run_figures(read_metrics(folder))
     return entry
@@ -146,7 +149,7 @@ class Runner:
             for run, _ in self.done
         }
         self.results = [entry for _, entry in sorted(self.done, key=lambda pair: order[id(pair[0])])]
-        text = report(self.suite, self.results, verdict, self.command, self.commit)
+        text = report(self.suite, self.results, verdict, self.command)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "table.md").write_text(text, encoding="utf-8")
         write_json(
@@ -168,7 +171,7 @@ class Runner:
         )
 
 
-def report(suite: Suite, results: Results, verdict: str, command: str, commit_id: str) -> str:
+def report(suite: Suite, results: Results, verdict: str, command: str) -> str:
     """Return the results as Markdown: the question, a table for each setting, the tests, and how it was made."""
     lines = [f"# {suite.title}", "", suite.question.strip(), ""]
     settings = list(dict.fromkeys(entry.get("setting", "") for entry in results))
@@ -188,13 +191,14 @@ def report(suite: Suite, results: Results, verdict: str, command: str, commit_id
         lines += [f"Verdict: {verdict}", ""]
     minutes = sum(entry["minutes"] for entry in results)
     seeds = len({entry["seed"] for entry in results})
+    commits = " and ".join(dict.fromkeys(entry["commit"] for entry in results))
     few = " Two seeds prove nothing: p cannot be below 0.333." if seeds == 2 else ""
     lines += [
         "± is the standard deviation over seeds. p: two-sided permutation test of the difference of means against the "
         "baseline, not corrected for the number of arms; in brackets the smallest p that this number of seeds allows."
         f"{few}",
         "",
-        f"`{command}`, commit {commit_id}, {len(results)} runs, {minutes:.0f} minutes in all.",
+        f"`{command}`, commit {commits}, {len(results)} runs, {minutes:.0f} minutes in all.",
         "",
     ]  # fmt: skip
     return "\n".join(lines)

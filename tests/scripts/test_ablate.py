@@ -229,7 +229,7 @@ def test_a_run_of_another_suite_with_the_same_config_is_not_made_again(scripts: 
     (folder / "ablation_run.json").write_text(json.dumps(record))
     same, its = arguments(remedies, "model", 0)
     for _ in range(2):
-        assert scripts.ablate.finished(same, its) == record | {"arguments": its}
+        assert scripts.ablate.finished(same, its) == record | {"arguments": its, "minutes": 0.0}
         assert (same / "metrics.jsonl").read_text() == "{}\n"
     for arm, seed in (("model", 1), ("exact", 0), ("off", 0)):
         assert scripts.ablate.finished(*arguments(remedies, arm, seed)) is None

@@ -28,7 +28,7 @@ from qarl.errors import UserError
 from qarl.process import configure_vllm_process
 from qarl.quant.meta import TORCH_DTYPES, default_dtype_kept
 from qarl.rollout.engine_config import EngineConfig, llm_arguments
-from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager
+from qarl.rollout.gpu import check_free_memory, check_not_batch_invariant, eager, release_unused_memory
 from qarl.rollout.publish.manifest import Manifest, PublishReport, check_same_layers, expected_manifest
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.send import publish_weights
@@ -185,6 +185,7 @@ class RolloutEngine:
         """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
         if not self._asleep or self.receiver is None:
             return
+        release_unused_memory()
         self._run(self.llm.wake_up)
         self._asleep = False
         # The new memory may contain NaN. Attention multiplies masked positions by zero, and NaN times zero is NaN.
@@ -284,6 +285,7 @@ class RolloutEngine:
         """Free the engine and vLLM's process-wide groups of torch.distributed. All other engines in this process stop
         working. An engine that is open when the program ends is closed automatically."""
         if self._asleep:  # vLLM would free memory that is already unmapped
+            release_unused_memory()
             with suppress(Exception):
                 self.llm.wake_up()
         self.receiver, self._asleep = None, False

@@ -15,6 +15,7 @@ which the trainer follows. So only decode steps are captured, and nothing is com
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from typing import Any
@@ -45,6 +46,13 @@ def check_not_batch_invariant() -> None:
 def eager(enforce_eager: bool | None) -> bool:
     """Return whether vLLM runs without CUDA graphs and compilation. The default (None) is true only without a GPU."""
     return not torch.cuda.is_available() if enforce_eager is None else enforce_eager
+
+
+def release_unused_memory() -> None:
+    """Return the memory that PyTorch reserves but does not use to the driver. vLLM wakes up with `cuMemCreate`, which
+    cannot use reserved memory. vLLM 0.24 does not empty PyTorch's cache first, 0.29 does."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def check_free_memory(share: float) -> None:

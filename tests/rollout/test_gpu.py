@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +138,26 @@ def test_the_engine_sleeps_once_and_wakes_with_an_empty_cache(engine: Any) -> No
     engine.wake_up()
     assert engine.llm.calls == ["sleep 1", "wake"]
     assert engine.llm.cache.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("ending", ["wake_up", "close"])
+def test_pytorchs_unused_memory_is_free_before_vllm_wakes(
+    ending: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the memory of tensors that only a cycle of references keeps."""
+    calls = engine.llm.calls
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.sleep()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty" if garbage() is None else "too early"))
+    tensor: Any = torch.zeros(4)
+    tensor.itself, garbage = tensor, weakref.ref(tensor)
+    gc.disable()
+    try:
+        del tensor
+        getattr(engine, ending)()
+    finally:
+        gc.enable()
+    assert calls[:3] == ["sleep 1", "empty", "wake"]
 
 
 def test_a_publish_and_a_rollout_wake_it_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ _LEFT_OUT = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.compilat
 _OF_MODULE = tuple(vars(nn.Module()))
 """Attributes of every nn.Module. `_children` reads its parameters, buffers and submodules separately."""
 
+_PLAIN = (str, bytes, int, float, type, type(None), torch.dtype, torch.device)
+"""Values that contain no tensors. They are left out early, because a model has tens of thousands of them."""
+
 Put = Callable[[torch.Tensor], object]
 
 
@@ -69,9 +72,10 @@ def places(modules: Mapping[str, nn.Module]) -> dict[str, Place]:
         if isinstance(value, torch.Tensor):
             if value.numel() and value.device.type != "meta":
                 found[path] = Place(value, value.detach(), put)
-        elif id(value) not in seen and not isinstance(value, str | bytes | int | float | type | None):
+        elif id(value) not in seen:
             seen.add(id(value))
-            stack += reversed([(f"{path}.{name}", child, setter) for name, child, setter in _children(value)])
+            below = [(f"{path}.{name}", v, put) for name, v, put in _children(value) if not isinstance(v, _PLAIN)]
+            stack += reversed(below)
     return found
 
 

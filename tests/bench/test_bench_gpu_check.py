@@ -169,6 +169,52 @@ def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
     assert again.returncode == 0 and "== one: passed before" in again.stdout and "one is done" not in again.stdout
 
 
+@pytest.fixture
+def session(tmp_path: Path) -> gpu_check.Session:
+    return gpu_check.Session(tmp_path, cpu=True)
+
+
+def run_parts(session: gpu_check.Session, *names: str, again: bool = False) -> int:
+    return session.run([PARTS[name] for name in names], again=again)
+
+
+def test_a_part_without_time_keeps_its_earlier_result(
+    session: gpu_check.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_parts(session, "one", "wrong") == 1
+    before = kept(tmp_path)
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0)
+    assert run_parts(session, "one", "wrong", again=True) == 1
+    assert kept(tmp_path) == before
+    assert run_parts(session, "after") == 0
+    assert kept(tmp_path)["after"]["why"] == "no time was left; the next call runs it"
+
+
+def test_a_part_that_the_limit_of_all_parts_cuts_has_not_failed(
+    session: gpu_check.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it failed before."""
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0.3)
+    assert run_parts(session, "slow") == 0
+    assert (kept(tmp_path)["slow"]["status"], kept(tmp_path)["slow"]["seconds"] > 0) == ("skipped", True)
+    session.results["slow"] = failed = {**kept(tmp_path)["slow"], "status": "failed", "why": "exit code 4"}
+    assert run_parts(session, "slow") == 1
+    assert kept(tmp_path)["slow"] == failed
+    del session.results["slow"]
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 100)
+    part = PARTS["slow"]._replace(seconds=0.3)
+    assert session.run([part], again=False) == 1  # past its own limit
+
+
+def test_parts_that_failed_run_last(session: gpu_check.Session, capsys: pytest.CaptureFixture[str]) -> None:
+    run_parts(session, "wrong")
+    capsys.readouterr()
+    run_parts(session, "wrong", "one", "after")
+    begun = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"== \w+", line)]
+    assert begun == ["== one", "== after", "== wrong"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(

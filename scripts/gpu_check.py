@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import importlib.util
 import json
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
 LEAST_SECONDS = 5
 KEPT_LINES = 400
+PR_SET_PDEATHSIG = 1
 NO_GPU = "needs a GPU"
 NO_TIME = "no time was left; the next call runs it"
 
@@ -160,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, first, second and all")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda *_: STOP.set())
     return Session(args.output, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
 
@@ -239,19 +244,22 @@ class Session:
         if self.cpu and "pytest" in command:
             environment["TRITON_INTERPRET"] = "1"
         filled = command.format(folder=shlex.quote(str(folder)), report=shlex.quote(str(report)))
-        python = shlex.quote(sys.executable)
+        python, before = shlex.quote(sys.executable), ""
         if "{folder}/model" in command:
-            filled = f"{_MODEL.format(folder=shlex.quote(str(folder)))} && {python} {filled}"
-        return run(["sh", "-c", f"{python} {filled}"], environment, seconds, lambda line: self.keep(line, output))
+            before = f"{python} {_MODEL.format(folder=shlex.quote(str(folder)))} && "
+        return run(
+            ["sh", "-c", f"{before}exec {python} {filled}"], environment, seconds, lambda line: self.keep(line, output)
+        )
 
     def keep(self, line: str, output: list[str]) -> None:
         output.append(line)
         self.say(line)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
         self.log.write(line + "\n")
         self.log.flush()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(line, flush=True)
 
     def write(self) -> None:
         """Write the .json and .md whole, so that a reader never finds half a file."""
@@ -263,9 +271,20 @@ class Session:
 
 
 def run(command: list[str], environment: dict[str, str], seconds: float, keep: Callable[[str], None]) -> int | None:
-    """The exit code, or None past the limit. Whatever the command started ends with it: the GPU is free again."""
+    """The exit code, or None past the limit. Whatever the command started ends with it: the GPU is free again.
+
+    If this script is killed, Linux kills the command's process, but not what that has started.
+    """
+    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
+
+    def die_with_parent() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before prctl
+            os._exit(1)
+
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True,
+        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=die_with_parent,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     late, finished, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds

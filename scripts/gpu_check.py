@@ -8,8 +8,9 @@
 
 Each part is a process with a limit on its time: one that fails or hangs takes none of the others with it. Stop the
 script at any point. All lines that were printed are in benchmarks/results/gpu_check_DATE.log, and after each part
-gpu_check_DATE.json and .md are written. The next call on the same day skips the parts that have passed; --again repeats
-them. Exit code: 0 all parts passed, or were skipped for a reason that is written down; 1 some failed; 130 stopped.
+gpu_check_DATE.json and .md are written. The next call on the same day skips the parts that have passed and runs those
+that failed last; --again repeats all. A part for which no time is left keeps its earlier result. Exit code: 0 all parts
+passed, or were skipped for a reason that is written down; 1 some failed; 130 stopped.
 A missed bound is not a failure. No network.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import importlib.util
 import json
@@ -37,8 +39,11 @@ from gpu_verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 520
+LEAST_SECONDS = 5
 KEPT_LINES = 400
+PR_SET_PDEATHSIG = 1
 NO_GPU = "needs a GPU"
+NO_TIME = "no time was left; the next call runs it"
 
 
 class Part(NamedTuple):
@@ -157,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [p.name for p in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, first, second and all")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda *_: STOP.set())
     return Session(args.output, cpu=args.cpu).run([PARTS[name] for name in names], again=args.again)
 
@@ -173,17 +181,17 @@ class Session:
         self.results: dict[str, Result] = json.loads(found.read_text())["parts"] if found.is_file() else {}
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
-        """Run the parts in order; the exit code."""
+        """Run the parts in order, those that failed before last; the exit code."""
         started, slower = time.monotonic(), 3 if self.cpu else 1  # a CPU may be shared
         code = 0
         with self.path.with_suffix(".log").open("a", encoding="utf-8") as self.log, \
                 tempfile.TemporaryDirectory() as folder:  # fmt: skip
-            for part in parts:
-                if self.results.get(part.name, {}).get("status") == "passed" and not again:
+            for part in sorted(parts, key=lambda part: self.status(part) == "failed"):
+                if self.status(part) == "passed" and not again:
                     self.say(f"== {part.name}: passed before ({self.results[part.name]['commit']})")
                     continue
                 left = TOTAL_SECONDS * slower - (time.monotonic() - started)
-                self.take(part, Path(folder), min(part.seconds * slower, left))
+                self.take(part, Path(folder), part.seconds * slower, left)
                 self.write()
                 if STOP.is_set():
                     self.say(f"== stopped in {part.name}; the parts before it are kept")
@@ -192,12 +200,18 @@ class Session:
             if "bench" in self.results:
                 self.say(verdict_table(self.results["bench"], cpu=self.cpu))
             self.say(f"results: {self.path}.json, .md and .log")
-        failed = any(self.results.get(part.name, {}).get("status") == "failed" for part in parts)
-        return code or int(failed)
+        return code or int(any(self.status(part) == "failed" for part in parts))
 
-    def take(self, part: Part, folder: Path, seconds: float) -> None:
-        """Run one part and store its result. What it has printed is stored, too, if it is stopped."""
+    def status(self, part: Part) -> str | None:
+        return self.results.get(part.name, {}).get("status")
+
+    def take(self, part: Part, folder: Path, limit: float, left: float) -> None:
+        """Run one part and store its result. What it has printed is stored, too, if it is stopped.
+
+        limit: its own limit in seconds. left: seconds until the limit of all parts.
+        """
         self.say(f"== {part.name}")
+        earlier, seconds = self.results.get(part.name), min(limit, left)
         result: Result = {"status": "failed", "why": None, "seconds": 0.0, "commit": commit(), "output": []}
         self.results[part.name] = result
         command = part.cpu if self.cpu else part.gpu
@@ -205,8 +219,8 @@ class Session:
         if command is None or missing:
             why = f"{', '.join(missing)} not installed" if missing else NO_GPU
             result.update(status="skipped", why=why)
-        elif seconds < 5:
-            result.update(status="skipped", why="no time was left; the next call runs it")
+        elif seconds < LEAST_SECONDS:
+            result.update(status="skipped", why=NO_TIME)
         else:
             result.update(status="stopped", why="the script was stopped in this part")
             self.write()  # a process that is killed has no later chance
@@ -214,9 +228,14 @@ class Session:
             code = self.process(command, folder, report, seconds, result["output"])
             del result["output"][:-KEPT_LINES]
             result.update(seconds=time.monotonic() - start, report=read_report(part, folder, report))
-            if not STOP.is_set():
+            if not STOP.is_set() and code is None and left < limit:
+                result.update(status="skipped", why=NO_TIME)
+            elif not STOP.is_set():
                 why = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
                 result.update(status="passed" if code == 0 else "failed", why=None if code == 0 else why)
+        if earlier and earlier["status"] != "skipped" and result["why"] == NO_TIME:
+            self.results[part.name] = earlier
+            return self.say(f"== {part.name}: no time was left; it {earlier['status']} before ({earlier['commit']})")
         self.say(f"== {part.name}: {result['status']} ({result['seconds']:.0f} s) {result['why'] or ''}")
 
     def process(self, command: str, folder: Path, report: Path, seconds: float, output: list[str]) -> int | None:
@@ -225,19 +244,22 @@ class Session:
         if self.cpu and "pytest" in command:
             environment["TRITON_INTERPRET"] = "1"
         filled = command.format(folder=shlex.quote(str(folder)), report=shlex.quote(str(report)))
-        python = shlex.quote(sys.executable)
+        python, before = shlex.quote(sys.executable), ""
         if "{folder}/model" in command:
-            filled = f"{_MODEL.format(folder=shlex.quote(str(folder)))} && {python} {filled}"
-        return run(["sh", "-c", f"{python} {filled}"], environment, seconds, lambda line: self.keep(line, output))
+            before = f"{python} {_MODEL.format(folder=shlex.quote(str(folder)))} && "
+        return run(
+            ["sh", "-c", f"{before}exec {python} {filled}"], environment, seconds, lambda line: self.keep(line, output)
+        )
 
     def keep(self, line: str, output: list[str]) -> None:
         output.append(line)
         self.say(line)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
         self.log.write(line + "\n")
         self.log.flush()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(line, flush=True)
 
     def write(self) -> None:
         """Write the .json and .md whole, so that a reader never finds half a file."""
@@ -249,9 +271,20 @@ class Session:
 
 
 def run(command: list[str], environment: dict[str, str], seconds: float, keep: Callable[[str], None]) -> int | None:
-    """The exit code, or None past the limit. Whatever the command started ends with it: the GPU is free again."""
+    """The exit code, or None past the limit. Whatever the command started ends with it: the GPU is free again.
+
+    If this script is killed, Linux kills the command's process, but not what that has started.
+    """
+    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
+
+    def die_with_parent() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before prctl
+            os._exit(1)
+
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True,
+        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=die_with_parent,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     late, finished, deadline = threading.Event(), threading.Event(), time.monotonic() + seconds

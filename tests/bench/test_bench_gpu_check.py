@@ -128,13 +128,16 @@ PARTS = {
     "wrong": gpu_check.Part("wrong", 20, "", python("print('wrong'); raise SystemExit(4)")),
     "late": gpu_check.Part("late", 0, "", python("print(1)")),
     "slow": gpu_check.Part("slow", 60, "", python("print('half', flush=True); import time; time.sleep(50)")),
+    "pid": gpu_check.Part("pid", 60, "", python("import os, time; print(os.getpid(), flush=True); time.sleep(50)")),
+    "short": gpu_check.Part("short", 20, "", python("import time; print('half', flush=True); time.sleep(0.5)")),
     "after": gpu_check.Part("after", 20, "", python("print('after')")),
 }
 
 
-def driver(folder: Path, *names: str) -> list[str]:
-    """The script on the made-up parts above."""
+def driver(folder: Path, *names: str, hangup: str = "SIG_DFL") -> list[str]:
+    """The script on the made-up parts above. `hangup`: what it finds that SIGHUP does."""
     code = (
+        f"import signal; signal.signal(signal.SIGHUP, signal.{hangup})\n"
         f"import sys; sys.path[:0] = {[str(ROOT / 'scripts'), str(ROOT), str(ROOT / 'tests' / 'support')]!r}\n"
         "import gpu_check\n"
         f"parts = {[tuple(part) for part in PARTS.values()]!r}\n"
@@ -169,7 +172,53 @@ def test_a_part_that_fails_or_is_skipped_says_why(tmp_path: Path) -> None:
     assert again.returncode == 0 and "== one: passed before" in again.stdout and "one is done" not in again.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.fixture
+def session(tmp_path: Path) -> gpu_check.Session:
+    return gpu_check.Session(tmp_path, cpu=True)
+
+
+def run_parts(session: gpu_check.Session, *names: str, again: bool = False) -> int:
+    return session.run([PARTS[name] for name in names], again=again)
+
+
+def test_a_part_without_time_keeps_its_earlier_result(
+    session: gpu_check.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_parts(session, "one", "wrong") == 1
+    before = kept(tmp_path)
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0)
+    assert run_parts(session, "one", "wrong", again=True) == 1
+    assert kept(tmp_path) == before
+    assert run_parts(session, "after") == 0
+    assert kept(tmp_path)["after"]["why"] == "no time was left; the next call runs it"
+
+
+def test_a_part_that_the_limit_of_all_parts_cuts_has_not_failed(
+    session: gpu_check.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it failed before."""
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0.3)
+    assert run_parts(session, "slow") == 0
+    assert (kept(tmp_path)["slow"]["status"], kept(tmp_path)["slow"]["seconds"] > 0) == ("skipped", True)
+    session.results["slow"] = failed = {**kept(tmp_path)["slow"], "status": "failed", "why": "exit code 4"}
+    assert run_parts(session, "slow") == 1
+    assert kept(tmp_path)["slow"] == failed
+    del session.results["slow"]
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 100)
+    part = PARTS["slow"]._replace(seconds=0.3)
+    assert session.run([part], again=False) == 1  # past its own limit
+
+
+def test_parts_that_failed_run_last(session: gpu_check.Session, capsys: pytest.CaptureFixture[str]) -> None:
+    run_parts(session, "wrong")
+    capsys.readouterr()
+    run_parts(session, "wrong", "one", "after")
+    begun = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"== \w+", line)]
+    assert begun == ["== one", "== after", "== wrong"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(
         driver(tmp_path, "one", "slow", "after"), stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -189,6 +238,43 @@ def test_a_script_that_is_stopped_keeps_what_it_printed_and_goes_on_later(tmp_pa
     later = subprocess.run(driver(tmp_path, "one", "after"), capture_output=True, text=True, timeout=120)
     assert later.returncode == 0 and "== one: passed before" in later.stdout
     assert {name: part["status"] for name, part in kept(tmp_path).items()}["after"] == "passed"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_part_does_not_outlive_the_script(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen(driver(tmp_path, "pid"), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    pid = next(int(line) for line in process.stdout if line.strip().isdigit())
+    assert runs(pid)
+    process.stdout.close()  # as if the terminal were gone
+    process.send_signal(number)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 10
+    while (found := runs(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if found:
+        os.kill(pid, signal.SIGKILL)
+    assert not found
+    assert kept(tmp_path)["pid"]["output"] == ([str(pid)] if number == signal.SIGHUP else [])
+
+
+def test_nohup_is_heeded(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        driver(tmp_path, "short", "after", hangup="SIG_IGN"), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    next(line for line in process.stdout if line == "half\n")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and kept(tmp_path)["after"]["status"] == "passed"
 
 
 def test_readme_rows(tmp_path: Path) -> None:

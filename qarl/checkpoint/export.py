@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KEYS = ("run", "output", "step", "format", "max_shard_size", "overwrite", "trust_remote_code")
 FORMATS = ("quantized", "bf16", "fp32")
+_W4A8 = "Plain vLLM does not compute w4a8: from this folder it computes W4A16 on a CPU, and FP8 activations on a GPU"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def export(request: ExportRequest) -> str:
             dtype=torch.float32 if request.format == "fp32" else torch.bfloat16,
         )
     kind = request.format if request.format != "quantized" else f"quantized, {scheme.name}"
-    return f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
+    line = f"{request.output}: step {source.step} of {request.run}, {kind}, {needed / 1e6:.4g} MB of weights"
+    return f"{line}. {_W4A8}" if scheme.name == "w4a8" else line
 
 
 def _read(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,12 +32,24 @@ def check_kernels(config: Config) -> None:
     if not any(one.unavailable(scheme, device, _LAYER) is None for one in kernels_of(kernels, scheme)):
         if device.type == "cpu" and scheme != "w4a8":
             reasons.append("on a CPU, vLLM's own kernels already give the same bits for any number of rows")
-        raise UserError(
-            f"quant.kernels={kernels} does not support quant.scheme={scheme} on this machine",
-            where="quant.kernels",
-            why="; ".join(reasons) or "there is no such kernel",
-            fix="set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine",
-        )
+        raise _no_kernel(config, "this machine", "; ".join(reasons) or "there is no such kernel")
+
+
+def check_on_gpus(config: Config) -> None:
+    """Raise UserError if `quant.kernels` asks for kernels that no GPU runs. This needs no GPU."""
+    scheme, kernels = config.quant.scheme, config.quant.kernels
+    if kernels == "dequantized" or (kernels == "qarl" and scheme == "w4a8"):
+        raise _no_kernel(config, "GPUs", "these kernels run only on a CPU")
+
+
+def _no_kernel(config: Config, place: str, why: str) -> UserError:
+    scheme = config.quant.scheme
+    return UserError(
+        f"quant.kernels={config.quant.kernels} does not support quant.scheme={scheme} on {place}",
+        where="quant.kernels",
+        why=why,
+        fix="set quant.scheme=w4a16, w8a8 or fp8" if scheme == "w4a8" else "set quant.kernels=engine",
+    )
 
 
 def check_capability(scheme: str, kernels: str, capability: int) -> None:

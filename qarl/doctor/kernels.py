@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qarl.align.model import unconfirmed
 from qarl.checks import layers, sampling
-from qarl.checks.kernels import check_dense, check_kernels
+from qarl.checks.kernels import check_dense, check_kernels, check_on_gpus
 from qarl.checks.tensor_parallel import ROW_PARALLEL
 from qarl.doctor.context import Context, NotCheckedError
 from qarl.doctor.findings import Topic
@@ -23,11 +23,12 @@ def check_choice(context: Context, topic: Topic) -> None:
     kernels = context.config.quant.kernels
     if kernels == "engine":
         return
-    if context.target.here:
-        topic.passes(check_kernels, context.config)
-    elif context.target.device == "cuda":
+    passed = topic.passes(check_kernels if context.target.here else check_on_gpus, context.config)
+    passed &= topic.passes(check_dense, context.config, context.hf_config.get())
+    if not passed:
+        return
+    if not context.target.here:
         raise NotCheckedError("QaRL's own kernels depend on the machine of the run", "run the doctor there too")
-    topic.passes(check_dense, context.config, context.hf_config.get())
     topic.ok(f"quant.kernels={kernels}: trainer and engine run QaRL's own kernel")
     if kernels == "dequantized":
         topic.note(

@@ -60,7 +60,7 @@ def check_gpu(context: Context, topic: Topic) -> None:
             why=f"{needed / 10} is needed for {why}",
             fix="set quant.scheme=w4a16, or use a newer GPU" if needed > 80 else "use a newer GPU",
         )
-    else:
+    elif needed:
         memory = "" if target.gpu_memory_bytes is None else f", {target.gpu_memory_bytes / GIB:.1f} GiB each"
         topic.ok(f"compute capability {target.capability / 10}{memory}: enough for quant.scheme={config.quant.scheme}")
     wanted = config.trainer.n_gpus_per_node

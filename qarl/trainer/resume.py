@@ -28,6 +28,7 @@ from qarl.config.errors import show
 from qarl.config.types import as_dotted
 from qarl.console import note
 from qarl.errors import UserError
+from qarl.rollout.gpu import eager
 
 # Keys that a resume may change without a note, because they only set the length and the output of the run.
 _FREE = frozenset(
@@ -42,6 +43,8 @@ _FREE = frozenset(
     *("quant.mismatch_limit", "reward.timeout_s", "model.trust_remote_code"),
 }
 _LENGTH = "trainer.total_training_steps"
+_KERNELS = "quant.kernels"
+_EAGER = "rollout.enforce_eager"
 # Keys that limit memory or set threads. If they change, the training is the same, but the rounding differs.
 _ROUNDING = frozenset(
     {
@@ -239,8 +242,13 @@ def check_changes(
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs."""
+    """Return dotted key -> (value in the checkpoint, value now) for each changed key that is in both configs.
+
+    Values of `rollout.enforce_eager` that mean the same on this machine are equal."""
     before, now = as_dotted(saved), as_dotted(config.model_dump(mode="json"))
+    before.setdefault(_KERNELS, "engine")  # earlier checkpoints have no such key
+    if before.get(_EAGER, "missing") in (None, True, False):
+        before[_EAGER], now[_EAGER] = eager(before[_EAGER]), eager(now[_EAGER])
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 
 

@@ -202,6 +202,17 @@ def test_what_a_gpu_cannot_compute() -> None:
     assert said(findings, "error", "machine") == []
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w4a8")
     assert said(findings, "error", "machine") == ["w4a8 rollouts are refused"]
+    assert not any("enough for" in what for what in said(findings, "ok", "machine"))
+
+
+@pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
+def test_kernels_that_no_gpu_runs(scheme: str, kernels: str) -> None:
+    code, findings = examine("doctor.device=h100", f"quant.scheme={scheme}", f"quant.kernels={kernels}")
+    assert code == 1
+    wanted = f"quant.kernels={kernels} does not support quant.scheme={scheme} on GPUs"
+    assert wanted in said(findings, "error", "kernels")
+    assert not any("own kernel" in what for what in said(findings, "ok", "kernels"))
+    assert any("enough for" in what for what in said(findings, "ok", "machine")) is (scheme == "w4a16")
 
 
 def test_broken_files_are_errors_for_another_machine_too() -> None:

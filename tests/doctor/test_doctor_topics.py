@@ -202,3 +202,11 @@ def test_families_that_are_refused_leave_the_other_findings() -> None:
     (finding,) = [finding for finding in findings if finding.status == "error"]
     assert finding.what.startswith("models of the family cohere2 are refused")
     assert any(finding.what.startswith("cohere2 with") for finding in findings)
+
+
+def test_own_kernels_that_are_refused_are_not_called_good() -> None:
+    refused = topic_of("kernels", "quant.kernels=qarl")
+    assert any(f.status == "error" and "does not support quant.scheme=w4a16" in f.what for f in refused)
+    assert not any(f.status == "ok" and "own kernel" in f.what for f in refused)
+    used = topic_of("kernels", "quant.kernels=dequantized")
+    assert any(f.status == "ok" and "trainer and engine run QaRL's own kernel" in f.what for f in used)

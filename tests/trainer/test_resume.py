@@ -251,6 +251,29 @@ def test_a_key_may_change_on_a_resume_for_a_reason_or_not_at_all(tmp_path):
             assert caught.value.where.startswith(f'{key} was "another value", now '), key
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_default_of_enforce_eager_is_no_change(tmp_path, monkeypatch, gpu):
+    """Earlier checkpoints hold the value that null now means on the same machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = config(tmp_path)
+    saved = settings.model_dump(mode="json")
+    assert saved["rollout"]["enforce_eager"] is None
+    saved["rollout"]["enforce_eager"] = not gpu
+    assert check_changes(settings, tmp_path / "step_1", 1, saved) == ()
+    saved["rollout"]["enforce_eager"] = gpu
+    assert check_changes(settings, tmp_path / "step_1", 1, saved)[0].startswith("changed rollout.enforce_eager:")
+
+
+def test_a_checkpoint_without_quant_kernels_is_one_of_the_engines_kernels(tmp_path):
+    settings = config(tmp_path)
+    saved = settings.model_dump(mode="json")
+    del saved["quant"]["kernels"]
+    assert check_changes(settings, tmp_path / "step_1", 1, saved) == ()
+    with pytest.raises(UserError, match="changes what is trained") as caught:
+        check_changes(config(tmp_path, "quant.kernels=dequantized"), tmp_path / "step_1", 1, saved)
+    assert caught.value.where == 'quant.kernels was "engine", now "dequantized"'
+
+
 _HOLD = "import sys; from qarl.config import load_config; from qarl.trainer.resume import open_run\n" + (
     "with open_run(load_config(sys.argv[1:])): print('held', flush=True); sys.stdin.read()"
 )

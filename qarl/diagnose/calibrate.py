@@ -18,6 +18,8 @@ Two comparisons are made for each batch:
     bands         at weights that the `exact` trainer has moved by one optimizer step on the first mini-batch, on the
                   other rows. The truth has the configured bands.
 
+A KL term (`actor.use_kl_loss`) is left out, because corrections do not act on it.
+
 Weights are those of `model.path`, which may be a checkpoint of a run (RUN/checkpoints/step_N).
 """
 
@@ -107,7 +109,8 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     if config.model.dtype == "fp16":
         raise _fp16()
     library.require(Settings(loss="grpo"))
-    config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0})
+    without_kl = config.actor.use_kl_loss
+    config = with_keys(config, {"quant.align": "exact", "optim.lr_warmup_steps": 0, "actor.use_kl_loss": False})
     parts = prepare_run(config)
     if parts.policy.align != "exact":
         raise _not_exact(parts.policy)
@@ -141,6 +144,7 @@ def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     report = {
         "scheme": config.quant.scheme,
         "loss": config.actor.loss,
+        "kl_term_left_out": without_kl,
         "model": config.model.path,
         "batches": len(useful),
         "responses": sum(map(len, useful)),

@@ -18,6 +18,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"mean |δ| at off {report['mismatch_abs_mean_at_off']:.3g}; max |δ| at exact "
         f"{report['mismatch_abs_max_at_exact']:.3g}",
         f"cosine between the exact gradients of two batches: {_spread(report['between_batches'])}",
+        *(["the KL term of actor.use_kl_loss is left out"] if report["kl_term_left_out"] else []),
         "\nCorrections of quant.align=off, and alignment instead of a correction, against the gradient of exact:\n",
         *_table(report["corrections"]),
     ]

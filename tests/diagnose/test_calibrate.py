@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from qarl.config import Config, OptimConfig, load_config
 from qarl.config.objectives import LOSSES
+from qarl.diagnose import calibrate as calibration
 from qarl.diagnose.__main__ import main
 from qarl.diagnose.calibrate import best
+from qarl.diagnose.calibration_text import as_text
 from qarl.diagnose.candidates import bands, base_config, clipped_share, corrections, with_keys
 from qarl.diagnose.gradients import Gradients, closeness, objective_gradients
 from qarl.objectives.loss import objective_loss
@@ -156,6 +158,27 @@ def test_the_best_of_a_kind_and_the_noise() -> None:
     assert list(found) == ["cap", "band"] and not found["band"]["beyond_noise"]
 
 
+def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing computes the reference's log-probs here, so a trainer with a KL term would crash after sampling."""
+
+    class Prepared(Exception):
+        pass
+
+    def prepare(config: Config) -> None:
+        assert config.quant.align == "exact" and objective_settings(config).kl_loss_coef is None
+        raise Prepared
+
+    monkeypatch.setattr(calibration, "prepare_run", prepare)
+    with pytest.raises(Prepared):
+        calibration.calibrate(changed(load_config(["config=quickstart.yaml"]), actor__use_kl_loss=True))
+    numbers = dict.fromkeys(("batches", "responses", "tokens"), 4)
+    numbers |= dict.fromkeys(("mismatch_abs_mean_at_off", "mismatch_abs_max_at_exact"), 0)
+    names = {"scheme": "w8a8", "loss": "grpo", "model": "m", "between_batches": {"mean": 0, "std": 0}}
+    report = numbers | names | {"corrections": [], "bands": [], "best": {}}
+    assert "KL term" in as_text(report | {"kl_term_left_out": True})
+    assert "KL term" not in as_text(report | {"kl_term_left_out": False})
+
+
 @pytest.mark.parametrize("given", ["batches=1", "batches=many"])
 def test_a_wrong_number_of_batches_is_one_error(given: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "config=quickstart.yaml", given]) == 2
@@ -167,6 +190,7 @@ def test_a_wrong_number_of_batches_is_one_error(given: str, capfd: pytest.Captur
 @needs_w4a16_cpu
 def test_a_run(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = ["config=quickstart.yaml", f"output_dir={tmp_path}", "batches=2", "rollout.cpu_kvcache_space_gib=0.25"]
+    keys.append("actor.use_kl_loss=true")
     assert main(["calibrate", *keys]) == 0
     report = json.loads((tmp_path / "quickstart" / "calibrate.json").read_text())
     rows = {row["name"]: row for row in report["corrections"]}

@@ -178,8 +178,8 @@ class RolloutEngine:
         CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
         usable = self.receiver is not None and not self.receiver.broken
         if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
+            self._asleep = True  # also after a failure, which may leave a part of the memory unmapped
             self._run(lambda: self.llm.sleep(level=1))
-            self._asleep = True
 
     def wake_up(self) -> None:
         """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""

@@ -77,11 +77,12 @@ class LocalTrainer:
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
-        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.objective = objective_settings(config)
         self.source = OldLogProbs(config)
         if self.objective.kl_loss_coef is not None:
+            # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Reference(config, self.objective)
+        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
@@ -132,7 +133,7 @@ class LocalTrainer:
         sampling = sampling_config(config, top_tokens=top_tokens)
         with self.timer.phase("rollout"):
             responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
-            self.engine.sleep()
+            self.let_engine_sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
@@ -320,6 +321,16 @@ class LocalTrainer:
             self.rebuild_engine(error)
             self.publish()
             return self.engine.generate(prompts, sampling, seeds)
+
+    def let_engine_sleep(self) -> None:
+        """Call `RolloutEngine.sleep`. If that breaks the engine and `rollout.rebuild_on_failure` is set, only warn,
+        because the next publish starts a new engine."""
+        try:
+            self.engine.sleep()
+        except EngineFailed as error:
+            if not self.config.rollout.rebuild_on_failure:
+                raise
+            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
 
     def rebuild_engine(self, error: Exception) -> None:
         """Replace a lost engine with a new one. Raise `error` if `rollout.rebuild_on_failure` is not set."""

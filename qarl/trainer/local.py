@@ -38,7 +38,7 @@ from qarl.quant.stacks import stacked_experts
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch
 from qarl.trainer.guard import watch
@@ -292,7 +292,8 @@ class LocalTrainer:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
         If the tensors are damaged on the way, send them once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, start one new engine. If that fails too, raise the latest error.
+        `rollout.rebuild_on_failure` is set, start one new engine, unless it would have the same fault. If that fails
+        too, raise the latest error.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -306,7 +307,7 @@ class LocalTrainer:
                         raise
                     resends -= 1
                 except ReloadFailed as error:
-                    if not rebuilds:
+                    if not rebuilds or isinstance(error, TensorsMoved):
                         raise
                     self.rebuild_engine(error)
                     resends, rebuilds = 1, rebuilds - 1

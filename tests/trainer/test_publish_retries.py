@@ -10,7 +10,7 @@ import pytest
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.rollout.engine import EngineFailed
 from qarl.rollout.publish.wire import TransferFailed
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.trainer.local import LocalTrainer
 
 FAILURES = {
@@ -106,3 +106,11 @@ def test_sequences_by_hand(sequence, rebuild, survived, rebuilt):
         with pytest.raises((TransferFailed, ReloadFailed, OSError)):
             trainer.publish()
     assert engine.rebuilt == rebuilt
+
+
+def test_no_engine_is_started_that_would_have_the_same_fault():
+    engine = FakeEngine()
+    engine.failures = [TensorsMoved("moved", why="the graphs would use memory that was freed")]
+    with pytest.raises(TensorsMoved, match=r"fix: set rollout\.enforce_eager=true"):
+        trainer_with(engine, rebuild_on_failure=True).publish()
+    assert engine.rebuilt == 0

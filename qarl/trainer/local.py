@@ -36,6 +36,7 @@ from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.quant.stacks import stacked_experts
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.gpu import drop_frames
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
 from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
@@ -338,6 +339,7 @@ class LocalTrainer:
         if not self.config.rollout.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
+        drop_frames(error)
         self.engine.rebuild()
         self.rebuilds += 1
 

@@ -254,6 +254,30 @@ def test_a_failed_sleep_ends_the_step_only_if_the_engine_may_not_be_replaced(
     assert ("no host memory" in capsys.readouterr().err) is rebuild
 
 
+@pytest.mark.vllm
+def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own object, with pools that say when they go: before their allocators, which they call."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    calls = engine.llm.calls
+
+    class Freed:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            calls.append(self.name)
+
+    allocator: Any = CuMemAllocator()
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    for tag in ("weights", "kv_cache"):
+        allocator.allocator_and_pools[tag] = Freed("pool"), Freed("allocator")
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.close()
+    assert calls == ["shutdown", "pool", "pool", "empty", "allocator", "allocator"]
+
+
 def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

@@ -38,7 +38,7 @@ from qarl.rollout.sampled import fingerprint
 from qarl.rollout.vllm_plugin import check_eager, check_linears_loaded, check_loaded
 from qarl.rollout.vllm_plugin.asked import asked_for
 from qarl.rollout.vllm_rules import own_kernels
-from qarl.vllm_versions.differences import loaded_model
+from qarl.vllm_versions.differences import loaded_model, release_memory_pools
 from qarl.vllm_versions.functions import check_functions
 from qarl.vllm_versions.head import check_head_dtype
 from qarl.vllm_versions.refusals import is_refusal
@@ -178,8 +178,8 @@ class RolloutEngine:
         CPU, or if the engine is closed or broken. Raise EngineFailed if vLLM fails."""
         usable = self.receiver is not None and not self.receiver.broken
         if usable and not self._asleep and self.config.free_cache_engine and torch.cuda.is_available():
+            self._asleep = True  # also after a failure, which may leave a part of the memory unmapped
             self._run(lambda: self.llm.sleep(level=1))
-            self._asleep = True
 
     def wake_up(self) -> None:
         """Undo `sleep`. Raise EngineFailed if the memory is no longer free."""
@@ -295,6 +295,7 @@ class RolloutEngine:
         if self._dynamo_was_disabled is not None:
             torch._dynamo.config.disable = self._dynamo_was_disabled
         gc.collect()
+        release_memory_pools()
 
     def __enter__(self) -> RolloutEngine:
         return self

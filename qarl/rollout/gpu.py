@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import traceback
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ def release_unused_memory() -> None:
     cannot use reserved memory. vLLM 0.24 does not empty PyTorch's cache first, 0.29 does."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Clear the local variables of the functions that raised `error` and its causes. Otherwise they keep the tensors of
+    a lost engine, and vLLM's sleep mode refuses to start another engine in this process."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def check_free_memory(share: float) -> None:

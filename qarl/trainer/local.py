@@ -36,9 +36,10 @@ from qarl.process import keep_freed_memory
 from qarl.quant.phases import measure_phases
 from qarl.quant.stacks import stacked_experts
 from qarl.rollout.engine import EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
+from qarl.rollout.gpu import drop_frames
 from qarl.rollout.publish.manifest import PublishReport
 from qarl.rollout.publish.wire import TransferFailed
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.trainer.advantages import step_advantages
 from qarl.trainer.batch import Batch, Rows, make_batch
 from qarl.trainer.guard import watch
@@ -77,11 +78,12 @@ class LocalTrainer:
         if parts.policy.device.type == "cpu":
             keep_freed_memory()
         self.replace_policy(parts.policy)
-        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.objective = objective_settings(config)
         self.source = OldLogProbs(config)
         if self.objective.kl_loss_coef is not None:
+            # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Reference(config, self.objective)
+        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
         self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 
@@ -132,7 +134,7 @@ class LocalTrainer:
         sampling = sampling_config(config, top_tokens=top_tokens)
         with self.timer.phase("rollout"):
             responses = self.generate([prompt.prompt_token_ids for prompt in repeated], sampling, seeds)
-            self.engine.sleep()
+            self.let_engine_sleep()
         if responses.weight_version != self.step:
             raise RuntimeError(f"step {self.step} was sampled from weights of version {responses.weight_version}")
         with self.timer.phase("reward"):
@@ -291,7 +293,8 @@ class LocalTrainer:
         """Quantize once, and send the engine the tensors that the next forward multiplies by.
 
         If the tensors are damaged on the way, send them once more. If the engine is lost and
-        `rollout.rebuild_on_failure` is set, start one new engine. If that fails too, raise the latest error.
+        `rollout.rebuild_on_failure` is set, start one new engine, unless it would have the same fault. If that fails
+        too, raise the latest error.
         """
         with self.timer.phase("quantize"):
             tensors = self.policy.quantize()
@@ -305,7 +308,7 @@ class LocalTrainer:
                         raise
                     resends -= 1
                 except ReloadFailed as error:
-                    if not rebuilds:
+                    if not rebuilds or isinstance(error, TensorsMoved):
                         raise
                     self.rebuild_engine(error)
                     resends, rebuilds = 1, rebuilds - 1
@@ -321,11 +324,22 @@ class LocalTrainer:
             self.publish()
             return self.engine.generate(prompts, sampling, seeds)
 
+    def let_engine_sleep(self) -> None:
+        """Call `RolloutEngine.sleep`. If that breaks the engine and `rollout.rebuild_on_failure` is set, only warn,
+        because the next publish starts a new engine."""
+        try:
+            self.engine.sleep()
+        except EngineFailed as error:
+            if not self.config.rollout.rebuild_on_failure:
+                raise
+            print(f"warning: {error}\n  the next publish restarts the rollout engine", file=sys.stderr)
+
     def rebuild_engine(self, error: Exception) -> None:
         """Replace a lost engine with a new one. Raise `error` if `rollout.rebuild_on_failure` is not set."""
         if not self.config.rollout.rebuild_on_failure:
             raise error
         print(f"warning: {error}\n  the rollout engine is restarted", file=sys.stderr)
+        drop_frames(error)
         self.engine.rebuild()
         self.rebuilds += 1
 

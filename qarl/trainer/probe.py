@@ -33,6 +33,7 @@ def probe(trainer: LocalTrainer) -> str:
     on_gpu = trainer.policy.device.type == "cuda"
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         responses = trainer.generate(prompts, sampling, seeds)
+        trainer.engine.sleep()
         zeros = torch.zeros(count)
         batch = make_batch(responses, zeros, zeros, pad_token_id=trainer.parts.pad_token_id).to(trainer.policy.device)
         log_probs = trainer.old_log_probs(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import torch
@@ -22,6 +24,26 @@ def kv_cache_tensors(kv_caches: Any) -> list[torch.Tensor]:
     if isinstance(kv_caches, dict):
         kv_caches = list(kv_caches.values())
     return [tensor for item in kv_caches or () for tensor in kv_cache_tensors(item)]
+
+
+def release_memory_pools() -> None:
+    """Free the memory pools of vLLM's sleep mode. Call this when no tensor of the closed engine is left.
+
+    vLLM 0.24 keeps the pools until the process ends, and refuses to start an engine while they hold memory. 0.29 drops
+    them when an engine shuts down, but their memory is not free before PyTorch's cache is emptied."""
+    if "vllm.device_allocator.cumem" not in sys.modules:
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is None:
+        return
+    held = CuMemAllocator.instance.allocator_and_pools
+    pools, allocators = ([entry[i] for entry in held.values()] for i in (0, 1))
+    held.clear()
+    pools.clear()  # before the allocators, which a pool calls to free its memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    del allocators
 
 
 def transfer_factories() -> tuple[Any, Any] | None:

@@ -15,10 +15,11 @@ from qarl.checks.run import checks_for
 from qarl.errors import UserError
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.quant.scheme import get_scheme
-from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutEngine, SamplingConfig
+from qarl.rollout.engine import EngineConfig, EngineFailed, RolloutBatch, RolloutEngine, SamplingConfig
 from qarl.rollout.engine_config import llm_arguments
 from qarl.rollout.gpu import GRAPHS, check_free_memory
 from qarl.trainer import local
+from qarl.trainer import probe as probe_module
 
 
 @pytest.fixture
@@ -186,6 +187,22 @@ def test_an_engine_that_cannot_wake_is_lost_and_says_why(engine: Any) -> None:
     assert engine.llm.calls == ["sleep 1"]
 
 
+def test_an_engine_that_falls_asleep_half_way_is_lost_and_is_woken_before_it_is_closed(engine: Any) -> None:
+    """vLLM would free memory that is already unmapped."""
+
+    def half_way(level: int) -> None:
+        raise RuntimeError("no host memory")
+
+    calls = engine.llm.calls
+    engine.llm.sleep = half_way
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    with pytest.raises(EngineFailed, match="no host memory"):
+        engine.sleep()
+    assert engine.receiver.broken and engine.stale
+    engine.close()
+    assert calls == ["wake", "shutdown"]
+
+
 def test_nothing_sleeps_on_a_cpu_or_if_the_key_says_so(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.config = config(free_cache_engine=False)
     engine.sleep()
@@ -203,8 +220,9 @@ def test_an_engine_is_awake_when_it_is_closed(engine: Any) -> None:
     assert calls == ["sleep 1", "wake", "shutdown"]
 
 
-def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the log-probs and the update, which need the memory. This trainer ends there, at a wrong version."""
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """It ends after the rollout, at a wrong version. `calls`: what it asks of its engine."""
     calls: list[str] = []
     monkeypatch.setattr(local, "sampling_config", lambda *given, **more: None)
     trainer: Any = object.__new__(local.LocalTrainer)
@@ -212,10 +230,89 @@ def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(monkeypatc
     trainer.parts = SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], sampler=iter([[0]]))
     trainer.step, trainer.timer = 3, PhaseTimer(None)
     trainer.generate = lambda *given: calls.append("generate") or SimpleNamespace(weight_version=2)
-    trainer.engine = SimpleNamespace(sleep=lambda: calls.append("sleep"))
+    trainer.engine, trainer.calls = SimpleNamespace(sleep=lambda: calls.append("sleep")), calls
+    return trainer
+
+
+def test_the_trainer_puts_the_engine_to_sleep_right_after_the_rollout(trainer: Any) -> None:
+    """Before the log-probs and the update, which need the memory."""
     with pytest.raises(RuntimeError, match="weights of version 2"):
         trainer.rollout()
-    assert calls == ["generate", "sleep"]
+    assert trainer.calls == ["generate", "sleep"]
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_a_failed_sleep_ends_the_step_only_if_the_engine_may_not_be_replaced(
+    rebuild: bool, trainer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise EngineFailed("the rollout engine is lost", why="no host memory")
+
+    trainer.config.rollout.rebuild_on_failure, trainer.engine.sleep = rebuild, fail
+    with pytest.raises(RuntimeError if rebuild else EngineFailed):
+        trainer.rollout()
+    assert ("no host memory" in capsys.readouterr().err) is rebuild
+
+
+@pytest.mark.vllm
+def test_a_closed_engine_frees_the_memory_pools_of_sleep_mode(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own object, with pools that say when they go: before their allocators, which they call."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    calls = engine.llm.calls
+
+    class Freed:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            calls.append(self.name)
+
+    allocator: Any = CuMemAllocator()
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    for tag in ("weights", "kv_cache"):
+        allocator.allocator_and_pools[tag] = Freed("pool"), Freed("allocator")
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    engine.close()
+    assert calls == ["shutdown", "pool", "pool", "empty", "allocator", "allocator"]
+
+
+def test_the_probe_puts_the_engine_to_sleep_before_the_trainers_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def forward(batch: Any) -> torch.Tensor:
+        calls.append("forward")
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(probe_module, "sampling_config", lambda config: SamplingConfig(4))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=0, data=SimpleNamespace(max_response_length=4)),
+        parts=SimpleNamespace(train_prompts=[SimpleNamespace(prompt_token_ids=[1])], pad_token_id=0),
+        policy=SimpleNamespace(device=torch.device("cpu")),
+        generate=lambda *given: calls.append("generate") or RolloutBatch([[1]], [[2]], [[-1.0]], ["stop"], 0),
+        engine=SimpleNamespace(sleep=lambda: calls.append("sleep")),
+        old_log_probs=forward,
+    )
+    with pytest.raises(RuntimeError, match="enough"):
+        probe_module.probe(trainer)
+    assert calls == ["generate", "sleep", "forward"]
+
+
+def test_the_reference_is_loaded_before_the_engine_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(local, "objective_settings", lambda config: SimpleNamespace(kl_loss_coef=0.1))
+    monkeypatch.setattr(local, "stacked_experts", lambda model: [])
+    monkeypatch.setattr(local, "engine_config", lambda config, routing: None)
+    monkeypatch.setattr(local, "Reference", lambda *given: calls.append("reference"))
+    monkeypatch.setattr(local, "RolloutEngine", lambda given: calls.append("engine"))
+    for name in ("OldLogProbs", "LossScale", "PhaseTimer"):
+        monkeypatch.setattr(local, name, lambda *given, **more: None)
+    monkeypatch.setattr(local.LocalTrainer, "replace_policy", lambda self, policy: setattr(self, "policy", policy))
+    policy = SimpleNamespace(device=torch.device("cuda"), model=None)
+    parts: Any = SimpleNamespace(tokenizer=None, policy=policy)
+    local.LocalTrainer(SimpleNamespace(model=SimpleNamespace(dtype="bf16")), parts)  # type: ignore[arg-type]
+    assert calls == ["reference", "engine"]
 
 
 @pytest.mark.parametrize(("asked", "graphs"), [(None, True), (False, True), (True, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from qarl.metrics.mismatch import PhaseTimer
 from qarl.rollout.engine import EngineFailed
 from qarl.rollout.publish.wire import TransferFailed
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 from qarl.trainer.local import LocalTrainer
 
 FAILURES = {
@@ -106,3 +107,36 @@ def test_sequences_by_hand(sequence, rebuild, survived, rebuilt):
         with pytest.raises((TransferFailed, ReloadFailed, OSError)):
             trainer.publish()
     assert engine.rebuilt == rebuilt
+
+
+def test_no_engine_is_started_that_would_have_the_same_fault():
+    engine = FakeEngine()
+    engine.failures = [TensorsMoved("moved", why="the graphs would use memory that was freed")]
+    with pytest.raises(TensorsMoved, match=r"fix: set rollout\.enforce_eager=true"):
+        trainer_with(engine, rebuild_on_failure=True).publish()
+    assert engine.rebuilt == 0
+
+
+def test_the_error_keeps_nothing_of_the_lost_engine_while_another_starts(monkeypatch):
+    """The functions that raised an error hold the engine's model in their variables, and it is being handled."""
+    engine, models, left = FakeEngine(), [], []
+
+    class Model:
+        pass
+
+    def load() -> None:
+        model = Model()
+        models.append(weakref.ref(model))
+        raise RuntimeError("vLLM failed")
+
+    def publish(tensors, *, version):
+        if models:
+            return "report"
+        try:
+            load()
+        except RuntimeError as error:
+            raise ReloadFailed("lost", why="vLLM failed") from error
+
+    engine.publish, engine.rebuild = publish, lambda: left.append(models[0]())
+    assert trainer_with(engine, rebuild_on_failure=True).publish() == "report"
+    assert left == [None]

@@ -27,7 +27,7 @@ from qarl.rollout.publish import captured, wire
 from qarl.rollout.publish.checksum import checksums
 from qarl.rollout.publish.kept import KeptTensors
 from qarl.rollout.publish.manifest import Manifest, TensorSpec, check_specs
-from qarl.rollout.publish.writers import ReloadFailed, WritePlan, refresh_tied_layers
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved, WritePlan, refresh_tied_layers
 from qarl.vllm_versions.differences import kv_cache_tensors
 
 
@@ -132,7 +132,7 @@ class WeightReceiver:
         """End a publish that cannot be completed. The receiver stays stale."""
         version = "a publish" if self._open is None else f"the publish of version {self._open}"
         self.mark_stale(f"{version} did not complete: {reason}")
-        self._open, self._unit, self._seen, self._places = None, [], set(), {}
+        self._open, self._unit, self._seen = None, [], set()
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == wire.BEGIN:
@@ -175,7 +175,7 @@ class WeightReceiver:
             self.kept.begin(changes=self._is_delta)
         else:
             self.kept = None
-        if self._checks_addresses:
+        if self._checks_addresses and not self._places:  # else a publish was aborted: its moves count too
             self._places = captured.places({"model": self.model})
         announced = wire.read_specs(record["tensors"])
         if announced is not None:
@@ -273,16 +273,16 @@ class WeightReceiver:
         self.version, self._open = self._open, None
 
     def _check_addresses(self) -> None:
-        """Raise ReloadFailed if this publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
+        """Raise TensorsMoved if a publish has moved a tensor that one of vLLM's CUDA graphs can have captured."""
         if not self._checks_addresses:
             return
         before, self._places = self._places, {}
         if lost := captured.moved(before, captured.places({"model": self.model})):
             shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-            raise ReloadFailed(
+            raise TensorsMoved(
                 f"the publish of version {self._open} moved {len(lost)} tensors that CUDA graphs have captured",
                 why=f"the graphs would use memory that was freed: {shown}. A new engine has the same fault with these "
-                "layers; rollout.enforce_eager=true runs without graphs",
+                "layers",
             )
 
 

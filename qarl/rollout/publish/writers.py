@@ -39,13 +39,19 @@ Writer = Callable[[nn.Module, list[Part]], None]
 class ReloadFailed(UserError):
     """vLLM's layerwise reload failed. The module that was being loaded is broken, so a new engine is needed."""
 
+    remedy = (
+        "call RolloutEngine.rebuild() for a new engine (rollout.rebuild_on_failure=true does so in a run), "
+        "or start the run again, which resumes from its last checkpoint"
+    )
+
     def __init__(self, what: str, *, why: str) -> None:
-        super().__init__(
-            what,
-            why=why,
-            fix="call RolloutEngine.rebuild() for a new engine (rollout.rebuild_on_failure=true does so in a run), "
-            "or start the run again, which resumes from its last checkpoint",
-        )
+        super().__init__(what, why=why, fix=self.remedy)
+
+
+class TensorsMoved(ReloadFailed):
+    """A publish moved tensors that CUDA graphs have captured. A new engine would have the same fault."""
+
+    remedy = "set rollout.enforce_eager=true, which runs without graphs"
 
 
 @dataclass

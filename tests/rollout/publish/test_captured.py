@@ -16,7 +16,7 @@ from qarl.rollout.publish.captured import addresses_kept, graphs_captured, moved
 from qarl.rollout.publish.manifest import TensorSpec
 from qarl.rollout.publish.receive import WeightReceiver
 from qarl.rollout.publish.wire import encode_publish
-from qarl.rollout.publish.writers import ReloadFailed
+from qarl.rollout.publish.writers import ReloadFailed, TensorsMoved
 
 GRAPHS = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")))
 
@@ -172,10 +172,21 @@ def test_a_publish_through_vllms_reload_leaves_the_workspace_in_its_place(
 
 
 @pytest.mark.vllm
+def test_the_next_publish_reports_what_an_aborted_one_moved(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.one.table = functools.partial(max, torch.ones(6))
+    found = receiver(model, monkeypatch)
+    found.feed(list(encode_publish([("one.weight", torch.ones(3, 2))], version=1))[:-1])
+    model.one.table = functools.partial(max, torch.ones(6))
+    found.abort("the sender died")
+    with pytest.raises(ReloadFailed, match=r"(?s)version 2 moved 1 tensors.*model\.one\.table"):
+        found.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=2))
+
+
+@pytest.mark.vllm
 def test_an_engine_whose_graphs_lost_a_tensor_is_broken(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.one.steps = functools.partial(max, torch.ones(6))
     found = receiver(model, monkeypatch)
-    with pytest.raises(ReloadFailed, match=r"(?s)version 1 moved 1 tensors.*model\.one\.steps.*enforce_eager=true"):
+    with pytest.raises(TensorsMoved, match=r"(?s)version 1 moved.*model\.one\.steps.*fix: .*enforce_eager=true"):
         found.feed(encode_publish([("one.weight", torch.ones(3, 2))], version=1))
     assert found.broken and found.stale
     with pytest.raises(ReloadFailed, match="takes no more publishes"):

@@ -400,17 +400,59 @@ def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
     assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
 
 
+def confirmed_contracts() -> dict[str, contracts.Contract]:
+    return {part: contract._replace(confirmed="gpu.json") for part, contract in contracts.CONTRACTS.items()}
+
+
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = align_model(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), "model", device=GPU)
+    config = copy.deepcopy(CONFIG)
+    config.head_dim = 128
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert "unconfirmed: no GPU has confirmed" in str(report) and "fused_add_rms_norm" in str(report)
     assert report.limit_level == "linears"
-    assert unconfirmed("linears", "cuda") is None and unconfirmed("model", "cpu") is None
-    done = {part: contract._replace(confirmed="gpu.json") for part, contract in contracts.CONTRACTS.items()}
+    assert all(unconfirmed(*place, config, eager=True) is None for place in (("linears", "cuda"), ("model", "cpu")))
+    done = confirmed_contracts()
     monkeypatch.setattr(contracts, "CONTRACTS", done | {"norm": contracts.CONTRACTS["norm"]})
-    assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda"))
+    assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
     monkeypatch.setattr(contracts, "CONTRACTS", done)
-    report = align_model(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), "model", device=GPU)
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert report.unconfirmed is None and report.limit_level == "model"
+
+
+@pytest.mark.parametrize(
+    ("size", "eager", "why"), [(64, False, "heads of 64"), (256, False, "heads of 256"), (96, True, "enforce_eager")]
+)
+def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
+    size: int, eager: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contracts, "CONTRACTS", confirmed_contracts())
+    config = copy.deepcopy(CONFIG)
+    config.head_dim = size
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager)
+    assert (report.level, report.limit_level) == ("model", "linears")
+    assert why in str(report) and "no GPU has confirmed" not in str(report)
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_the_policy_hands_over_whether_the_engine_has_graphs(
+    asked: bool | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qarl.align.model import AlignReport
+    from qarl.config import load_config
+    from qarl.trainer import policy
+
+    seen: list[bool] = []
+
+    def align(model: Any, level: str, *, eager: bool) -> AlignReport:
+        seen.append(eager)
+        return AlignReport(level, level, {})
+
+    monkeypatch.setattr(policy, "align_model", align)
+    transformers.Qwen3ForCausalLM(CONFIG).bfloat16().save_pretrained(tmp_path)
+    eager = [] if asked is None else [f"rollout.enforce_eager={str(asked).lower()}"]
+    given = ["config=quickstart.yaml", f"model.path={tmp_path}", "quant.scheme=bf16", *eager]
+    Policy.load(load_config(given))
+    assert seen == [asked is True]
 
 
 def test_the_policy_on_a_cpu_keeps_its_limit() -> None:

@@ -8,7 +8,8 @@
     lm_head      `F.linear` in BF16, as at all levels
 
 `qarl.kernels.cuda.contracts` says what each operator rounds. No device has confirmed them, so the level is
-`unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`.
+`unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`. The same
+holds for head sizes outside `flash.HEAD_SIZES` and for rollout.enforce_eager=true, whatever devices confirm.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
 (`contracts.ENGINE_ARGUMENTS`).
@@ -43,15 +44,22 @@ def unavailable_on_cuda(config: Any, capability: tuple[int, int] | None) -> str 
     return flash.unavailable(capability)
 
 
-def unconfirmed_on_cuda() -> str | None:
-    """Return a sentence about operators of this level that no device has confirmed, or None if there are none."""
-    names = contracts.unconfirmed()
-    if not names:
-        return None
-    return (
-        f"unconfirmed: no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
-        "scripts/gpu_check.sh compares them"
-    )
+def unconfirmed_on_cuda(config: Any, *, eager: bool) -> str | None:
+    """Return a sentence that says why this level promises no mismatch for a model config, or None if it promises one.
+
+    `eager`: whether the engine runs without CUDA graphs, where no setting gives one split.
+    """
+    reasons = []
+    if names := contracts.unconfirmed():
+        reasons.append(
+            f"no GPU has confirmed how vLLM rounds in {', '.join(names)}, so no mismatch is promised; "
+            "scripts/gpu_check.sh compares them"
+        )
+    if (size := head_size_of(config)) not in flash.HEAD_SIZES:
+        reasons.append(f"with heads of {size}, a decode step may sum attention in another order than a prefill")
+    if eager:
+        reasons.append("with rollout.enforce_eager=true, vLLM may split the keys of a decode step")
+    return f"unconfirmed: {'; '.join(reasons)}" if reasons else None
 
 
 def align_layers(model: Any) -> dict[str, int]:

@@ -49,7 +49,7 @@ class AlignReport:
     """The result of `align_model`: the level `asked` for, and the `level` that was applied.
 
     `why_lower`: the reasons if the applied level is lower. `replaced`: number of replaced modules, by kind.
-    `unconfirmed`: what no device has confirmed about the applied level, or None.
+    `unconfirmed`: why the applied level promises no mismatch on this device, or None.
     """
 
     asked: str
@@ -79,6 +79,7 @@ def align_model(
     dtype: torch.dtype | None = None,
     sharded: bool = False,
     workers: int = 1,
+    eager: bool = False,
 ) -> AlignReport:
     """Bring a transformers causal LM to `level`, in place. Parameters and their names stay the same.
 
@@ -90,6 +91,7 @@ def align_model(
         dtype: dtype of the weights in the forward. Default: their current dtype.
         sharded: whether FSDP shards the model.
         workers: number of workers that one engine is split over.
+        eager: whether the engine runs without CUDA graphs (rollout.enforce_eager=true).
     """
     if level not in LEVELS:
         raise UserError(
@@ -115,7 +117,8 @@ def align_model(
         use_rows_attention(model)
         return AlignReport(asked, level, {}, reasons)
     if device_type != "cpu":
-        return AlignReport(asked, level, align_layers(model), reasons, unconfirmed(level, device_type))
+        missing = unconfirmed(level, device_type, model.config, eager=eager)
+        return AlignReport(asked, level, align_layers(model), reasons, missing)
     norms = [model.model.norm]
     for layer in model.model.layers:
         align_module(layer, AlignedDecoderLayer)
@@ -187,9 +190,12 @@ def own_capability(device_type: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
 
 
-def unconfirmed(level: str, device_type: str) -> str | None:
-    """Return what no device has confirmed about an applied level, or None."""
-    return unconfirmed_on_cuda() if device_type == "cuda" and level == "model" else None
+def unconfirmed(level: str, device_type: str, config: Any, *, eager: bool) -> str | None:
+    """Return why an applied level promises no mismatch for this transformers config, or None.
+
+    `eager`: whether the engine runs without CUDA graphs.
+    """
+    return unconfirmed_on_cuda(config, eager=eager) if device_type == "cuda" and level == "model" else None
 
 
 def split_unavailable(workers: int) -> str | None:

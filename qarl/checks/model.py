@@ -46,7 +46,8 @@ def report_level(config: Config, hf_config: Any) -> None:
     if lower := lower_level(config, hf_config):
         note(lower)
     level, _ = applied_level(config, hf_config)
-    if found := unconfirmed(level, "cpu" if runs_on_cpu(config.backend) else "cuda"):
+    device, eager = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.enforce_eager is True
+    if found := unconfirmed(level, device, hf_config, eager=eager):
         note(f"quant.align={level} is {found}")
     if shown := shown_mismatch(hf_config):
         note(shown)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from qarl.align.model import resolve_level
+from qarl.align.model import resolve_level, unconfirmed
 from qarl.checks import layers, model_folder
 from qarl.checks.model_size import ModelSize
 from qarl.config import Config
@@ -160,6 +160,11 @@ class Context:
             workers=self.config.rollout.tensor_model_parallel_size,
             capability=None if capability is None else divmod(capability, 10),
         )
+
+    def unconfirmed(self, level: str) -> str | None:
+        """Return why an applied level promises no mismatch on the target, or None."""
+        eager = self.config.rollout.enforce_eager is True
+        return unconfirmed(level, self.target.device, self.hf_config.get(), eager=eager)
 
     @cached_property
     def train_prompts(self) -> Part[PromptDataset]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qarl.align.model import unconfirmed
 from qarl.checks import layers, sampling
 from qarl.checks.kernels import check_dense, check_kernels, check_on_gpus
 from qarl.checks.tensor_parallel import ROW_PARALLEL
@@ -160,7 +159,7 @@ def check_alignment(context: Context, topic: Topic) -> None:
         )
     else:
         topic.ok(f"quant.align={level} applies")
-    if found := unconfirmed(level, context.target.device):
+    if found := context.unconfirmed(level):
         topic.warning(
             f"quant.align={level} is unconfirmed on GPUs",
             why=found.removeprefix("unconfirmed: "),

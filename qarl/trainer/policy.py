@@ -58,7 +58,7 @@ class Policy:
     called           the module that the forward calls: `model`, or a wrapper such as DDP
     scheme, ignore   the quantization scheme, and the modules that stay unquantized
     align            the alignment level that was applied, which may be lower than the config's
-    limit_level      the level whose limit on the mismatch applies, which is lower while no device confirmed `align`
+    limit_level      the level whose limit on the mismatch applies, which is lower if `align` is unconfirmed
     report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
     packed           whether the rows of a forward are packed; if false, they are padded
     """
@@ -74,9 +74,11 @@ class Policy:
         packed: bool = True,
         head_dtype: str = "model",
         kernels: str = "engine",
+        eager: bool = False,
     ) -> None:
         """`router_replay`: a value of `rollout.router_replay`. Batches without routing are not replayed.
         `head_dtype`: a value of `model.head_dtype`. `kernels`: a value of `quant.kernels`.
+        `eager`: whether the engine runs without CUDA graphs.
 
         Raise UserError if `head_dtype` is fp32 without `plain_head`."""
         self.model, self.scheme, self.ignore = model, scheme, ignore
@@ -85,7 +87,7 @@ class Policy:
         linears: object = "linears: BF16 in the forward"
         if quantized:
             linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
-        aligned = align_model(model, align)
+        aligned = align_model(model, align, eager=eager)
         self.align, self.limit_level = aligned.level, aligned.limit_level
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"
@@ -136,6 +138,7 @@ class Policy:
             packed=config.model.use_remove_padding,
             head_dtype=config.model.head_dtype,
             kernels=quant.kernels,
+            eager=config.rollout.enforce_eager is True,
         )
 
     @property

@@ -265,4 +265,5 @@ def quantized(model: Any, config: Config) -> Policy:
         align=quant.align,
         router_replay="off" if stacked_experts(model) else "auto",
         kernels=quant.kernels,
+        eager=config.rollout.enforce_eager is True,
     )

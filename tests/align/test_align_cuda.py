@@ -6,6 +6,7 @@ tests/gpu/test_align_cuda.py compares the operators themselves.
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from checkout import ROOT
+from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
 
 from qarl.align import align_model, cuda
 from qarl.align.model import resolve_level, unconfirmed
@@ -153,6 +155,41 @@ def test_flash_attention_against_float64(length: int) -> None:
     error = (found.double() - exact).abs()
     assert float(error.max()) < 2e-2 and float(error.mean()) < 1e-3
     assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
+
+
+def tiled_attention(inputs: tuple[torch.Tensor, ...], scale: float, tile: int, rounded: bool) -> torch.Tensor:
+    """FlashAttention's formula with sums in float64, `rounded` or exact weights."""
+    query, key, value = (tensor.double().transpose(0, 1) for tensor in inputs)
+    key, value = (tensor.repeat_interleave(len(query) // len(tensor), 0) for tensor in (key, value))
+    length = query.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(later, -torch.inf)
+    largest = scores.new_full((len(query), length, 1), -1e300)
+    divisor, output = torch.zeros_like(largest), torch.zeros_like(query)
+    for start in reversed(range(0, length, tile)):
+        part = scores[:, :, start : start + tile]
+        before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
+        weights, kept = (part - largest).exp(), (before - largest).exp()
+        divisor = divisor * kept + weights.sum(-1, keepdim=True)
+        weights = weights.float().bfloat16().double() if rounded else weights
+        output = output * kept + weights @ value[:, start : start + tile]
+    return (output / divisor).float().bfloat16().transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tile", "rounded", "expected"),
+    [(128, True, ATTENTION), (64, True, "the same, tiles of 64"), (128, False, "weights in FP32")],
+)
+def test_the_device_test_tells_roundings_of_attention_apart(tile: int, rounded: bool, expected: str) -> None:
+    inputs = attention_inputs(333)
+    shares = differing_shares(tiled_attention(inputs, 0.1, tile, rounded), attention_roundings(*inputs, 0.1))
+    others = [share for name, share in shares.items() if name != expected]
+    assert shares[expected] < 5e-3 and min(others) > 2e-2
+
+
+def test_the_device_test_of_the_head_calls_vllms_method() -> None:
+    hidden, weight = random(30, 256), random(512, 256, seed=1, scale=0.1)
+    assert differing(vllm_logits(hidden, weight), F.linear(hidden, weight)) < 1e-2
 
 
 @pytest.mark.parametrize("length", [5, 128, 300])
@@ -363,17 +400,59 @@ def test_vllms_modules_are_neither_read_nor_left_to_engines() -> None:
     assert torch.equal(torch.cat(found, -1), expected) and found[0].dtype == torch.bfloat16
 
 
+def confirmed_contracts() -> dict[str, contracts.Contract]:
+    return {part: contract._replace(confirmed="gpu.json") for part, contract in contracts.CONTRACTS.items()}
+
+
 def test_the_level_says_that_no_device_has_confirmed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = align_model(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), "model", device=GPU)
+    config = copy.deepcopy(CONFIG)
+    config.head_dim = 128
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert "unconfirmed: no GPU has confirmed" in str(report) and "fused_add_rms_norm" in str(report)
     assert report.limit_level == "linears"
-    assert unconfirmed("linears", "cuda") is None and unconfirmed("model", "cpu") is None
-    done = {part: contract._replace(confirmed="gpu.json") for part, contract in contracts.CONTRACTS.items()}
+    assert all(unconfirmed(*place, config, eager=True) is None for place in (("linears", "cuda"), ("model", "cpu")))
+    done = confirmed_contracts()
     monkeypatch.setattr(contracts, "CONTRACTS", done | {"norm": contracts.CONTRACTS["norm"]})
-    assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda"))
+    assert "rounds in rms_norm, so" in str(unconfirmed("model", "cuda", config, eager=False))
     monkeypatch.setattr(contracts, "CONTRACTS", done)
-    report = align_model(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), "model", device=GPU)
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU)
     assert report.unconfirmed is None and report.limit_level == "model"
+
+
+@pytest.mark.parametrize(
+    ("size", "eager", "why"), [(64, False, "heads of 64"), (256, False, "heads of 256"), (96, True, "enforce_eager")]
+)
+def test_some_runs_promise_no_mismatch_on_a_confirmed_device(
+    size: int, eager: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contracts, "CONTRACTS", confirmed_contracts())
+    config = copy.deepcopy(CONFIG)
+    config.head_dim = size
+    report = align_model(transformers.Qwen3ForCausalLM(config).bfloat16(), "model", device=GPU, eager=eager)
+    assert (report.level, report.limit_level) == ("model", "linears")
+    assert why in str(report) and "no GPU has confirmed" not in str(report)
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_the_policy_hands_over_whether_the_engine_has_graphs(
+    asked: bool | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qarl.align.model import AlignReport
+    from qarl.config import load_config
+    from qarl.trainer import policy
+
+    seen: list[bool] = []
+
+    def align(model: Any, level: str, *, eager: bool) -> AlignReport:
+        seen.append(eager)
+        return AlignReport(level, level, {})
+
+    monkeypatch.setattr(policy, "align_model", align)
+    transformers.Qwen3ForCausalLM(CONFIG).bfloat16().save_pretrained(tmp_path)
+    eager = [] if asked is None else [f"rollout.enforce_eager={str(asked).lower()}"]
+    given = ["config=quickstart.yaml", f"model.path={tmp_path}", "quant.scheme=bf16", *eager]
+    Policy.load(load_config(given))
+    assert seen == [asked is True]
 
 
 def test_the_policy_on_a_cpu_keeps_its_limit() -> None:
@@ -430,3 +509,17 @@ def test_a_confirmed_contract_names_its_results() -> None:
         assert not contract.confirmed or (ROOT / "benchmarks" / "results" / contract.confirmed).is_file()
         file, _, function = contract.test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text()
+
+
+def test_a_contract_that_rounds_is_confirmed_by_a_test_of_its_rounding() -> None:
+    """By comparing candidates. `log-softmax` rounds nothing."""
+    tree = ast.parse((ROOT / "tests" / "gpu" / "test_align_cuda.py").read_text())
+    called = {
+        function.name: {node.func.id for node in ast.walk(function)
+                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        for function in tree.body if isinstance(function, ast.FunctionDef)
+    }  # fmt: skip
+    for part, contract in contracts.CONTRACTS.items():
+        if part != "log-softmax":
+            assert called[contract.test.partition("::")[2]] & {"compare", "attention_roundings"}, part
+    assert "vllm_logits" in called["test_lm_head"]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from contract_checks import ATTENTION, attention_roundings, differing_shares, vllm_logits
 
 from qarl.align.attention import fp32_attention
 from qarl.align.rows import varlen_attention
@@ -177,8 +178,8 @@ def skip_unless_flash_3() -> None:
 
 @pytest.mark.parametrize("lengths", [(1,), (64,), (333, 17, 900), (4096,), (16384,)], ids=str)
 def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
-    """Packed sequences through vLLM's FlashAttention, each beside the reference and PyTorch's attentions alone. None
-    of them has its order of sums: they must be within what BF16 weights of the softmax allow."""
+    """Packed sequences through vLLM's FlashAttention, each beside PyTorch's attentions alone, which must be within what
+    BF16 weights of the softmax allow. Of the roundings that it might have, the contract's must be the nearest."""
     skip_unless_flash_3()
     size = 128
     inputs = attention_inputs(sum(lengths), size)
@@ -192,8 +193,12 @@ def test_attention_of_prefill(lengths: tuple[int, ...]) -> None:
         if length <= 4096:  # FP32 scores of 16k tokens would take 34 GB
             candidates["sdpa in FP32"] = fp32_attention(module, q, k, v, None, size**-0.5)[0][0]
         if length <= 900:
-            reference = flash.flash_reference(*(tensor.cpu() for tensor in row), size**-0.5)
-            candidates["the contract"] = reference.to("cuda")
+            roundings = attention_roundings(*row, size**-0.5)
+            candidates["the contract"] = roundings[ATTENTION].to("cuda")
+            shares = differing_shares(found, roundings)
+            for name, differing in shares.items():
+                print(f"attention {length:6} {name:30} differ {differing:.2e}")
+            assert shares[ATTENTION] == min(shares.values())
         for name, ours in candidates.items():
             difference = (ours.float() - found.float()).abs()
             share = (difference > 0).float().mean()
@@ -275,14 +280,19 @@ def test_rows_of_a_pack() -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_lm_head(tokens: int) -> None:
-    """vLLM's unquantized product is F.linear on every token that is sampled; the trainer's has other numbers of rows.
-    What is asked: how much a row's logits depend on the rows beside it."""
+    """vLLM's head is F.linear on every token that is sampled, bit for bit. The trainer's has other numbers of rows, so
+    its logits are compared with vLLM's: within a BF16 step, however many rows there are beside a row."""
     torch.manual_seed(0)
     hidden, weight = random(tokens, 4096), random(151936, 4096) / 64
-    alone = torch.cat([F.linear(row[None], weight) for row in hidden[:64]])
-    candidates = {"together": F.linear(hidden, weight)[:64], "with 2048 others": F.linear(
-        torch.cat([hidden[:64], random(2048, 4096)]), weight)[: len(alone)]}  # fmt: skip
-    compare(f"lm_head {tokens}", alone, candidates)
+    theirs = vllm_logits(hidden, weight)
+    assert torch.equal(theirs, F.linear(hidden, weight))
+    theirs = theirs[:64]
+    candidates = {
+        "alone": torch.cat([F.linear(row[None], weight) for row in hidden[:64]]),
+        "with 2048 others": F.linear(torch.cat([hidden[:64], random(2048, 4096)]), weight)[: len(theirs)],
+    }
+    for name, ours in candidates.items():
+        compare(f"lm_head {tokens}", theirs, {name: ours})
 
 
 def test_log_softmax() -> None:

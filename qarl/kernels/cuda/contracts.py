@@ -78,7 +78,7 @@ CONTRACTS: dict[str, Contract] = {
         "exp(score - largest score so far) where it multiplies the values; the output",
         "the number of keys in a tile, after which sums are rescaled: 128 for heads of 96 and 128, and in a prefill of "
         "heads of 64. A decode of heads of 64 has 160 or 192",
-        f"{_TESTS}::test_attention_of_decoding",
+        f"{_TESTS}::test_attention_of_prefill",
     ),
     "lm_head": Contract(
         "F.linear, cuBLAS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ def check_kernels(config: Config) -> None:
     scheme, kernels = config.quant.scheme, config.quant.kernels
     check_served(scheme, kernels)
     device = torch.device("cpu" if runs_on_cpu(config.backend) else "cuda")
-    if device.type == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        check_capability(scheme, kernels, 10 * major + minor)
+    if device.type == "cuda":
+        check_this_gpu(scheme, kernels)
     if kernels == "engine":
         return
     reasons = [f"{one.name} {one.unavailable(scheme, device, _LAYER)}" for one in kernels_of(kernels, scheme)]
@@ -52,16 +52,35 @@ def _no_kernel(config: Config, place: str, why: str) -> UserError:
     )
 
 
+def check_this_gpu(scheme: str, kernels: str) -> None:
+    """Raise UserError if the GPU of this process is too old or too new for `scheme` (`check_capability`). Do nothing
+    without a GPU."""
+    if not torch.cuda.is_available():
+        return
+    major, minor = torch.cuda.get_device_capability()
+    check_capability(scheme, kernels, 10 * major + minor)
+
+
 def check_capability(scheme: str, kernels: str, capability: int) -> None:
-    """Raise UserError if vLLM would choose a kernel that this GPU does not run. `capability`: times ten.
+    """Raise UserError if vLLM would compute another scheme on this GPU, or choose a kernel that the GPU does not run.
+    `capability`: times ten.
 
     For W8A8 vLLM chooses CUTLASS on any GPU from 8.0 on, but its int8 products end with 9.0 (vLLM 0.24.0,
     csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu and _sm120.cu)."""
-    if scheme == "w8a8" and kernels == "engine" and capability >= 100:
+    if scheme == "fp8" and capability < 89:
+        raise UserError(
+            f"compute capability {capability / 10} is too low for quant.scheme=fp8",
+            where="quant.scheme=fp8",
+            why="8.9 is needed for FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning",
+            fix="set quant.scheme=w4a16, or use a newer GPU",
+        )
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")  # then vLLM chooses another kernel
+    cutlass = kernels == "engine" and "CutlassInt8ScaledMMLinearKernel" not in disabled
+    if scheme == "w8a8" and cutlass and capability >= 100:
         raise UserError(
             f"vLLM has no int8 products for compute capability {capability / 10}",
             where="quant.scheme=w8a8",
-            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail in the first rollout",
+            why="vLLM's CUTLASS kernels support int8 only up to capability 9.0, and fail at start",
             fix="set quant.scheme=fp8, or with backend=local and a dense model set quant.kernels=qarl",
         )
 

@@ -17,9 +17,10 @@ NEEDS_CAPABILITY = {
     "bf16": (80, "BF16 arithmetic"),
     "w4a16": (80, "vLLM's Marlin kernel"),
     "w8a8": (80, "BF16 arithmetic"),
-    "fp8": (89, "FP8 products; on older GPUs vLLM leaves the activations in BF16 without a warning"),
+    "fp8": (80, "BF16 arithmetic"),
 }
-"""The compute capability, times ten, that each scheme needs on a GPU, and the feature that needs this capability."""
+"""The compute capability, times ten, that each scheme needs on a GPU, and the feature that needs this capability.
+`check_capability` has the limits that training checks too."""
 
 
 def check_cpu(context: Context, topic: Topic) -> None:
@@ -58,7 +59,7 @@ def check_gpu(context: Context, topic: Topic) -> None:
             f"compute capability {target.capability / 10} is too low for quant.scheme={config.quant.scheme}",
             where="quant.scheme",
             why=f"{needed / 10} is needed for {why}",
-            fix="set quant.scheme=w4a16, or use a newer GPU" if needed > 80 else "use a newer GPU",
+            fix="use a newer GPU",
         )
     elif needed:
         memory = "" if target.gpu_memory_bytes is None else f", {target.gpu_memory_bytes / GIB:.1f} GiB each"

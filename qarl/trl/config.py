@@ -4,8 +4,9 @@ Keys of the section `quant` have the prefix `quant_`. Keys of the engine have th
 Other keys have no prefix. QaRL's own config checks the values, so they mean the same as in `python -m
 qarl.train`, and bad values give the same errors.
 
-TRL's defaults are kept, except for two. `loss_type` is `tbpo`. `bf16` is False, because the model is already BF16, and
-autocast would round differently from the engine.
+TRL's defaults are kept, except for three. `loss_type` is `tbpo`. `bf16` is False, because the model is already BF16,
+and autocast would round differently from the engine. `vllm_enable_sleep_mode` is True, because the engine shares its
+GPU with the trainer.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class QaRLConfig(GRPOConfig):
 
     loss_type: str = field(default="tbpo", metadata={"help": "tbpo, or one of TRL's losses on quantized rollouts."})
     bf16: bool = field(default=False, metadata={"help": "Must be False: the model is BF16 without autocast."})
+    vllm_enable_sleep_mode: bool = field(default=True, metadata={"help": "On a GPU, free memory between rollouts."})
     quant_scheme: str = field(default="w4a16", metadata={"help": "w4a16, w8a8, fp8, w4a8 or bf16."})
     quant_group_size: int = field(default=128, metadata={"help": "Weights that share a scale in w4a16."})
     quant_kernels: str = field(default="engine", metadata={"help": "engine, qarl (for w4a8) or dequantized."})

@@ -28,6 +28,7 @@ ENGINE: Functions = {
         "logprobs_mode", "disable_log_stats", "distributed_executor_backend", "max_num_batched_tokens",
         "enable_return_routed_experts", "hf_overrides", "gpu_memory_utilization", "enable_sleep_mode",
         "compilation_config", "kv_cache_memory_bytes", "enable_chunked_prefill", "enable_prefix_caching",
+        "attention_config", "additional_config",
     ),
     ("vllm.v1.engine.core_client", "InprocClient.shutdown"): (),
     ("vllm.v1.executor.uniproc_executor", "UniProcExecutor"): (),

@@ -188,7 +188,7 @@ def test_memory_of_the_gpu_decides() -> None:
 
 
 @pytest.mark.verl
-def test_what_a_gpu_cannot_compute() -> None:
+def test_what_a_gpu_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=fp8", "doctor.gpu_capability=8.0")
     (error,) = [f for f in findings if f["status"] == "error"]
     assert "8.0 is too low for quant.scheme=fp8" in error["what"]
@@ -199,6 +199,9 @@ def test_what_a_gpu_cannot_compute() -> None:
         _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w8a8", f"doctor.gpu_capability={capability}")
         assert said(findings, "error", "machine") == [f"vLLM has no int8 products for compute capability {capability}"]
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w8a8", "doctor.gpu_capability=9.0")
+    assert said(findings, "error", "machine") == []
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CutlassInt8ScaledMMLinearKernel")
+    _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w8a8", "doctor.gpu_capability=10.0")
     assert said(findings, "error", "machine") == []
     _, findings = examine_big("Qwen3-8B", 8, 2, "quant.scheme=w4a8")
     assert said(findings, "error", "machine") == ["w4a8 rollouts are refused"]

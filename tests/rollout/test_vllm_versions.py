@@ -17,6 +17,7 @@ from qarl.process import configure_vllm_process
 from qarl.quant.scheme import get_scheme
 from qarl.rollout import vllm_rules
 from qarl.rollout.engine import EngineConfig, RolloutEngine
+from qarl.rollout.engine_config import llm_arguments
 from qarl.rollout.vllm_plugin import internals, transfer
 from qarl.vllm_versions import differences, functions
 from qarl.vllm_versions.functions import changed_functions, check_functions
@@ -108,6 +109,18 @@ def test_nothing_is_imported_that_the_guard_does_not_list(files: list[str], list
     names = {name.partition(".")[0] for _, name in listed}
     imported = set().union(*(imported_from_vllm(ROOT / file) for file in files))
     assert imported - besides <= names
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("kernels", ["engine", "qarl"])
+def test_every_argument_of_the_engine_is_listed(gpu: bool, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = EngineConfig(
+        "model", get_scheme("w4a8"), ("lm_head",), 64, max_num_batched_tokens=64, return_routed_experts=True,
+        head_dtype="fp32", aligned=True, kernels=kernels,
+    )  # fmt: skip
+    listed = ENGINE["vllm.engine.arg_utils", "EngineArgs"]
+    assert set(llm_arguments(settings)) <= set(listed)
 
 
 def test_no_other_package_asks_for_the_release() -> None:

@@ -144,7 +144,26 @@ def changes_through_buckets() -> dict[str, Any]:
 
 MAKE = importlib.import_module("qarl.verl.plugin.worker_extension").make_receiver  # `publish` replaces it
 
+
+def in_another_vllm() -> str:
+    """The error of a worker whose vLLM lacks a function of a publish, before the worker looks at its model."""
+    from qarl.errors import UserError
+    from qarl.vllm_versions import functions
+
+    real: Any = functions._find
+    gone = "finalize_layerwise_reload"
+    functions._find = lambda module, name: functions._MISSING if name == gone else real(module, name)
+    try:
+        MAKE(None)
+    except UserError as error:
+        return str(error)
+    finally:
+        functions._find = real
+    return "none"
+
+
 results = {
+    "another vllm": in_another_vllm(),
     "changes": changes_through_buckets(),
     "reused": reuses_its_buffer(),
     "well": publish(lambda runner: Receiver()),

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 from qarl.errors import UserError
 from qarl.tbpo import TBPOConfig
 from qarl.trl import QaRLConfig, QaRLTrainer, checks, trainer
-from qarl.trl.config import _BANDS, RUN_KEYS
+from qarl.trl.config import _BANDS, RUN_KEYS, run_config
 
 
 class EngineStarted(Exception):
@@ -72,6 +72,13 @@ def test_every_key_has_a_field_with_qarls_default() -> None:
     assert set(RUN_KEYS.values()) <= set(defaults)
     assert {one.name for one in fields(TBPOConfig)} - {"loss_agg_mode"} <= own
     assert {name: defaults[name] for name in _BANDS} == _BANDS
+
+
+def test_an_engine_frees_its_memory_unless_told_otherwise(tmp_path: Path) -> None:
+    """TRL's default would keep the engine awake while the trainer works."""
+    for given, wanted in (({}, True), ({"vllm_enable_sleep_mode": False}, False)):
+        args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=8, **given)
+        assert run_config(args, "model", 8).rollout.free_cache_engine is wanted
 
 
 @pytest.mark.parametrize("name", _BANDS)

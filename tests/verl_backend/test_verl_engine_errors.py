@@ -17,6 +17,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
 from qarl.kernels.logprob import log_probs_of_logits
+from qarl.verl.plugin import config as plugin_config
 from qarl.verl.plugin import engine as plugin_engine
 from qarl.verl.plugin.alive import refuse_dead
 from qarl.verl.plugin.config import QuantFSDPEngineConfig
@@ -38,6 +39,17 @@ def quantized_engine() -> QaRLFSDPEngine:
     engine.quant = QuantFSDPEngineConfig(strategy="fsdp2").quant
     engine._routing = RouterReplay()
     return engine
+
+
+@pytest.mark.parametrize(("scheme", "capability"), [("fp8", (8, 0)), ("w8a8", (10, 0))])
+def test_an_actor_refuses_a_gpu_that_cannot_compute_its_scheme(monkeypatch, scheme, capability):
+    """Before it loads the model."""
+    monkeypatch.setattr(plugin_config, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    settings = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": scheme})
+    with pytest.raises(UserError, match="compute capability"):
+        QaRLFSDPEngine(SimpleNamespace(**MODEL), settings, None, None)
 
 
 def test_what_goes_with_the_quantized_forward():

@@ -48,6 +48,10 @@ def test_the_sender_ends_and_the_worker_raises(results, case, raised, names):
     assert found["raised"] is None if raised is None else raised in found["raised"]
 
 
+def test_a_worker_refuses_a_vllm_that_cannot_publish(results):
+    assert "no finalize_layerwise_reload" in results["another vllm"]
+
+
 def test_a_worker_copies_what_lies_in_a_buffer_that_is_reused(results):
     assert results["reused"] == {"version": 1}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.base_config import BaseConfig
+from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
 from qarl.config.objectives import LOSSES
@@ -206,6 +207,10 @@ def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
 
 def check_engine_config(model_config: Any, engine_config: Any) -> None:
     """Raise UserError for verl settings that the quantized forward does not support."""
+    if get_device_name() == "cuda":
+        from qarl.checks.kernels import check_this_gpu
+
+        check_this_gpu(engine_config.quant.scheme, "engine")
     where, reference = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config._target_"
     precision = engine_config.mixed_precision or {}
     param_dtype = precision.get("param_dtype", "bf16")

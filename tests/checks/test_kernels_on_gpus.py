@@ -1,0 +1,29 @@
+"""GPUs on which vLLM would compute another scheme, or fail. No GPU is needed: the capability is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_helpers import config
+
+from qarl.checks.kernels import check_capability, check_kernels
+from qarl.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
+
+
+def test_training_refuses_fp8_on_gpus_without_fp8_products(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.checks.kernels.runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(UserError, match=r"8\.6 is too low for quant\.scheme=fp8"):
+        check_kernels(config(tmp_path, "quant.scheme=fp8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_kernels(config(tmp_path, "quant.scheme=fp8"))
+
+
+def test_a_disabled_cutlass_is_not_refused(monkeypatch):
+    with pytest.raises(UserError, match="no int8 products"):
+        check_capability("w8a8", "engine", 100)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "Other,CutlassInt8ScaledMMLinearKernel")
+    check_capability("w8a8", "engine", 100)

@@ -298,7 +298,7 @@ def _not_exact(policy: Policy) -> UserError:
     return UserError(
         f"this model supports only quant.align={policy.align}, but the reference gradient needs quant.align=exact",
         where="model.path, quant.scheme",
-        why=policy.report.splitlines()[-1],
+        why="; ".join(policy.why_lower),
         fix="choose a model and scheme of docs/alignment.md that have the level exact",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +178,15 @@ def test_a_kl_term_is_left_out_and_the_report_says_so(monkeypatch: pytest.Monkey
     report = numbers | names | {"corrections": [], "bands": [], "best": {}}
     assert "KL term" in as_text(report | {"kl_term_left_out": True})
     assert "KL term" not in as_text(report | {"kl_term_left_out": False})
+
+
+def test_a_model_without_exact_is_refused_with_the_reason_of_the_alignment(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "model", head_dim=24)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    lower = Policy(model, get_scheme("w8a8"), ("lm_head",), align="exact")
+    assert lower.align == "model"
+    refusal = str(calibration._not_exact(lower))
+    assert "head size 24" in refusal and "aligned: " not in refusal
 
 
 @pytest.mark.parametrize("given", ["batches=1", "batches=many"])

@@ -23,10 +23,11 @@ def truncation(config: Config) -> Truncation:
     return Truncation(config.rollout.top_p, config.rollout.top_k)
 
 
-def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
+def check_sampling(config: Config, *, level: str, vocabulary: int, confirmed: bool = True) -> None:
     """Raise UserError if the trainer cannot compute log-probs for the engine's sampling, or needs too much memory.
 
     `level`: the applied alignment level, which may be lower than `quant.align`. `vocabulary`: rows of lm_head.
+    `confirmed`: whether a device has confirmed that this level rounds as the engine does.
     """
     sampling_params(sampling_config(config))
     if not truncation(config).active:
@@ -39,6 +40,14 @@ def check_sampling(config: Config, *, level: str, vocabulary: int) -> None:
             why=f"quant.align={config.quant.align} fell back to {level}. At this level, the trainer's logits differ "
             "from the engine's, so the trainer would keep different tokens",
             fix="set rollout.top_p=1 and rollout.top_k=-1",
+        )
+    if not confirmed:
+        raise UserError(
+            f"the trainer cannot apply the engine's top-p or top-k at the unconfirmed alignment level {level}",
+            where=where,
+            why=f"no GPU has confirmed that the level {level} rounds as the engine does. If the logits differ, the "
+            "trainer would keep different tokens",
+            fix="set rollout.top_p=1 and rollout.top_k=-1, or compare the operators with scripts/gpu_check.sh",
         )
     responses = config.data.train_batch_size * config.rollout.n
     gib = responses * config.data.max_response_length * packed_width(vocabulary) / 2**30

@@ -82,9 +82,10 @@ class ObjectiveKeys(Section):
     this value."""
 
     use_kl_loss: bool = False
-    """Add a KL term to the loss: the divergence of the policy from the weights in model.path. Its gradient is unbiased.
-    The reference policy is a second copy of the model in memory, and each step computes its log-probs. With
-    backend=verl, set verl's key of this name in the section verl instead."""
+    """Add a KL term to the loss: the divergence of the policy from the weights in model.path. Its gradient is unbiased
+    in the first mini-batch of a step, whose responses the policy itself sampled, but not in later ones. The reference
+    policy is a second copy of the model in memory, and each step computes its log-probs. With backend=verl, set verl's
+    key of this name in the section verl instead."""
 
     kl_loss_coef: Above = 1e-3
     """With use_kl_loss: the factor of the KL term."""

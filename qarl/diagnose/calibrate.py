@@ -25,6 +25,7 @@ Weights are those of `model.path`, which may be a checkpoint of a run (RUN/check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -38,6 +39,7 @@ from qarl.console import say
 from qarl.diagnose.calibration_text import as_text
 from qarl.diagnose.candidates import Candidate, bands, base_config, clipped_share, corrections, with_keys
 from qarl.diagnose.gradients import Closeness, Spread, closeness, objective_gradients
+from qarl.diagnose.student import t_quantile
 from qarl.errors import UserError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.metrics.tracker import write_versions
@@ -51,7 +53,9 @@ from qarl.trainer.setup import prepare_run
 
 LEVELS = ("linears", "model")
 """Alignment levels that are compared too, without a correction."""
-FEWEST_BATCHES = 2
+FEWEST_BATCHES = 4
+FALSE_FINDINGS = 0.025
+"""The probability that a kind without any gain is called closer to the truth, over all its candidates."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -105,7 +109,7 @@ class Moved:
 def calibrate(config: Config, *, batches: int = 6) -> dict[str, Any]:
     """Sample `batches` batches, compare, print, and write `calibrate.json` to the run directory. Return its content.
 
-    Raise UserError if the model does not reach `exact`, or if fewer than two batches have a gradient."""
+    Raise UserError if the model does not reach `exact`, or if fewer than four batches have a gradient."""
     if config.model.dtype == "fp16":
         raise _fp16()
     library.require(Settings(loss="grpo"))
@@ -278,27 +282,30 @@ def _reports(rows: Sequence[Row], truth: Any) -> list[dict[str, Any]]:
 def best(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the row with the largest mean cosine of each kind, and whether it beats the base beyond the noise.
 
-    It does if its gain is more than twice the standard error of the gain, over the batches."""
+    It does if its gain passes a one-sided t test over the batches. The best of several candidates gains something by
+    chance, so each may be a false finding with a probability of `FALSE_FINDINGS` over their number (Bonferroni)."""
     found: dict[str, dict[str, Any]] = {}
+    tried = Counter(row["kind"] for row in rows)
     for row in rows:
         kind = row["kind"]
         if kind in ("base", "as configured", "alignment"):
             continue
         if kind not in found or row["cosine"]["mean"] > found[kind]["cosine"]["mean"]:
             found[kind] = row
-    return {kind: row | {"beyond_noise": _beyond_noise(row)} for kind, row in found.items()}
+    return {kind: row | {"beyond_noise": _beyond_noise(row, tried[kind])} for kind, row in found.items()}
 
 
-def _beyond_noise(row: dict[str, Any]) -> bool:
+def _beyond_noise(row: dict[str, Any], candidates: int) -> bool:
     gain, count = row["cosine_gain"], row["batches"]
-    return bool(gain["mean"] > 2 * gain["std"] / count**0.5)
+    needed = t_quantile(FALSE_FINDINGS / candidates, count - 1)
+    return bool(gain["mean"] > needed * gain["std"] / count**0.5)
 
 
 def _not_exact(policy: Policy) -> UserError:
     return UserError(
         f"this model supports only quant.align={policy.align}, but the reference gradient needs quant.align=exact",
         where="model.path, quant.scheme",
-        why=policy.report.splitlines()[-1],
+        why="; ".join(policy.why_lower),
         fix="choose a model and scheme of docs/alignment.md that have the level exact",
     )
 

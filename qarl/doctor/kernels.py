@@ -172,7 +172,9 @@ def check_sampling(context: Context, topic: Topic) -> None:
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()
-    sampling.check_sampling(context.config, level=level, vocabulary=context.hf_config.get().vocab_size)
+    confirmed = unconfirmed(level, context.target.device) is None
+    vocabulary = context.hf_config.get().vocab_size
+    sampling.check_sampling(context.config, level=level, vocabulary=vocabulary, confirmed=confirmed)
     rollout = context.config.rollout
     topic.ok(
         f"the trainer's log-probs apply the engine's temperature {rollout.temperature:g}, top_p {rollout.top_p:g} "

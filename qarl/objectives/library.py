@@ -93,8 +93,9 @@ def kl_term(
 ) -> torch.Tensor:
     """Return verl's KL term of a part of a mini-batch, before its factor, an FP32 scalar. The tensors are [B, T].
 
-    Its value is that of K3. Its gradient is that of K2, which in the mean over samples is the KL's own; that of K3 is
-    biased (verl's `low_var_kl+`). It is averaged like the loss."""
+    Its value is that of K3. Its gradient is that of K2 (verl's `low_var_kl+`). In the mean over samples of the current
+    policy this is the KL's own gradient; that of K3 is biased even there. Later mini-batches of a step use samples of
+    an older policy, so K2's gradient is biased too. The term is averaged like the loss."""
     core = core_algos()
     new, old = (torch.where(mask, values, 0.0).float() for values in (log_prob, reference.detach()))
     found: torch.Tensor = core.agg_loss(

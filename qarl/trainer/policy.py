@@ -59,6 +59,7 @@ class Policy:
     scheme, ignore   the quantization scheme, and the modules that stay unquantized
     align            the alignment level that was applied, which may be lower than the config's
     limit_level      the level whose limit on the mismatch applies, which is lower if `align` is unconfirmed
+    why_lower        the reasons if `align` is lower than the config's
     report           a text that lists the replaced modules, and the reason if `align` is lower than the config's
     packed           whether the rows of a forward are packed; if false, they are padded
     """
@@ -88,7 +89,7 @@ class Policy:
         if quantized:
             linears = quantize_model(model, scheme=scheme, ignore=ignore, kernels=kernels)
         aligned = align_model(model, align, eager=eager)
-        self.align, self.limit_level = aligned.level, aligned.limit_level
+        self.align, self.limit_level, self.why_lower = aligned.level, aligned.limit_level, aligned.why_lower
         self.packed = packed and attends_in_rows(model)
         self.fp32_head = head_dtype == "fp32"
         if self.fp32_head and not self.plain_head:

@@ -25,6 +25,7 @@ from qarl.metrics.guard import MismatchError
 from qarl.metrics.mismatch import mismatch_metrics
 from qarl.quant import get_scheme
 from qarl.rollout.engine import EngineConfig, RolloutEngine, SamplingConfig, sampling_params
+from qarl.trainer import setup
 from qarl.trainer.batch import Batch
 from qarl.trainer.guard import watch
 from qarl.trainer.local import LocalTrainer
@@ -269,6 +270,29 @@ def test_truncation_that_the_trainer_cannot_hold_is_refused(level, vocabulary, w
         with pytest.raises(UserError, match=words):
             check_sampling(run, level=level, vocabulary=vocabulary)
     check_sampling(config(tmp_path, *OVERRIDES), level=level, vocabulary=vocabulary)
+
+
+def test_truncation_at_an_unconfirmed_level_is_refused(tmp_path):
+    for override in ("rollout.top_p=0.9", "rollout.top_k=20"):
+        run = config(tmp_path, *OVERRIDES, override)
+        with pytest.raises(UserError, match="unconfirmed alignment level model"):
+            check_sampling(run, level="model", vocabulary=100, confirmed=False)
+    check_sampling(config(tmp_path, *OVERRIDES), level="model", vocabulary=100, confirmed=False)
+
+
+def test_a_run_passes_on_that_its_level_is_unconfirmed(tmp_path, monkeypatch):
+    head = SimpleNamespace(weight=torch.zeros(100, 1))
+    policy = SimpleNamespace(align="model", model=SimpleNamespace(get_output_embeddings=lambda: head))
+    monkeypatch.setattr(setup.Policy, "load", lambda config: policy)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    parts = SimpleNamespace(tokenizer=tokenizer, train_prompts=0, val_prompts=0, sampler=0, reward_fn=0)
+    monkeypatch.setattr(setup, "check_run", lambda config: parts)
+    run = config(tmp_path, *OVERRIDES, "rollout.top_p=0.9")
+    policy.limit_level = "model"
+    assert setup.prepare_run(run).policy is policy
+    policy.limit_level = "linears"
+    with pytest.raises(UserError, match="unconfirmed"):
+        setup.prepare_run(run)
 
 
 def test_a_mismatch_is_an_error_before_the_first_update_and_a_warning_later():

@@ -172,6 +172,14 @@ def test_kept_sets_that_do_not_fit() -> None:
         kernels.check_sampling(context, topic)
 
 
+def test_kept_sets_at_an_unconfirmed_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(load_config(["config=run.yaml", "rollout.top_p=0.9"]), this_machine())
+    context.hf_config.load()
+    monkeypatch.setattr(kernels, "unconfirmed", lambda level, device: "unconfirmed: norm")
+    with pytest.raises(UserError, match="unconfirmed alignment level"):
+        kernels.check_sampling(context, Topic("kernels"))
+
+
 @pytest.mark.verl
 def test_memory_of_the_gpu_decides() -> None:
     _, findings = examine_big("Qwen2.5-Math-7B", 8, 2, "doctor.gpu_memory_gib=24")

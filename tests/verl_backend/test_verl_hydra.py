@@ -54,6 +54,7 @@ def test_hydra_groups_say_what_the_mapping_says(scheme):
     named = {key.removeprefix("+"): value for key, value in keys.items()}
     for key in ("fsdp_config._target_", "fsdp_config.quant.scheme", "fsdp_config.quant.align", "strategy"):
         assert OmegaConf.select(actor, key) == named[f"actor_rollout_ref.actor.{key}"]
+    assert actor.kl_loss_type == named["actor_rollout_ref.actor.kl_loss_type"]  # verl's own, low_var_kl, is biased
     for workers in (1, 2):  # the actor is told how many workers an engine has
         rollout.tensor_model_parallel_size = workers
         assert actor.fsdp_config.quant.tensor_model_parallel_size == workers

@@ -96,7 +96,8 @@ def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
     ours = quickstart(**{"actor.loss": loss})
     found = objective_settings(omega_conf_to_dataclass(group.actor_rollout_ref.actor), "seq-mean-token-mean")
     wanted = objective_settings_of_a_run(ours)
-    unused = {"loss_scale_factor": 1, "tbpo": TBPOConfig()}
+    assert group.data.max_response_length > 1
+    unused = {"loss_scale_factor": group.data.max_response_length, "tbpo": TBPOConfig()}
     if loss in ("gspo", "mis_gspo", "reinforce", "sapo"):  # they have no dual clip
         unused["clip_ratio_c"] = found.clip_ratio_c
     assert found == dataclasses.replace(wanted, **unused)

@@ -172,7 +172,7 @@ def check_sampling(context: Context, topic: Topic) -> None:
     if why_not := vllm_missing():
         raise NotCheckedError(why_not, "make setup")
     level, _ = context.align_level()
-    confirmed = unconfirmed(level, context.target.device) is None
+    confirmed = context.unconfirmed(level) is None
     vocabulary = context.hf_config.get().vocab_size
     sampling.check_sampling(context.config, level=level, vocabulary=vocabulary, confirmed=confirmed)
     rollout = context.config.rollout

@@ -7,7 +7,7 @@ LOCK := requirements/$(STACK).lock
 # Models this small are fastest on one thread: two threads that wait for each other cost more than they bring, and beside
 # any other work they are tens of times slower. The tests use the cores side by side instead.
 export OMP_NUM_THREADS := 1
-CORES := $(shell nproc)
+CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 # Marks (see pyproject.toml) and folders of tests that `make test-fast` leaves out.
 HEAVY := slow or long or vllm or verl or compiles or gpu
 HEAVY_FOLDERS := bench e2e gpu scripts trl_backend verl_backend

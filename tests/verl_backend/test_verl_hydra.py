@@ -17,6 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import PolicyLossConfig
 
 from qarl.config.objectives import LOSSES
+from qarl.errors import UserError
 from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.objectives.settings import Correction
 from qarl.objectives.settings import objective_settings as objective_settings_of_a_run
@@ -103,6 +104,14 @@ def test_the_group_of_a_loss_says_what_the_mapping_says(loss):
     assert found == dataclasses.replace(wanted, **unused)
     estimator = verl_keys(ours, True)["algorithm.adv_estimator"]
     assert group.algorithm.adv_estimator == (estimator if loss == "reinforce" else "gae")
+
+
+def test_a_sum_without_its_divisor_is_refused():
+    given = "actor_rollout_ref.actor.loss_scale_factor=null"
+    actor = omega_conf_to_dataclass(composed("+qarl=w4a16", "+qarl_loss=grpo", given).actor_rollout_ref.actor)
+    with pytest.raises(UserError, match="the number that it divides by"):
+        objective_settings(actor, "seq-mean-token-sum-norm")
+    assert objective_settings(actor, "token-mean").loss_scale_factor == 1
 
 
 def test_a_correction_can_be_set_on_verls_command_line():

@@ -185,11 +185,19 @@ def tbpo_config(policy_loss: Any, loss_agg_mode: str) -> TBPOConfig:
 
 
 def objective_settings(actor: Any, loss_agg_mode: str) -> Settings:
-    """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does."""
+    """Return the settings of an objective from verl's actor config. Raise UserError as `tbpo_config` does, and if
+    seq-mean-token-sum-norm has no `loss_scale_factor`."""
     policy_loss = actor.policy_loss
     correction = Correction(**dict(getattr(policy_loss, "correction", {})))
     if policy_loss.loss_mode == "tbpo":
         return Settings(correction=correction, tbpo=tbpo_config(policy_loss, loss_agg_mode))
+    if loss_agg_mode == "seq-mean-token-sum-norm" and not actor.loss_scale_factor:
+        raise UserError(
+            "seq-mean-token-sum-norm needs the number that it divides by",
+            where="actor_rollout_ref.actor.loss_scale_factor",
+            why="the loss sees only one micro-batch, whose width need not be that of the others",
+            fix="set it to data.max_response_length, as +qarl=SCHEME does",
+        )
     return Settings(
         loss=policy_loss.objective,
         loss_agg_mode=loss_agg_mode,

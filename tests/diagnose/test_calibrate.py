@@ -47,6 +47,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(model, get_scheme("w8a8"), ("lm_head",), align="linears")
 
 
+@pytest.mark.verl
 def test_each_gradient_is_that_of_the_training_path(policy: Policy) -> None:
     """One forward for all: the bits of a forward, `loss.backward()` and the optimizer's sums for each objective."""
     config = with_keys(

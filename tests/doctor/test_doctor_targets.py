@@ -175,7 +175,7 @@ def test_kept_sets_that_do_not_fit() -> None:
 def test_kept_sets_at_an_unconfirmed_level(monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(load_config(["config=run.yaml", "rollout.top_p=0.9"]), this_machine())
     context.hf_config.load()
-    monkeypatch.setattr(kernels, "unconfirmed", lambda level, device: "unconfirmed: norm")
+    monkeypatch.setattr(context, "unconfirmed", lambda level: "unconfirmed: norm")
     with pytest.raises(UserError, match="unconfirmed alignment level"):
         kernels.check_sampling(context, Topic("kernels"))
 

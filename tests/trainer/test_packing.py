@@ -155,6 +155,7 @@ def test_every_row_is_in_one_pack_and_no_pack_is_over_the_limit():
         fill([3, 11], 10)
 
 
+@pytest.mark.verl
 def test_packs_are_as_few_and_as_even_as_verls():
     """verl's own partition of the same lengths, by tokens, apart from ties."""
     seqlen_balancing = pytest.importorskip("verl.utils.seqlen_balancing")

@@ -80,17 +80,35 @@ def _sdpa(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Return attention with the vector kernel's rounding. Shapes are as in `fp32_attention`."""
+    length = query.shape[2]
+    causal = attention_mask is None and length > 1
+    # Zeros at the end cannot change a causal row, because its tokens do not see them.
+    padding = (0, 0, 0, _padding(length) if causal and key.shape[2] == length else 0)
+    query, key, value = (F.pad(tensor.bfloat16().float(), padding) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
-        query.bfloat16().float() * scaling,
-        key.bfloat16().float(),
-        value.bfloat16().float(),
+        query * scaling,
+        key,
+        value,
         attn_mask=attention_mask,
         dropout_p=dropout,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=causal,
         scale=1.0,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.bfloat16().transpose(1, 2)
+    return output[:, :, :length].bfloat16().transpose(1, 2)
+
+
+_WHOLE_SUM = 192
+"""Largest number of keys over which PyTorch's FP32 product adds in one chain, as vLLM's kernel does (measured)."""
+
+
+def _padding(length: int) -> int:
+    """Return how many zeros bring a row to a length at which PyTorch adds in the order of vLLM's kernel.
+
+    PyTorch adds in another order at lengths that are not a multiple of 16, and splits the sum of a longer row than
+    `_WHOLE_SUM`. The first split is then at `_WHOLE_SUM` only if the length is a multiple of it.
+    """
+    return -length % (16 if length <= _WHOLE_SUM else _WHOLE_SUM)
 
 
 _QUERIES = 64

@@ -155,6 +155,24 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
         torch.testing.assert_close(close[row], expected, rtol=2**-7, atol=1e-3 if tiles else 1e-6)
 
 
+@needs_engine_attention
+@pytest.mark.skipif(vllm_attention.uses_tiles("cpu", 64), reason="rows of the tile kernel differ in one output in 1,000")
+@pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (16, 8, 128)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_every_length_have_the_engines_bits_up_to_192_tokens(heads, packed):
+    lengths = tuple(range(1, 193, 5)) + (15, 16, 17, 31, 32, 33, 176, 177, 191, 192)
+    query, key, value = random_attention(1, sum(lengths), *heads)
+    if not packed:
+        row = [tensor[:, :, :192] for tensor in (query, key, value)]
+        query, key, value = (tensor.expand(len(lengths), -1, -1, -1) for tensor in row)
+    given = {"row_lengths": lengths, "scaling": heads[-1] ** -0.5}
+    exact, close = (
+        attention(torch.nn.Module(), query, key, value, None, **given)[0]
+        for attention in (engine_attention, fp32_attention)
+    )
+    assert torch.equal(close, exact)
+
+
 def test_queries_are_scaled_without_rounding():
     """By a scale that is no power of two a BF16 product would be off by half a percent of a score."""
     query, key, value = (tensor.bfloat16() for tensor in random_attention(2, 40))

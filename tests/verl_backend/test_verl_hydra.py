@@ -89,6 +89,8 @@ def test_on_gpus_the_group_gives_the_engine_what_the_level_needs():
     vllm = OmegaConf.to_container(composed("+qarl=w4a16").actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     for key, value in ENGINE_ARGUMENTS.items():
         assert vllm[key] == ours[prefix + key] == value
+    quant = composed("+qarl=w4a16", "actor_rollout_ref.rollout.enforce_eager=true").actor_rollout_ref.actor.fsdp_config
+    assert quant.quant.enforce_eager is True
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "tbpo"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
+from cpu_features import needs_w4a16_cpu
 from random_models import save_random_model
 from torch import nn
 
@@ -29,16 +30,20 @@ from qarl.checks.memory_terms import (
 from qarl.checks.model_size import CUDA_MODEL, ModelSize, prepared_bytes, wire_bytes
 from qarl.config import Config, build_config
 from qarl.doctor import memory as preflight_memory
+from qarl.doctor.findings import Topic
 from qarl.kernels.cpu import attention as vllm_attention
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.cpu.torch_ops import TorchInt8Linear, VllmCpuFP8Linear, _fp32_matmul_equals_scaled_mm
 from qarl.kernels.cpu.vllm_ops import VllmCpuWNA16Linear
 from qarl.kernels.reference import ReferenceW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
+from qarl.objectives.settings import objective_settings
+from qarl.quant.linear import QuantLinear
 from qarl.quant.quantize import quantize
 from qarl.quant.scheme import SCHEMES, get_scheme
 from qarl.rollout.publish.manifest import expected_manifest
 from qarl.trainer.optim import MasterOptimizer
+from qarl.trainer.reference import Reference
 
 MODELS = sorted((ROOT / "qarl" / "bench" / "models").glob("*/config.json"))
 SIZES: dict[str, Any] = {
@@ -273,6 +278,62 @@ def test_what_the_options_change() -> None:
     assert sums.phases == ("step",)  # one micro-batch: nothing is summed while activations live
 
 
+REFERENCE = "reference policy: weights and low-bit tensors"
+
+
+@pytest.mark.parametrize("scheme", ["bf16", pytest.param("w4a16", marks=needs_w4a16_cpu)])
+def test_a_reference_policy_is_as_large_as_what_it_holds(scheme: str, tmp_path: Path) -> None:
+    """After a forward: the storages of its parameters, published tensors and tensors in the kernel's layout."""
+    folder = save_random_model(tmp_path)
+    config = run(actor__use_kl_loss=True, model__path=str(folder), quant__scheme=scheme, quant__align="linears")
+    policy = Reference(config, objective_settings(config)).policy
+    with torch.no_grad():
+        policy.model(input_ids=torch.zeros(1, 20, dtype=torch.long), use_cache=False)
+    tensors = list(policy.model.parameters())
+    for layer in policy.quantized_layers().values():
+        assert isinstance(layer, QuantLinear)
+        prepared = [layer.prepared] if isinstance(layer.prepared, torch.Tensor) else list(layer.prepared)
+        tensors += [*layer.quantized().tensors.values(), *prepared]
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    size = ModelSize.from_config(policy.model.config)
+    kernels = {tuple(layer.weight.shape): layer.kernel.name for layer in policy.quantized_layers().values()}
+    plain = estimate(size, config.model_copy(update={"actor": run().actor}), device="cpu", kernels=kernels)
+    found = estimate(size, config, device="cpu", kernels=kernels)
+    assert parts(found).keys() - parts(plain).keys() == {REFERENCE}
+    assert parts(found)[REFERENCE] == sum(held.values())
+    for phase in ("rollout", "old_log_prob", "update", "step"):
+        assert found.total(phase) - plain.total(phase) == parts(found)[REFERENCE]
+
+
+def test_verls_reference_policy() -> None:
+    """One copy of the weights, sharded over the ranks; on GPUs in host memory, whatever is offloaded."""
+    keys, name = {"actor_rollout_ref.actor.use_kl_loss": True}, "reference policy, FP32, sharded"
+    dtype = {"actor_rollout_ref.ref.fsdp_config.model_dtype": "bf16"}
+    for verl, expected in (
+        ({}, {}),
+        (keys, {name: 4 * 74560 // 2}),
+        ({"+algorithm.use_kl_in_reward": True}, {name: 4 * 74560 // 2}),
+        (keys | dtype, {"reference policy, 16 bits, sharded": 2 * 74560 // 2}),
+        (keys | {"actor_rollout_ref.ref.fsdp_config.param_offload": True}, {name: 4 * 74560 // 2}),
+    ):
+        config = run(backend="verl", trainer__n_gpus_per_node=2, verl=verl)
+        for offload in (False, True):
+            on_gpu = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB, offload=offload)
+            host = {part.name: part.bytes for part in on_gpu.host if "reference" in part.name}
+            assert host == expected and not [part for part in on_gpu.parts if "reference" in part.name]
+        on_cpu = estimate(SMALL, config, device="cpu")
+        assert {part.name: part.bytes for part in on_cpu.parts if "reference" in part.name} == expected
+        assert on_cpu.host == ()
+
+
+def test_the_doctor_names_the_reference_policy() -> None:
+    config = run(actor__use_kl_loss=True)
+    found, topic = estimate(SMALL, config, device="cpu"), Topic("memory")
+    preflight_memory._compare(topic, found, found.peak, 1, "here")
+    assert (topic.findings[0].fix or "").startswith("leave out the KL term, ")
+    assert any(REFERENCE in line for line in topic.findings[0].lines)
+
+
 def test_sharded_by_hand() -> None:
     config = run(backend="verl", trainer__n_gpus_per_node=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
     found = estimate(SMALL, config, device="cuda", gpu_memory_bytes=8 * GIB)
@@ -370,8 +431,8 @@ def test_activations_are_what_autograd_keeps(family: str, level: str) -> None:
         device = torch.device("cuda" if level == CUDA_MODEL else "cpu")  # PyTorch stands for the GPU's operators
         if align_model(model, level.split()[0], device=device).level != level.split()[0]:
             pytest.skip("this machine does not have the level")
-        kept.append(saved_bytes(model, torch.zeros(1, 200, dtype=torch.long)))
-    config, held = tiny(family), (kept[1] - kept[0]) / 2 / 200
+        kept.append(saved_bytes(model, torch.zeros(1, 192, dtype=torch.long)))  # a length that attention does not pad
+    config, held = tiny(family), (kept[1] - kept[0]) / 2 / 192
     size = ModelSize.from_config(config)
     # vLLM's own attention, and ours with its tiles' rounding, keep BF16 operands and no log-sum-exp: 4 bytes a head.
     if level == "exact" or (level == "model" and vllm_attention.uses_tiles("cpu", config.head_dim)):

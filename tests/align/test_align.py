@@ -156,9 +156,7 @@ def test_attention_equals_the_engines_operator_on_a_prefill_of_each_row(shape, h
 
 
 @needs_engine_attention
-@pytest.mark.skipif(
-    vllm_attention.uses_tiles("cpu", 64), reason="rows of the tile kernel differ in one output in 1,000"
-)
+@pytest.mark.skipif(vllm_attention.uses_tiles("cpu", 64), reason="the tile kernel differs in one output in 1,000")
 @pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (16, 8, 128)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_every_length_have_the_engines_bits_up_to_192_tokens(heads, packed):

@@ -54,7 +54,7 @@ def test_a_run_has_no_mismatch_and_moves_the_weights() -> None:
 @pytest.mark.parametrize(("scheme", "kernels"), [("w4a8", "qarl"), ("w4a16", "dequantized")])
 def test_own_kernels_have_no_mismatch(scheme: str, kernels: str) -> None:
     (found,) = trl_cpu.run({"max_steps": 2, "quant_scheme": scheme, "quant_kernels": kernels})
-    assert [one["mismatch/abs_max"] <= 1e-6 for one in found["history"]] == [True, True]
+    assert [one["mismatch/abs_max"] for one in found["history"]] == [0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_trls_losses_run_on_quantized_rollouts(loss_type: str) -> None:
 @pytest.mark.slow
 def test_accumulated_gradients_train_as_one_batch_does() -> None:
     """Four micro-batches of four rows, beside two of eight: the same rollouts, and the same update but for rounding."""
-    steps = {"max_steps": 2, "seed": 1, "quant_align": "exact"}  # `model` is exact only for larger micro-batches
+    steps = {"max_steps": 2, "seed": 1}
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
     (whole,) = trl_cpu.run(steps | {"gradient_accumulation_steps": 2, "steps_per_generation": 2})
     (parts,) = trl_cpu.run(steps | halves)
@@ -98,7 +98,7 @@ def test_deltas_publish_what_full_tensors_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_evaluation_leaves_the_training_as_it_is() -> None:
-    settings = {"max_steps": 4, "per_device_eval_batch_size": 8, "num_generations_eval": 4, "quant_align": "exact"}
+    settings = {"max_steps": 4, "per_device_eval_batch_size": 8, "num_generations_eval": 4}
     (plain,) = trl_cpu.run(settings)
     (watched,) = trl_cpu.run(settings | {"eval_strategy": "steps", "eval_steps": 2})
     assert [one["step"] for one in watched["evaluations"]] == [2, 4]

@@ -56,12 +56,12 @@ def check_memory(context: Context, topic: Topic) -> None:
 def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: int, where: str) -> None:
     phase, needed = peak
     has_reference = any(part.name.startswith("reference policy") for part in found.parts)
-    fix = f"{'leave out the KL term, ' if has_reference else ''}{REMEDIES[phase]}"
+    advice = f"{'leave out the KL term, ' if has_reference else ''}{REMEDIES[phase]}"
     what = f"{where}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}"
     if needed > limit:
-        topic.error(what, fix=fix, lines=found.table())
+        topic.error(what, fix=advice, lines=found.table())
     elif needed > TIGHT * limit:
-        topic.warning(what, why="the estimate counts no fragmentation", fix=fix, lines=found.table())
+        topic.warning(what, why="the estimate counts no fragmentation", fix=advice, lines=found.table())
     else:
         topic.ok(what, lines=found.table())
 

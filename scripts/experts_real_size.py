@@ -213,7 +213,8 @@ def measure(
         parts = prepare_run(config)
         parts.policy.requantize()
     with meter.phase("start vLLM, make FP32 masters"):
-        engine = WorkersEngine(engine_config(config, routing=True), workers) if workers > 1 else None
+        settings = engine_config(config, level=parts.policy.align, routing=True)
+        engine = WorkersEngine(settings, workers) if workers > 1 else None
         trainer = LocalTrainer(config, parts, engine)
         if disk is not None:
             keep_on_disk(trainer.optimizer, disk)

@@ -89,7 +89,7 @@ def measure(config_name: str, scheme: str, lr: float, publishes: int, out: str) 
     bf16 = 2 * sum(parameter.numel() for parameter in policy.model.parameters())
     rows: list[dict[str, float]] = []
     wrong = different_answers = 0
-    with RolloutEngine(engine_config(config, routing=False)) as engine:
+    with RolloutEngine(engine_config(config, level=policy.align)) as engine:
         assert engine.receiver is not None
         core: Any = engine.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -55,7 +55,7 @@ def mismatch(policy: Policy, rollout: RolloutBatch) -> dict[str, Any]:
 def measure(config: Config, workers: int, count: int) -> dict[str, Any]:
     prompts = [prompt.prompt_token_ids for prompt in RunInputs(config).val_prompts][:count]
     policy = Policy.load(with_quant(config, align="linears"))
-    with WorkersEngine(engine_config(config), workers) as engine:
+    with WorkersEngine(engine_config(config, level=policy.align), workers) as engine:
         first = published(policy)
         engine.publish(first, version=1)
         samples = sample(engine, config, prompts)

@@ -9,7 +9,7 @@
 
 `qarl.kernels.cuda.contracts` says what each operator rounds. No device has confirmed them, so the level is
 `unconfirmed`: it runs, but nothing is claimed about its δ, and the limit on the mismatch is that of `linears`. The same
-holds for head sizes outside `flash.HEAD_SIZES` and, except in verl, for rollout.enforce_eager=true.
+holds for head sizes outside `flash.HEAD_SIZES` and for rollout.enforce_eager=true, in both backends.
 
 The engine must run the same operators, so it must not compile the model, and it must use one split
 (`contracts.ENGINE_ARGUMENTS`).

@@ -112,11 +112,14 @@ def estimate(
     """
     align = align or config.quant.align
     align = CUDA_MODEL if (align, device) == ("model", "cuda") and not size.experts else align
+    reference = terms.reference(size, config, align, kernels or {})
+    on_host = config.backend == "verl" and device == "cuda"
     engine, kv_cache, engine_weights = terms.engine(size, config, device, gpu_memory_bytes)
     parts = [
         *terms.states(size, config, offload),
         *terms.gathered(size, config, align),
         *terms.low_bit(size, config, align, kernels or {}),
+        *(() if on_host else reference),
         *terms.activations(size, config, align),
         *terms.logits(size, config),
         *engine,
@@ -125,15 +128,16 @@ def estimate(
     ]
     parallel = config.rollout.tensor_model_parallel_size
     found = tuple(part for part in parts if part.bytes)
-    on_host = [*terms.kept(size, config), *terms.asleep(size, config), *terms.offloaded(size, config, offload)]
+    host = [*terms.kept(size, config), *terms.asleep(size, config), *terms.offloaded(size, config, offload)]
+    host += reference if on_host else []
     if device != "cuda":
-        on_host = []
+        host = []
     return MemoryEstimate(
         found,
         engine_weights,
         kv_cache,
         size.kv_bytes_per_token(parallel),
-        tuple(part for part in on_host if part.bytes),
+        tuple(part for part in host if part.bytes),
         config.trainer.n_gpus_per_node if config.backend == "verl" else 1,
     )
 

@@ -22,6 +22,10 @@ full length, V the vocabulary and H the hidden size.
     kept          For delta publishes, in host memory: the published tensors of the whole model. The engine's worker
                   keeps one copy. With verl the trainer's process keeps a second copy.
     offloaded     If verl offloads, in host memory: masters and moments, divided by R.
+    reference     With a KL term. Locally a second copy of the weights in the model's dtype and of what `low_bit` keeps
+                  between steps. With verl P * 4 bytes, or P * 2 if its model_dtype is bf16, divided by R. On GPUs verl
+                  keeps them in host memory, whatever its param_offload says (CPUOffloadPolicy, for every engine that
+                  is `forward_only`), and gathers less than the update does.
 """
 
 from __future__ import annotations
@@ -239,6 +243,27 @@ def offloaded(size: ModelSize, config: Config, offload: bool) -> list[Part]:
     masters = (4 if config.optim.master_dtype == "fp32" else 2) * size.parameters
     both = (masters + optimizer_state(size, config)) // ranks(config)
     return [Part("masters and optimizer state, offloaded", both if offload else 0)]
+
+
+def reference(size: ModelSize, config: Config, align: str, kernels: Mapping[Shape, str]) -> list[Part]:
+    """Return the part for the reference policy of a KL term, which with verl is in host memory on GPUs."""
+    if not has_reference(config):
+        return []
+    if config.backend == "verl":
+        dtype = str(config.verl.get("actor_rollout_ref.ref.fsdp_config.model_dtype", "fp32"))
+        each = 2 if dtype in ("bf16", "bfloat16", "fp16", "float16") else 4
+        name = f"reference policy, {'FP32' if each == 4 else '16 bits'}, sharded"
+        return [Part(name, each * size.parameters // ranks(config))]
+    kept = sum(part.bytes for part in low_bit(size, config, align, kernels) if part.phases == PHASES)
+    return [Part("reference policy: weights and low-bit tensors", 2 * size.parameters + kept)]
+
+
+def has_reference(config: Config) -> bool:
+    """Return whether a run computes log-probs of a reference policy. verl's keys for it are in the section `verl`."""
+    if config.backend == "local":
+        return config.actor.use_kl_loss
+    keys = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    return any(config.verl.get(plus + key) for key in keys for plus in ("", "+"))
 
 
 def own_layout(size: ModelSize, config: Config) -> int:

@@ -45,10 +45,8 @@ def report_level(config: Config, hf_config: Any) -> None:
     `quant.align`, or if no device has confirmed it."""
     if lower := lower_level(config, hf_config):
         note(lower)
-    level, _ = applied_level(config, hf_config)
-    device, eager = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.enforce_eager is True
-    if found := unconfirmed(level, device, hf_config, eager=eager):
-        note(f"quant.align={level} is {found}")
+    if found := unconfirmed_level(config, hf_config):
+        note(f"quant.align={applied_level(config, hf_config)[0]} is {found}")
     if shown := shown_mismatch(hf_config):
         note(shown)
 
@@ -61,10 +59,29 @@ def lower_level(config: Config, hf_config: Any) -> str | None:
     return f"quant.align={config.quant.align} falls back to {level}: {'; '.join(reasons)}"
 
 
-def applied_level(config: Config, hf_config: Any) -> tuple[str, tuple[str, ...]]:
-    """Return the alignment level that applies on this machine, and the reasons if it is lower than `quant.align`."""
-    device, workers = "cpu" if runs_on_cpu(config.backend) else "cuda", config.rollout.tensor_model_parallel_size
-    return resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
+def applied_level(config: Config, hf_config: Any, device: str | None = None) -> tuple[str, tuple[str, ...]]:
+    """Return the alignment level that applies, and the reasons if it is lower than `quant.align`.
+
+    `device`: "cpu" or "cuda". Default: this machine's. Without a GPU in this process, a capability of 9.0 is assumed.
+    """
+    return resolve_level(
+        hf_config,
+        config.quant.align,
+        device_type=device or run_device(config),
+        kernels=set(),
+        workers=config.rollout.tensor_model_parallel_size,
+    )
+
+
+def run_device(config: Config) -> str:
+    """Return "cpu" or "cuda": where a run of `config` on this machine computes."""
+    return "cpu" if runs_on_cpu(config.backend) else "cuda"
+
+
+def unconfirmed_level(config: Config, hf_config: Any) -> str | None:
+    """Return why the level that applies on this machine promises no mismatch, or None if it does."""
+    level, _ = applied_level(config, hf_config)
+    return unconfirmed(level, run_device(config), hf_config, eager=config.rollout.enforce_eager is True)
 
 
 def check_architecture(hf_config: Any) -> None:

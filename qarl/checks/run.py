@@ -19,7 +19,13 @@ from qarl.checks.kernels import check_dense, check_kernels
 from qarl.checks.layers import check_linears
 from qarl.checks.lengths import check_kv_cache, check_length
 from qarl.checks.machine import check_cpu, check_engine_installed
-from qarl.checks.model import check_model, check_not_quantized, report_level
+from qarl.checks.model import (
+    applied_level,
+    check_model,
+    check_not_quantized,
+    report_level,
+    unconfirmed_level,
+)
 from qarl.checks.model_folder import load_tokenizer
 from qarl.checks.sampling import check_sampling
 from qarl.checks.stops import check_stops
@@ -145,7 +151,9 @@ def _check_vocabulary(run: RunInputs) -> None:
 
 
 def _check_sampling(run: RunInputs) -> None:
-    check_sampling(run.config, level=run.config.quant.align, vocabulary=run.hf_config.vocab_size)
+    level, _ = applied_level(run.config, run.hf_config)
+    confirmed = unconfirmed_level(run.config, run.hf_config) is None
+    check_sampling(run.config, level=level, vocabulary=run.hf_config.vocab_size, confirmed=confirmed)
 
 
 def _check_reward(run: RunInputs) -> None:

@@ -55,11 +55,13 @@ def check_memory(context: Context, topic: Topic) -> None:
 
 def _compare(topic: Topic, found: MemoryEstimate, peak: tuple[str, int], limit: int, where: str) -> None:
     phase, needed = peak
+    has_reference = any(part.name.startswith("reference policy") for part in found.parts)
+    advice = f"{'leave out the KL term, ' if has_reference else ''}{REMEDIES[phase]}"
     what = f"{where}: {readable(needed)} needed at the peak (phase {phase}), of {readable(limit)}"
     if needed > limit:
-        topic.error(what, fix=REMEDIES[phase], lines=found.table())
+        topic.error(what, fix=advice, lines=found.table())
     elif needed > TIGHT * limit:
-        topic.warning(what, why="the estimate counts no fragmentation", fix=REMEDIES[phase], lines=found.table())
+        topic.warning(what, why="the estimate counts no fragmentation", fix=advice, lines=found.table())
     else:
         topic.ok(what, lines=found.table())
 
@@ -71,8 +73,8 @@ def _host(topic: Topic, found: MemoryEstimate, limit: int | None) -> None:
     if not found.host:
         return
     lines, needed = found.host_lines(), found.host_total
-    what = f"host memory of one machine: {readable(needed)} for delta publishes and offloaded state"
-    fix = "set publish.delta=off, which sends all tensors and keeps none; or turn off verl's offloading"
+    what = f"host memory of one machine: {readable(needed)} for delta publishes and offloaded tensors"
+    fix = "set publish.delta=off, which sends all tensors and keeps none; or turn off verl's offloading or its KL term"
     if limit is None:
         topic.note(
             what, why="the doctor cannot see the other machine's memory", fix=f"if it has less, {fix}", lines=lines

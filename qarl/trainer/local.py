@@ -83,7 +83,8 @@ class LocalTrainer:
         if self.objective.kl_loss_coef is not None:
             # Before the engine, which is awake at first and takes its whole share of the GPU.
             self.reference = Reference(config, self.objective)
-        self.engine = engine or RolloutEngine(engine_config(config, routing=bool(stacked_experts(parts.policy.model))))
+        routing = bool(stacked_experts(parts.policy.model))
+        self.engine = engine or RolloutEngine(engine_config(config, level=self.policy.align, routing=routing))
         self.loss_scale = LossScale(active=config.model.dtype == "fp16")
         self.timer = PhaseTimer(torch.cuda.synchronize if self.policy.device.type == "cuda" else None)
 

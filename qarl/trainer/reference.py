@@ -3,7 +3,7 @@
 The reference is the policy as it was before the first step: the weights in `model.path`, quantized and aligned like the
 policy's. So the KL is exactly 0 before the first update, and the engine's kernels cause none. verl's reference policy
 is not quantized, so verl's KL also contains the effect of quantization. The copy costs the memory of the model's
-weights, without gradients and optimizer states, and a step costs one more forward over the batch.
+weights and low-bit tensors, without gradients and optimizer states, and a step costs one more forward over the batch.
 """
 
 from __future__ import annotations

@@ -51,8 +51,11 @@ def prepare_run(config: Config) -> RunParts:
     )
 
 
-def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
-    """Return the engine's config for a run. `routing`: whether rollouts also return each token's experts."""
+def engine_config(config: Config, *, level: str, routing: bool = False) -> EngineConfig:
+    """Return the engine's config for a run.
+
+    `level`: the alignment level that was applied (`Policy.align`), which may be lower than `quant.align`. `routing`:
+    whether rollouts also return each token's experts."""
     rollout = config.rollout
     return EngineConfig(
         model=config.model.path,
@@ -70,6 +73,6 @@ def engine_config(config: Config, *, routing: bool = False) -> EngineConfig:
         delta=config.publish.delta == "auto",
         head_dtype=config.model.head_dtype,
         dtype=config.model.dtype,
-        aligned=config.quant.align in ("model", "exact"),
+        aligned=level in ("model", "exact"),
         kernels=config.quant.kernels,
     )

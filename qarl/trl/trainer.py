@@ -96,7 +96,7 @@ class QaRLTrainer(GRPOTrainer):
             keep_freed_memory()
         print(self.policy.report)
         report_level(self.run, inputs.hf_config)
-        self.engine = RolloutEngine(engine_config(self.run))
+        self.engine = RolloutEngine(engine_config(self.run, level=self.policy.align))
         self.rollouts = Rollouts(self.policy, self.engine)
 
     @property

@@ -69,25 +69,12 @@ def local_path(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def level_lines(config: Config) -> list[str]:
-    """Return a note if the run would train at a lower level than `quant.align`. A missing model is noted elsewhere."""
-    from qarl.checks.model import lower_level
-    from qarl.checks.model_folder import hf_config_or_carried
-
-    try:
-        hf_config, _ = hf_config_or_carried(config.model.path, config.model.trust_remote_code)
-    except UserError:
-        return []
-    lower = lower_level(config, hf_config)
-    return [f"note: {lower}"] if lower else []
-
-
 def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
     """Return the memory estimate of one rank as lines, one per part. If there is no GPU, assume one of 80 GB."""
     import torch
 
-    from qarl.align.model import resolve_level
     from qarl.checks.memory import OFFLOAD, estimate, readable
+    from qarl.checks.model import applied_level
     from qarl.checks.model_folder import hf_config_or_carried
     from qarl.checks.model_size import ModelSize
 
@@ -99,14 +86,12 @@ def memory_lines(config: Config, *, on_cpu: bool) -> list[str]:
         size = ModelSize.from_config(hf_config)
     except (UserError, KeyError) as error:
         return [f"memory: not estimated ({str(error).splitlines()[0]}); python -m qarl.doctor says more"]
-    workers = config.rollout.tensor_model_parallel_size
-    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
     found = estimate(
         size,
         config,
         device=device,
         gpu_memory_bytes=gpu_memory,
-        align=level,
+        align=applied_level(config, hf_config, device)[0],
         kernels={},
         offload=all(config.verl.get(key) for key in OFFLOAD),
     )

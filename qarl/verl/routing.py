@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qarl.align.model import resolve_level
 from qarl.align.routing import replays
+from qarl.checks.model import applied_level
 from qarl.checks.model_folder import hf_config_or_carried
 from qarl.config import Config
 from qarl.errors import UserError
@@ -33,7 +33,5 @@ def _is_replayed(config: Config, on_cpu: bool) -> bool:
         return False  # the checks of a run say what is wrong with the model
     if not experts_of(hf_config):
         return False
-    device = "cpu" if on_cpu else "cuda"
-    workers = config.rollout.tensor_model_parallel_size
-    level, _ = resolve_level(hf_config, config.quant.align, device_type=device, kernels=set(), workers=workers)
+    level, _ = applied_level(config, hf_config, "cpu" if on_cpu else "cuda")
     return replays(config.rollout.router_replay, level)

@@ -20,18 +20,17 @@ from qarl.checks.run import check_run
 from qarl.config import ActorConfig, Config, write_resolved
 from qarl.console import note
 from qarl.errors import UserError
-from qarl.kernels.cuda.contracts import ENGINE_ARGUMENTS
 from qarl.process import runs_on_cpu
-from qarl.rollout.gpu import GRAPHS
 from qarl.trainer.ending import Ending
 from qarl.verl import checks
 from qarl.verl.batches import refuse_partial_batches
 from qarl.verl.checks import PLUGIN
 from qarl.verl.failure import as_user_error
+from qarl.verl.level import graph_arguments, level_lines
 from qarl.verl.metrics import MetricsFollower
 from qarl.verl.objectives import algorithm_keys, objective_keys, refuse_second_correction
 from qarl.verl.optimizer import optim_keys
-from qarl.verl.process import level_lines, local_path, memory_lines, set_environment, worker_environment
+from qarl.verl.process import local_path, memory_lines, set_environment, worker_environment
 from qarl.verl.resume import open_verl_run
 from qarl.verl.routing import routing_keys
 from qarl.vllm_versions.head import FP32_HEAD
@@ -268,6 +267,7 @@ def actor_keys(config: Config) -> Keys:
         **same(f"+{root}.fsdp_config.quant", config.quant, "scheme", "group_size", "align", "mismatch_limit"),
         f"+{root}.fsdp_config.quant.ignore": list(config.quant.ignore),
         **same(f"+{root}.fsdp_config.quant", config.rollout, "tensor_model_parallel_size"),
+        f"+{root}.fsdp_config.quant.enforce_eager": bool(config.rollout.enforce_eager),
         f"+{root}.fsdp_config.quant.publish_delta": config.publish.delta,
         **same(f"+{root}.fsdp_config.quant", actor, "old_log_probs", "old_log_probs_sample"),
         **same(f"+{root}.fsdp_config.quant", config.model, "head_dtype"),
@@ -308,8 +308,7 @@ def rollout_keys(config: Config, on_cpu: bool) -> Keys:
         f"+{root}.engine_kwargs.vllm.worker_extension_cls": f"{PLUGIN}.worker_extension.QaRLWorkerExtension",
     }
     if not on_cpu and not rollout.enforce_eager:
-        arguments = ENGINE_ARGUMENTS if config.quant.align in ("model", "exact") else GRAPHS
-        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in arguments.items()}
+        keys |= {f"+{root}.engine_kwargs.vllm.{name}": value for name, value in graph_arguments(config).items()}
     scheme = get_scheme(config.quant.scheme, group_size=config.quant.group_size)
     overrides: dict[str, Any] = dict(FP32_HEAD) if config.model.head_dtype == "fp32" else {}
     if scheme.quantized:

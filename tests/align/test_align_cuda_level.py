@@ -240,6 +240,29 @@ def test_vllm_takes_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> No
         assert (given.items() <= arguments.items()) == (asked and not eager)
 
 
+@pytest.mark.parametrize(("applied", "one_split"), [("linears", False), ("model", True)])
+def test_the_engine_follows_the_level_that_applies(
+    applied: str, one_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With experts, or on another GPU than Hopper, one split would only cost speed. The config asks for `model`."""
+    from qarl.config import load_config
+    from qarl.quant.scheme import get_scheme
+    from qarl.rollout.engine_config import EngineConfig, llm_arguments
+    from qarl.trainer import local
+    from qarl.trainer.setup import RunParts
+
+    started: list[EngineConfig] = []
+    monkeypatch.setattr(local, "RolloutEngine", started.append)
+    policy = Policy(transformers.Qwen3ForCausalLM(CONFIG).bfloat16(), get_scheme("bf16"), (), align="model")
+    policy.align = applied
+    parts: Any = RunParts(policy, *[None] * 6)
+    local.LocalTrainer(load_config(["config=quickstart.yaml"]), parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = llm_arguments(started[0])
+    assert arguments["compilation_config"] == contracts.ENGINE_ARGUMENTS["compilation_config"]
+    assert ("attention_config" in arguments) == one_split
+
+
 def test_the_page_has_the_table_of_contracts() -> None:
     text = " ".join((ROOT / "docs" / "alignment_cuda.md").read_text().split())
     for part, contract in contracts.CONTRACTS.items():

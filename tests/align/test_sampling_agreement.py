@@ -280,6 +280,25 @@ def test_truncation_at_an_unconfirmed_level_is_refused(tmp_path):
     check_sampling(config(tmp_path, *OVERRIDES), level="model", vocabulary=100, confirmed=False)
 
 
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])
+def test_truncation_at_an_unconfirmed_level_is_refused_before_anything_is_loaded(override, tmp_path, monkeypatch):
+    """As on a GPU, where no device has confirmed the level; and for experts, whose level falls back there."""
+
+    def load(config):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(setup.Policy, "load", load)
+    run = config(tmp_path, *OVERRIDES, override)
+    with pytest.raises(AssertionError, match="were loaded"):
+        prepare_run(run)
+    monkeypatch.setattr("qarl.checks.model.runs_on_cpu", lambda backend: False)
+    with pytest.raises(UserError, match="unconfirmed alignment level model"):
+        prepare_run(run)
+    monkeypatch.setattr("qarl.align.model.model_unavailable", lambda *_: "is not built")
+    with pytest.raises(UserError, match="fell back to linears"):
+        prepare_run(run)
+
+
 def test_a_run_passes_on_that_its_level_is_unconfirmed(tmp_path, monkeypatch):
     head = SimpleNamespace(weight=torch.zeros(100, 1))
     policy = SimpleNamespace(align="model", model=SimpleNamespace(get_output_embeddings=lambda: head))

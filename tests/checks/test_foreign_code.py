@@ -142,7 +142,7 @@ def test_a_model_class_of_the_folder_behind_a_known_config(
 @pytest.mark.parametrize("trust", [False, True])
 def test_the_engine_is_told(trust: bool) -> None:
     settings = run_config(ROOT, f"model.trust_remote_code={str(trust).lower()}")
-    engine = setup.engine_config(settings)
+    engine = setup.engine_config(settings, level="model")
     assert engine.trust_remote_code is trust
     assert llm_arguments(engine)["trust_remote_code"] is trust
     assert llm_arguments(EngineConfig("x", get_scheme("bf16"), (), 8))["trust_remote_code"] is False
@@ -241,7 +241,7 @@ def test_the_default_dtype_survives_a_failure(
     calls: dict[str, Callable[[], Any]] = {
         "a meta model": lambda: layers.meta_model(model_folder.load_hf_config(str(pristine_model))),
         "the policy": lambda: Policy.load(settings),
-        "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings)),
+        "the engine": lambda: engine.RolloutEngine(setup.engine_config(settings, level="model")),
     }
     try:
         with pytest.raises((RuntimeError, UserError), match="made to fail"):

@@ -15,6 +15,7 @@ import torch
 from memory_cases import SMALL, parts, run
 
 from qarl.bench.sources import find_model
+from qarl.checks import machine
 from qarl.checks.memory import RUNTIME_BYTES, estimate, readable
 from qarl.checks.memory_terms import (
     ENGINE_ASLEEP_BYTES,
@@ -24,7 +25,6 @@ from qarl.checks.memory_terms import (
     OWN_INPUT_GRADIENT,
 )
 from qarl.checks.model_size import ModelSize
-from qarl.doctor import memory as preflight_memory
 from qarl.kernels.cpu.own import CpuW4A8Linear, DequantizedW4A16Linear
 from qarl.kernels.registry import LINEAR_KERNELS, own_backward_input
 from qarl.quant.quantize import quantize
@@ -238,5 +238,5 @@ def test_a_container_has_what_its_limit_leaves(
     if used is not None:
         (group / "memory.current").write_text(f"{used}\n")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096))
-    monkeypatch.setattr(preflight_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    assert preflight_memory.available_memory() == expected
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert machine.available_memory() == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from random_models import save_random_model
 from verl_runs import quickstart
 
 pytest.importorskip("verl")
@@ -28,7 +30,26 @@ def test_engines_on_gpus_capture_graphs_and_compile_nothing():
         (True, False, None),
         (None, True, None),
     ):
-        rollout = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref.rollout
+        resolved = verl_config(quickstart(**{"rollout.enforce_eager": asked}), on_cpu=on_cpu).actor_rollout_ref
+        rollout = resolved.rollout
         assert rollout.engine_kwargs.vllm.get("compilation_config") == wanted
         assert rollout.enforce_eager is (wanted is None)
+        assert on_cpu or resolved.actor.fsdp_config.quant.enforce_eager is rollout.enforce_eager
         assert rollout.free_cache_engine is not on_cpu
+
+
+def test_engines_on_gpus_have_one_split_only_where_the_trainer_follows_it(tmp_path, monkeypatch):
+    """`quant.align` is `model` in all of them."""
+
+    def one_split(**changes) -> bool:
+        rollout = verl_config(quickstart(**changes), on_cpu=False).actor_rollout_ref.rollout
+        return "attention_config" in rollout.engine_kwargs.vllm
+
+    assert one_split()
+    assert not one_split(**{"trainer.n_gpus_per_node": 2, "rollout.tensor_model_parallel_size": 2})
+    assert not one_split(**{"model.path": str(save_random_model(tmp_path, "qwen3_moe")), "quant.group_size": 32})
+    assert one_split(**{"model.path": str(tmp_path / "missing")}), "the checks of a run refuse it"
+    for capability, level in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert one_split() is level

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("verl")
 
@@ -16,6 +17,7 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from qarl.errors import UserError
+from qarl.kernels.cuda import contracts
 from qarl.kernels.logprob import log_probs_of_logits
 from qarl.verl.plugin import config as plugin_config
 from qarl.verl.plugin import engine as plugin_engine
@@ -114,6 +116,25 @@ def test_log_probs_have_the_bits_of_the_local_backends(packed, temperature):
         verls.append(logprobs_from_logits_v2(row / one, labels))
     assert torch.equal(found.offsets(), offsets) and torch.equal(found.values(), torch.cat(expected))
     assert not torch.equal(torch.cat(verls), torch.cat(expected))
+
+
+@pytest.mark.parametrize(("eager", "limit"), [(False, "model"), (True, "linears")])
+def test_an_engine_without_graphs_keeps_the_limit_of_linears(monkeypatch, eager, limit):
+    """As in the local backend, also when GPUs have confirmed the level: such an engine may split a row's keys."""
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=128,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    confirmed = {part: one._replace(confirmed="gpu.json") for part, one in contracts.CONTRACTS.items()}
+    monkeypatch.setattr(contracts, "CONTRACTS", confirmed)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda self: model)
+    monkeypatch.setattr(plugin_engine, "get_device_name", lambda: "cuda")
+    engine = quantized_engine()
+    engine.quant = QuantFSDPEngineConfig(strategy="fsdp2", quant={"scheme": "bf16", "enforce_eager": eager}).quant
+    engine.model_config, engine.use_remove_padding, engine.rank = SimpleNamespace(tokenizer=range(64)), True, 0
+    engine._build_module()
+    assert (engine.align, engine._limit_level) == ("model", limit)
 
 
 def test_a_mismatch_after_the_first_update_is_a_warning(caplog):

@@ -89,6 +89,19 @@ def test_on_gpus_the_group_gives_the_engine_what_the_level_needs():
     vllm = OmegaConf.to_container(composed("+qarl=w4a16").actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     for key, value in ENGINE_ARGUMENTS.items():
         assert vllm[key] == ours[prefix + key] == value
+    quant = composed("+qarl=w4a16", "actor_rollout_ref.rollout.enforce_eager=true").actor_rollout_ref.actor.fsdp_config
+    assert quant.quant.enforce_eager is True
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "w4a8"])
+def test_the_machine_may_be_named_before_or_after_the_scheme(scheme):
+    machine, others = "+qarl_machine=cpu", (f"+qarl={scheme}", "+qarl_loss=grpo")
+    orders = [composed(*order) for order in ((*others, machine), (machine, *others), (others[0], machine, others[1]))]
+    first, *rest = [OmegaConf.to_container(config, resolve=True) for config in orders]
+    assert all(other == first for other in rest)
+    vllm = first["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"]
+    assert (vllm["compilation_config"], vllm["attention_config"]) == (None, None)  # verl drops both
+    assert first["trainer"]["device"] == "cpu" and first["transfer_queue"]["backend"]["SimpleStorage"]
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "tbpo"])

@@ -149,7 +149,7 @@ class PublishBench(Bench):
         self.arguments = arguments
         config = config_of(arguments, case, folder)
         self.policy = Policy.load(config)
-        self.engine = RolloutEngine(engine_config(config))
+        self.engine = RolloutEngine(engine_config(config, level=self.policy.align))
         self.timer = PhaseTimer(torch.cuda.synchronize if torch.cuda.is_available() else None)
         self.version = 0
         self.publish()

@@ -88,7 +88,7 @@ class TBPOPolicyLossConfig(PolicyLossConfig):
 class QuantSettings(BaseConfig):
     """The keys of QaRL's config that the actor needs.
 
-    router_replay, tensor_model_parallel_size   keys of the section `rollout`
+    router_replay, tensor_model_parallel_size, enforce_eager   keys of the section `rollout`
     publish_delta    `publish.delta`
     old_log_probs*   keys of the section `actor`; they require `trainer.v1.trainer_mode=qarl_sync`
     head_dtype       `model.head_dtype`; the engine's `hf_overrides` must have the same value
@@ -102,6 +102,7 @@ class QuantSettings(BaseConfig):
     mismatch_limit: float | None = None
     router_replay: str = "auto"
     tensor_model_parallel_size: int = 1
+    enforce_eager: bool = False
     publish_delta: str = "auto"
     head_dtype: str = "model"
     old_log_probs: str = "recompute"

@@ -124,10 +124,8 @@ class QaRLFSDPEngine(FSDPEngineWithLMHead):
         report: Any = "linears: BF16 in the forward"
         if self.scheme.quantized and self.quant.align != "off":
             report = quantize_before_sharding(module, scheme=self.scheme, ignore=self.ignore, device=device)
-        workers = self.quant.tensor_model_parallel_size
-        aligned = align_model(
-            module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, workers=workers
-        )
+        engine: dict[str, Any] = {"workers": self.quant.tensor_model_parallel_size, "eager": self.quant.enforce_eager}
+        aligned = align_model(module, self.quant.align, device=device, dtype=torch.bfloat16, sharded=True, **engine)
         self.align, self._limit_level = aligned.level, aligned.limit_level
         check_rows(module.config, packed=self.use_remove_padding)
         self._head = replace_head(module, len(self.model_config.tokenizer), self.quant.head_dtype)
